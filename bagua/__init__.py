@@ -1,0 +1,48 @@
+"""Bagua: fast data-parallel training of PyTorch modules on any network.
+
+    import bagua
+    bagua.init_process_group()
+    model = bagua.distribute(model, optimizer, "bytegrad")
+
+Importing has no side effects: no threads, no patched classes, no environment writes.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata as _metadata
+
+from bagua import algorithms, codecs, exchanges, topologies
+from bagua.algorithms import Algorithm, Context
+from bagua.comm.world import destroy_process_group, init_process_group
+from bagua.engine import Stats, StepStats, detach, distribute, load_state_dict, no_sync, state_dict, stats
+from bagua.errors import CommunicationError, RankMismatchError
+
+__all__ = [
+    "Algorithm",
+    "CommunicationError",
+    "Context",
+    "RankMismatchError",
+    "Stats",
+    "StepStats",
+    "algorithms",
+    "codecs",
+    "destroy_process_group",
+    "detach",
+    "distribute",
+    "exchanges",
+    "init_process_group",
+    "load_state_dict",
+    "no_sync",
+    "state_dict",
+    "stats",
+    "topologies",
+]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        try:
+            return _metadata.version("bagua")
+        except _metadata.PackageNotFoundError:
+            return "0+unknown"
+    raise AttributeError(f"module 'bagua' has no attribute {name!r}")

@@ -1,0 +1,148 @@
+"""The research surface: an algorithm says what is exchanged, how, and at which moment of a training step."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from bagua.comm.groups import Groups
+from bagua.exchanges import Exchange
+
+__all__ = ["Algorithm", "Bucket", "Context", "Exactness", "Payload"]
+
+
+class Payload(Enum):
+    """What the buckets are views of."""
+
+    GRAD = "grad"
+    PARAM = "param"
+
+
+class Exactness(Enum):
+    """What an algorithm keeps of plain synchronous SGD."""
+
+    EXACT = "exact"
+    LOSSY = "lossy synchronous"
+    DECENTRALIZED = "decentralized"
+    ASYNCHRONOUS = "asynchronous"
+
+
+class Bucket(Protocol):
+    """A run of parameters whose payload lies in one flat tensor, exchanged at once."""
+
+    @property
+    def index(self) -> int:
+        """Position in the order of exchange."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters, in the order in which they lie in `flat`."""
+        ...
+
+    @property
+    def params(self) -> tuple[torch.nn.Parameter, ...]:
+        """The parameters, in the same order."""
+        ...
+
+    @property
+    def flat(self) -> Tensor:
+        """The payload: [N], one dtype; each parameter's gradient (or the parameter itself) is a view of it."""
+        ...
+
+
+class Context(Protocol):
+    """All that an algorithm may touch. Made by the engine; the same calls must be made in the same order everywhere."""
+
+    @property
+    def step(self) -> int:
+        """Training steps completed so far."""
+        ...
+
+    @property
+    def groups(self) -> Groups:
+        """Rank, size and nodes; its collectives belong to the lane and are not for the training thread."""
+        ...
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """All buckets, in the order of exchange."""
+        ...
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers given to `distribute`."""
+        ...
+
+    def prepare(self, exchange: Exchange) -> None:
+        """Make the state of `exchange` for every bucket, now. Call it in `setup` for each exchange you launch."""
+        ...
+
+    def launch(self, exchange: Exchange, bucket: Bucket, x: Tensor | None = None) -> None:
+        """Queue `exchange` over `x` (default: the bucket's payload) behind all launched before; returns at once."""
+        ...
+
+    def wait(self) -> None:
+        """Return when all that was launched is done; raises what went wrong in the lane."""
+        ...
+
+
+@dataclass(frozen=True)
+class Algorithm(ABC):
+    """Five moments of a training step. Override those you need; a specification, so keep tensors in the context.
+
+    Attributes:
+        name: the registry name.
+        summary: one line for `available()`.
+        exactness: what it keeps of plain synchronous SGD.
+        payload: what the buckets are views of.
+    """
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    exactness: ClassVar[Exactness] = Exactness.EXACT
+    payload: ClassVar[Payload] = Payload.GRAD
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """The exchange of the default `setup` and `bytes_per_rank`; for algorithms that have just one."""
+        raise NotImplementedError(f"{type(self).__name__} must define `exchange`, or override `setup`")
+
+    def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
+        """Fit options that were left open (None) to the job's nodes; returns the algorithm and a remark or "".
+
+        A remark tells the user of an option that cannot act here; it is logged once and kept in `bagua.stats`.
+        """
+        return self, ""
+
+    @property
+    def hierarchical_groups(self) -> bool:
+        """Whether lanes need groups within and between nodes."""
+        return self.exchange.hierarchical
+
+    def bytes_per_rank(self, n: int, size: int) -> float:
+        """Bytes that a rank sends per step for `n` fp32 elements among `size` ranks."""
+        return self.exchange.bytes_per_rank(n, size)
+
+    def setup(self, ctx: Context) -> None:
+        """Once the buckets exist: in `distribute` for PARAM, at the end of the first synchronised backward for GRAD."""
+        ctx.prepare(self.exchange)
+
+    def on_forward(self, ctx: Context) -> None:
+        """Before a forward pass in training mode."""
+
+    def on_ready(self, ctx: Context, bucket: Bucket) -> None:
+        """All gradients of `bucket` are in place; called in the same order of buckets on all ranks."""
+
+    def on_backward_end(self, ctx: Context) -> None:
+        """The backward pass is over and every bucket has been ready."""
+
+    def on_step_end(self, ctx: Context) -> None:
+        """Every optimizer has made its step."""

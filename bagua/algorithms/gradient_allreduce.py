@@ -1,0 +1,52 @@
+"""Full-precision synchronous data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from bagua.algorithms.base import Algorithm, Bucket, Context
+from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.registry import register
+from bagua.exchanges import Exchange, mix
+
+__all__ = ["GradientAllReduce"]
+
+
+@register
+@dataclass(frozen=True)
+class GradientAllReduce(Algorithm):
+    """Every rank steps with the mean of all ranks' gradients, as `DistributedDataParallel` does.
+
+    Args:
+        hierarchical: sum within each node first, then among the nodes' leaders; None means False.
+        average: mean if true, else sum. With sums, call backward once per step, or use `bagua.no_sync` for all
+            passes but the last: a sum that is summed again counts twice.
+
+    Bytes: 2 (R-1)/R times the gradients, sent per rank.
+    Source: arXiv:2107.01499 (Bagua), section 2.
+    """
+
+    name: ClassVar[str] = "gradient_allreduce"
+    summary: ClassVar[str] = "mean of all gradients in full precision"
+
+    hierarchical: bool | None = None
+    average: bool = True
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """All-reduce, maybe among leaders only."""
+        return mix("complete", "identity", hierarchical=bool(self.hierarchical), average=self.average)
+
+    def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
+        """`hierarchical=True` has nothing to do on one node, or with one rank on each."""
+        return fit_hierarchy(self, nodes, default=False)
+
+    def on_ready(self, ctx: Context, bucket: Bucket) -> None:
+        """Launch at once."""
+        ctx.launch(self.exchange, bucket)
+
+    def on_backward_end(self, ctx: Context) -> None:
+        """The optimizer needs the means."""
+        ctx.wait()

@@ -1,0 +1,30 @@
+"""What `hierarchical` comes to on the nodes that a job really has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+__all__ = ["fit_hierarchy"]
+
+
+def fit_hierarchy(algorithm: Any, nodes: tuple[tuple[int, ...], ...], default: bool) -> tuple[Any, str]:
+    """Resolve `algorithm.hierarchical`: None becomes `default` where a hierarchy exists, else False.
+
+    An explicit True is kept, with a remark where it cannot act as its user may think.
+
+    Args:
+        algorithm: a dataclass with a field `hierarchical: bool | None`.
+        nodes: ranks by node.
+        default: what None means where there are several nodes, one of them with several ranks.
+    """
+    several_nodes, several_ranks = len(nodes) > 1, any(len(node) > 1 for node in nodes)
+    wanted = algorithm.hierarchical
+    if wanted is None:
+        return replace(algorithm, hierarchical=default and several_nodes and several_ranks), ""
+    remark = ""
+    if wanted and not several_nodes:
+        remark = "hierarchical=True, but all ranks are on one node: the exchange between nodes (and its codec) never runs"
+    elif wanted and not several_ranks:
+        remark = "hierarchical=True, but every node has one rank: the same as hierarchical=False"
+    return algorithm, remark

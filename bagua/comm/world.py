@@ -1,0 +1,93 @@
+"""Start and end `torch.distributed` for a script: from torchrun's environment, or alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["destroy_process_group", "init_process_group"]
+
+_log = logging.getLogger("bagua")
+_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The rendezvous store outlives destroy_process_group(): were it made anew on the same port, a fast rank could
+# still reach the old server of a slow rank 0 and wait there forever.
+_stores: dict[tuple[str, ...], dist.Store] = {}
+_generation = 0
+
+
+def default_backend() -> str:
+    """`cpu:gloo,cuda:nccl` where there are GPUs, else `gloo`."""
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def init_process_group(backend: str | None = None, **kw: Any) -> None:
+    """Initialise `torch.distributed` for this process.
+
+    Under `torchrun` or `bagua run` the environment tells rank and world size. With no such environment at all
+    the world is this one process. A second call is a no-op; after `destroy_process_group` a new one starts over.
+
+    Args:
+        backend: as in `torch.distributed.init_process_group`; default `cpu:gloo,cuda:nccl` as the hardware allows.
+        **kw: passed on (`timeout`, `device_id`, `init_method`, `store`, `rank`, `world_size`, ...).
+
+    Raises:
+        ValueError: the environment is incomplete, or a second call asks for another backend.
+    """
+    global _generation
+    if dist.is_initialized():
+        if backend is not None and not _has_backend(backend):
+            raise ValueError(
+                f"backend: torch.distributed is already initialised with {dist.get_backend()!r}, not {backend!r}; "
+                "call bagua.destroy_process_group() first"
+            )
+        return
+    backend = backend or default_backend()
+    explicit = {"init_method", "store", "rank", "world_size"} & {k for k, v in kw.items() if v is not None}
+    if explicit:
+        dist.init_process_group(backend, **kw)
+    elif not any(name in os.environ for name in ("RANK", "WORLD_SIZE")):
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **kw)
+    else:
+        missing = [name for name in _ENV if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"init_process_group: {', '.join(missing)} not set in the environment although "
+                f"{', '.join(n for n in _ENV if n in os.environ)} is; launch with torchrun or `bagua run`, "
+                "or unset all of them to run alone"
+            )
+        store = _rendezvous(kw.get("timeout"))
+        _generation += 1
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        prefix = dist.PrefixStore(f"bagua/{_generation}", store)
+        dist.init_process_group(backend, store=prefix, rank=rank, world_size=world_size, **kw)
+    _log.debug("rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
+
+
+def destroy_process_group() -> None:
+    """End `torch.distributed` in this process. Safe to call twice, and without `init_process_group`."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _has_backend(backend: str) -> bool:
+    wanted = set(backend.lower().replace("cpu:", "").replace("cuda:", "").split(","))
+    config = dist.get_backend_config().lower()
+    return wanted <= set(config.replace("cpu:", "").replace("cuda:", "").split(","))
+
+
+def _rendezvous(timeout: timedelta | None) -> dist.Store:
+    key = tuple(os.environ.get(name, "") for name in (*_ENV, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"))
+    store = _stores.get(key)
+    if store is None:
+        options = {} if timeout is None else {"timeout": timeout}
+        store, _, _ = next(iter(dist.rendezvous("env://", **options)))
+        _stores.clear()
+        _stores[key] = store
+    return store

@@ -1,0 +1,285 @@
+"""Put an engine on a module, and take it off again: the functions that users call."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from bagua import algorithms
+from bagua.algorithms.base import Algorithm
+from bagua.comm.team import Team
+from bagua.engine.engine import Engine
+from bagua.engine.handshake import shake_hands
+from bagua.engine.lane import make_lane
+from bagua.engine.params import Inventory, as_optimizers, take_inventory
+from bagua.engine.plan import default_bucket_bytes
+from bagua.engine.replicate import replicate_optimizers, replicate_tensors
+from bagua.engine.stats import Stats
+
+__all__ = ["detach", "distribute", "load_state_dict", "no_sync", "state_dict", "stats"]
+
+_log = logging.getLogger("bagua")
+_M = TypeVar("_M", bound=nn.Module)
+
+
+class _Attachment:
+    """An engine with the handles of all hooks that feed it."""
+
+    def __init__(self, engine: Engine, process_group: Any) -> None:
+        self.engine = engine
+        self.process_group = process_group
+        self.handles: list[Any] = []
+
+    def remove_hooks(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+# A module's hooks are plain functions that look the engine up here, so that the module can be copied and pickled
+# (the copy is a plain module) and is collected when dropped.
+_attachments: weakref.WeakKeyDictionary[nn.Module, _Attachment] = weakref.WeakKeyDictionary()
+_serials: dict[str, itertools.count[int]] = {}
+
+
+def distribute(
+    module: _M,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    algorithm: str | Algorithm = "gradient_allreduce",
+    *,
+    process_group: Any = None,
+    bucket_bytes: int | None = None,
+    hierarchical: bool | None = None,
+    **algorithm_options: Any,
+) -> _M:
+    """Train `module` data-parallel from now on. Collective: call it on all ranks with the same arguments.
+
+    The same module object comes back, its `state_dict` keys unchanged. Parameters, buffers and optimizer state
+    become equal to rank 0's. Calling it again switches the algorithm, in the middle of training if need be.
+    Gradients are synchronised within `backward()`, hidden behind it; the loop needs no other change.
+
+    Args:
+        module: on its device already, all trainable parameters there.
+        optimizers: one or several; each must hold a parameter of the module.
+        algorithm: a name from `bagua.algorithms.available()` or an instance.
+        process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`; None is the default group, or, when
+            switching, the group as before.
+        bucket_bytes: payload that is exchanged at once; None takes BAGUA_DEFAULT_BUCKET_SIZE or 10 MiB.
+        hierarchical: exact within a node, the algorithm's exchange between nodes; None is the algorithm's default.
+        **algorithm_options: options of the named algorithm.
+
+    Returns:
+        `module`.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised.
+        ValueError, TypeError: an argument is wrong; see the message. `RankMismatchError` (a ValueError): ranks
+            hold different parameters or options, or another rank's arguments are wrong.
+        CommunicationError: a rank did not come within the group's timeout.
+    """
+    previous = _attachments.get(module) if isinstance(module, nn.Module) else None
+    if process_group is None and previous is not None:
+        process_group = previous.process_group
+    problem: Exception | None = None
+    inventory: Inventory | None = None
+    items: tuple[torch.optim.Optimizer, ...] = ()
+    chosen: Algorithm | None = None
+    try:
+        if hierarchical is not None:
+            algorithm_options["hierarchical"] = hierarchical
+        chosen = algorithms.get(algorithm, **algorithm_options)
+        bucket_bytes = _checked_bucket_bytes(bucket_bytes)
+        items = as_optimizers(optimizers)
+        inventory = take_inventory(module, items)
+    except (ValueError, TypeError) as error:
+        problem = error  # the other ranks must hear of it before it is raised
+    device = inventory.device if inventory is not None else _any_device(module)
+    team = Team.of(process_group, device)
+    signature = inventory.signature() if inventory is not None else []
+    options = {
+        "algorithm": repr(chosen),
+        "bucket_bytes": str(bucket_bytes),
+        "optimizers": ", ".join(f"{type(item).__name__} of {len(item.param_groups)} groups" for item in items),
+    }
+    agreement = shake_hands(team, signature, options, problem)
+    assert inventory is not None and chosen is not None and bucket_bytes is not None
+    chosen, remark = chosen.for_nodes(agreement.nodes)
+    if remark and team.rank == 0:
+        _log.warning("%s: %s", chosen.name, remark)
+
+    order: Sequence[str] | None = None
+    if previous is not None:
+        plan = previous.engine.learned_plan
+        order = plan.order if plan is not None and set(plan.order) == set(inventory.trainable) else None
+        detach(module)
+    key = str(next(_serials.setdefault(team.name, itertools.count())))
+    groups = team.open(f"lane/{key}", chosen.hierarchical_groups, agreement.nodes)
+    replicate_tensors(
+        [*inventory.trainable.values(), *inventory.frozen.values(), *inventory.buffers.values()],
+        groups.world,
+        inventory.device,
+    )
+    everything = {**inventory.trainable, **inventory.frozen}
+    replicate_optimizers(items, everything, team, groups.world, inventory.device)
+    for meter in groups.meters:
+        meter.sent = meter.received = 0  # what follows is training
+    lane = make_lane(groups, inventory.device)
+    engine = Engine(chosen, inventory, items, team, lane, bucket_bytes, key, order, (remark,) if remark else ())
+    _attachments[module] = _attach(module, engine, items, process_group)
+    _log.debug("rank %d: %s distributed with %r", team.rank, type(module).__name__, chosen)
+    return module
+
+
+def detach(module: _M) -> _M:
+    """Make `module` a plain module again: no hooks, its values and gradients in storage of their own.
+
+    Call it on all ranks, between steps. Checkpoint the algorithm's state first if you mean to come back to it.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: it is not distributed.
+    """
+    attachment = _attachment(module)
+    attachment.remove_hooks()
+    del _attachments[module]
+    attachment.engine.close()
+    return module
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Within it, backward passes only accumulate gradients on this rank; the next one outside synchronises the sum.
+
+    What counts is where `backward()` runs, not `forward()`.
+
+    Raises:
+        ValueError: `module` is not distributed.
+    """
+    engine = _attachment(module).engine
+    before, engine.sync = engine.sync, False
+    try:
+        yield
+    finally:
+        engine.sync = before
+
+
+def stats(module: nn.Module) -> Stats:
+    """Return bytes, seconds and compression of the module's communication on this rank, last step and total.
+
+    Raises:
+        ValueError: `module` is not distributed.
+    """
+    return _attachment(module).engine.stats()
+
+
+def state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return the algorithm's own state on this rank (step, bucket plan, residuals, ...); plain data and tensors.
+
+    Save it beside the module's and the optimizers' state dicts, on every rank: training then resumes with the
+    same numbers.
+
+    Raises:
+        ValueError: `module` is not distributed.
+    """
+    return _attachment(module).engine.state_dict()
+
+
+def load_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
+    """Put back what `state_dict` returned on the same rank, with the same algorithm and number of ranks.
+
+    Raises:
+        ValueError: `module` is not distributed, or the state was made under other circumstances.
+    """
+    _attachment(module).engine.load_state_dict(state)
+
+
+def attached_algorithm(module: nn.Module) -> Algorithm:
+    """Return the algorithm that `module` is trained with.
+
+    Raises:
+        ValueError: `module` is not distributed.
+    """
+    return _attachment(module).engine.algorithm
+
+
+def live_engines() -> list[Engine]:
+    """All engines of this process."""
+    return [attachment.engine for attachment in list(_attachments.values())]
+
+
+def _attachment(module: nn.Module) -> _Attachment:
+    try:
+        return _attachments[module]
+    except (KeyError, TypeError):
+        raise ValueError(f"{type(module).__name__} is not distributed; call bagua.distribute() first") from None
+
+
+def _checked_bucket_bytes(bucket_bytes: int | None) -> int:
+    if bucket_bytes is None:
+        return default_bucket_bytes()
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
+        raise TypeError(f"bucket_bytes: expected an int, got {type(bucket_bytes).__name__}")
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")
+    return bucket_bytes
+
+
+def _any_device(module: Any) -> torch.device:
+    """A device to meet the others on although something is wrong with the module."""
+    params = module.parameters() if isinstance(module, nn.Module) else ()
+    return next((param.device for param in params if param.device.type in ("cpu", "cuda")), torch.device("cpu"))
+
+
+def _attach(
+    module: nn.Module, engine: Engine, optimizers: Sequence[torch.optim.Optimizer], process_group: Any
+) -> _Attachment:
+    attachment = _Attachment(engine, process_group)
+    attachment.handles.append(module.register_forward_pre_hook(_before_forward))
+    ref = weakref.ref(engine)
+    for index, param in enumerate(engine.inventory.trainable.values()):
+        attachment.handles.append(param.register_post_accumulate_grad_hook(_gradient_hook(ref, index)))
+    for number, optimizer in enumerate(optimizers):
+        before, after = _step_hooks(ref, number)
+        attachment.handles.append(optimizer.register_step_pre_hook(before))
+        attachment.handles.append(optimizer.register_step_post_hook(after))
+    return attachment
+
+
+def _before_forward(module: nn.Module, _args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    attachment = _attachments.get(module)
+    if attachment is not None and module.training:
+        attachment.engine.forward_begins()
+
+
+def _gradient_hook(ref: weakref.ref[Engine], index: int) -> Any:
+    def gradient_ready(_param: torch.Tensor) -> None:
+        engine = ref()
+        if engine is not None:
+            engine.gradient_ready(index)
+
+    return gradient_ready
+
+
+def _step_hooks(ref: weakref.ref[Engine], number: int) -> tuple[Any, Any]:
+    def before(*_: Any) -> None:
+        engine = ref()
+        if engine is not None:
+            engine.optimizer_steps()
+
+    def after(*_: Any) -> None:
+        engine = ref()
+        if engine is not None:
+            engine.optimizer_stepped(number)
+
+    return before, after

@@ -1,0 +1,77 @@
+"""A bucket: one flat tensor, and the parameters whose payload is a view of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bagua.algorithms.base import Payload
+
+__all__ = ["Bucket"]
+
+
+class Bucket:
+    """One flat tensor for the payload of several parameters of one dtype.
+
+    Attributes:
+        index: position in the order of exchange.
+        names, params: what lies in it, in order.
+        views: for each parameter, its part of `flat`, in the parameter's shape and, where that is dense, strides.
+        flat: [N], N = sum of the parameters' elements; no padding.
+    """
+
+    def __init__(
+        self, index: int, names: Sequence[str], params: Sequence[torch.nn.Parameter], payload: Payload
+    ) -> None:
+        self.index = index
+        self.names = tuple(names)
+        self.params = tuple(params)
+        first = self.params[0]
+        numel = sum(param.numel() for param in self.params)
+        self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        self.views: list[Tensor] = []
+        offset = 0
+        for param in self.params:
+            part = self.flat[offset : offset + param.numel()]
+            # autograd gives gradients the strides of a dense parameter; equal strides make the copy a plain one
+            dense = _is_dense(param)
+            self.views.append(part.as_strided(param.size(), param.stride()) if dense else part.view(param.size()))
+            offset += param.numel()
+        if payload is Payload.PARAM:
+            with torch.no_grad():
+                for param, view in zip(self.params, self.views, strict=True):
+                    view.copy_(param)
+                    param.data = view
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the payload."""
+        return self.flat.numel() * self.flat.element_size()
+
+    def describe(self) -> str:
+        """For messages: the index and the first and last names."""
+        names = self.names[0] if len(self.names) == 1 else f"{self.names[0]} ... {self.names[-1]}"
+        return f"bucket {self.index} ({names})"
+
+    def release(self, payload: Payload) -> None:
+        """Give the parameters their values (or gradients) back in storage of their own."""
+        with torch.no_grad():
+            for param, view in zip(self.params, self.views, strict=True):
+                if payload is Payload.PARAM and param.data_ptr() == view.data_ptr():
+                    param.data = view.clone(memory_format=torch.preserve_format)
+                elif payload is Payload.GRAD and param.grad is view:
+                    param.grad = view.clone(memory_format=torch.preserve_format)
+
+
+def _is_dense(param: Tensor) -> bool:
+    """Whether the parameter's elements fill a range of memory without overlap, in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return param.numel() > 0

@@ -1,0 +1,127 @@
+"""What a module and its optimizers hold, and whether it can be trained data-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Inventory", "as_optimizers", "take_inventory"]
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The tensors of a module, each once (tied ones under their first name), in registration order.
+
+    Attributes:
+        trainable: parameters that require a gradient.
+        frozen: parameters that do not.
+        buffers: buffers, persistent or not.
+        device: the one device of all parameters.
+    """
+
+    trainable: dict[str, nn.Parameter]
+    frozen: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    device: torch.device
+
+    def signature(self) -> list[list[str]]:
+        """Kind, name, shape and dtype of everything, for comparison between ranks."""
+        kinds = (("parameter", self.trainable), ("frozen parameter", self.frozen), ("buffer", self.buffers))
+        return [
+            [kind, name, "x".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
+            for kind, tensors in kinds
+            for name, tensor in tensors.items()
+        ]
+
+
+def as_optimizers(optimizers: object) -> tuple[torch.optim.Optimizer, ...]:
+    """Return one or several optimizers as a tuple.
+
+    Raises:
+        TypeError: something in it is no `torch.optim.Optimizer`.
+    """
+    items = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+    for item in items:
+        if not isinstance(item, torch.optim.Optimizer):
+            raise TypeError(f"optimizers: expected a torch.optim.Optimizer or a list of them, got {type(item).__name__}")
+    return items
+
+
+def take_inventory(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Inventory:
+    """List what `module` holds and refuse what cannot be distributed, by name.
+
+    Names in `module._ddp_params_and_buffers_to_ignore` (torch's) or `_bagua_params_and_buffers_to_ignore` are left
+    out.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: no trainable parameter; a parameter on the meta device, on another device than the rest, of
+            complex dtype, uninitialised or sparse; an embedding with sparse gradients; an optimizer that holds no
+            parameter of the module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    ignored = {
+        *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
+        *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
+    }
+    trainable: dict[str, nn.Parameter] = {}
+    frozen: dict[str, nn.Parameter] = {}
+    for name, param in module.named_parameters():
+        if name not in ignored:
+            _check_parameter(name, param)
+            (trainable if param.requires_grad else frozen)[name] = param
+    if not trainable:
+        raise ValueError(f"module: {type(module).__name__} has no parameter that requires a gradient")
+    device = _one_device({**trainable, **frozen})
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and f"{path}.weight" in trainable:
+            raise ValueError(f"module: {path!r} has sparse=True; sparse gradients are not supported, use sparse=False")
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
+    for name, buffer in buffers.items():
+        if buffer.is_meta or buffer.layout is not torch.strided:
+            raise ValueError(f"buffer {name!r} is {'on the meta device' if buffer.is_meta else buffer.layout}")
+    _check_optimizers(optimizers, trainable, frozen)
+    return Inventory(trainable, frozen, buffers, device)
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ValueError(f"parameter {name!r} is not initialised; run a forward pass first (lazy module)")
+    if param.is_meta:
+        raise ValueError(f"parameter {name!r} is on the meta device; materialise the module first")
+    if param.layout is not torch.strided:
+        raise ValueError(f"parameter {name!r} has layout {param.layout}; only strided ones can be distributed")
+    if param.requires_grad and param.is_complex():
+        raise ValueError(f"parameter {name!r} is {param.dtype}; complex parameters are not supported")
+    if type(param.data) is not Tensor:
+        raise ValueError(
+            f"parameter {name!r} is a {type(param.data).__name__}; tensor subclasses such as DTensor are not supported"
+        )
+
+
+def _one_device(params: dict[str, nn.Parameter]) -> torch.device:
+    first_name, first = next(iter(params.items()))
+    for name, param in params.items():
+        if param.device != first.device:
+            raise ValueError(
+                f"parameter {name!r} is on {param.device} but {first_name!r} on {first.device}; "
+                "all parameters must be on one device"
+            )
+    if first.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"parameter {first_name!r} is on {first.device}; only cpu and cuda are supported")
+    return first.device
+
+
+def _check_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], trainable: dict[str, nn.Parameter], frozen: dict[str, nn.Parameter]
+) -> None:
+    ours = {id(param) for param in (*trainable.values(), *frozen.values())}
+    for position, optimizer in enumerate(optimizers):
+        if not any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+            raise ValueError(
+                f"optimizers: number {position} ({type(optimizer).__name__}) holds no parameter of the module"
+            )

@@ -1,0 +1,142 @@
+"""Bytes and seconds of communication, per step and in total."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bagua.comm.groups import Meter
+from bagua.engine.lane import Ticket, _StreamTicket
+
+__all__ = ["Stats", "StepStats", "Tally"]
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Communication of one step, or the sum over all steps.
+
+    Attributes:
+        bytes_sent: bytes this rank sent.
+        bytes_received: bytes this rank received.
+        payload_bytes: size of the tensors that were exchanged, as they lie in memory.
+        dense_bytes: what a ring all-reduce of the same tensors, uncompressed, would have sent: 2 (R-1)/R of them.
+        comm_s: seconds in which a lane was busy.
+        exposed_s: seconds in which the training thread waited for a lane: communication not hidden by compute.
+        launches: number of exchanges.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    payload_bytes: int = 0
+    dense_bytes: int = 0
+    comm_s: float = 0.0
+    exposed_s: float = 0.0
+    launches: int = 0
+
+    @property
+    def compression_ratio(self) -> float:
+        """How many times fewer bytes were sent than by an uncompressed ring all-reduce; 1 if nothing was sent."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+    @property
+    def bits_per_s(self) -> float:
+        """Bits sent per second in which a lane was busy."""
+        return 8 * self.bytes_sent / self.comm_s if self.comm_s else 0.0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What `bagua.stats` returns: a snapshot.
+
+    Attributes:
+        algorithm: the algorithm with all its options.
+        steps: training steps completed.
+        num_buckets: 0 until the first synchronised backward pass has shown the order of gradients.
+        bucket_bytes: payload of each bucket.
+        scratch_bytes: memory held for wires and staging.
+        last: the last step that communicated.
+        total: all steps.
+        notices: options that cannot act here, and why; each was logged once.
+    """
+
+    algorithm: str
+    steps: int
+    num_buckets: int
+    bucket_bytes: tuple[int, ...]
+    scratch_bytes: int
+    last: StepStats
+    total: StepStats
+    notices: tuple[str, ...] = ()
+
+
+@dataclass
+class _Sum:
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    payload_bytes: int = 0
+    dense_bytes: int = 0
+    comm_s: float = 0.0
+    exposed_s: float = 0.0
+    launches: int = 0
+
+    def freeze(self) -> StepStats:
+        return StepStats(**vars(self))
+
+    def add(self, other: _Sum) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
+class Tally:
+    """Counts for one module. Written by the training thread only, after it waited."""
+
+    meters: Sequence[Meter]
+    size: int
+    _step: _Sum = field(default_factory=_Sum)
+    _last: _Sum = field(default_factory=_Sum)
+    _total: _Sum = field(default_factory=_Sum)
+    _seen: tuple[int, int] = (0, 0)
+    _unread: list[_StreamTicket] = field(default_factory=list)
+
+    def launched(self, payload_bytes: int) -> None:
+        """Count a launch."""
+        self._step.launches += 1
+        self._step.payload_bytes += payload_bytes
+        self._step.dense_bytes += int(2 * payload_bytes * (self.size - 1) / self.size)
+
+    def waited(self, tickets: Sequence[Ticket], exposed_s: float) -> None:
+        """Count what has been waited for."""
+        self._step.exposed_s += exposed_s
+        for ticket in tickets:
+            if isinstance(ticket, _StreamTicket):
+                self._unread.append(ticket)  # its duration is known later; asking now would stop the CPU
+            else:
+                self._step.comm_s += ticket.seconds
+        self._collect()
+
+    def step_ended(self) -> None:
+        """Close the books of a step."""
+        self._collect()
+        sent, received = sum(m.sent for m in self.meters), sum(m.received for m in self.meters)
+        self._step.bytes_sent, self._step.bytes_received = sent - self._seen[0], received - self._seen[1]
+        self._seen = (sent, received)
+        if self._step.launches:
+            self._last = self._step
+        self._total.add(self._step)
+        self._step = _Sum()
+
+    def snapshot(self) -> tuple[StepStats, StepStats]:
+        """(last step that communicated, total)."""
+        self._collect()
+        return self._last.freeze(), self._total.freeze()
+
+    def _collect(self) -> None:
+        pending = []
+        for ticket in self._unread:
+            seconds = ticket.device_seconds()
+            if seconds is None:
+                pending.append(ticket)
+            else:
+                self._step.comm_s += seconds
+        self._unread = pending

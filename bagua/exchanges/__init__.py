@@ -1,0 +1,22 @@
+"""Replace a flat tensor, in place, by a mix of everyone's."""
+
+from __future__ import annotations
+
+from bagua.exchanges.all_reduce import AllReduce
+from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.difference_gossip import DifferenceGossip
+from bagua.exchanges.gossip import Gossip
+from bagua.exchanges.hierarchical import Hierarchical
+from bagua.exchanges.mix import mix
+from bagua.exchanges.scatter_gather import ScatterGather
+
+__all__ = [
+    "AllReduce",
+    "DifferenceGossip",
+    "Exchange",
+    "Gossip",
+    "Hierarchical",
+    "ScatterGather",
+    "State",
+    "mix",
+]

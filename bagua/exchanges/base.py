@@ -1,0 +1,50 @@
+"""The interface of all exchanges."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bagua.comm.groups import Groups
+
+__all__ = ["Exchange", "State"]
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Exchange(ABC):
+    """Replaces a flat tensor, in place, by a mix of everyone's.
+
+    A specification: it holds options and no tensors. What must survive from step to step is in the `State` that
+    `init` makes, one for each bucket; scratch memory comes from `groups.buffers`.
+    """
+
+    @property
+    def name(self) -> str:
+        """A readable name for traces and logs."""
+        return type(self).__name__
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether the exchange needs `groups.intra` and `groups.inter`."""
+        return False
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank ends with the same values, made from all ranks' values."""
+        return True
+
+    def init(self, x_N: Tensor, groups: Groups) -> State:
+        """Make the state for a bucket like `x_N`. Called once, when the algorithm is bound, on all ranks."""
+        return {}
+
+    @abstractmethod
+    def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
+        """Mix `x_N` in place. Called on all ranks in the same order; may block; straight-line."""
+
+    @abstractmethod
+    def bytes_per_rank(self, n: int, size: int) -> float:
+        """Bytes that a rank sends for `n` fp32 elements among `size` ranks (the mean over the ranks)."""

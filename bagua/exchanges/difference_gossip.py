@@ -1,0 +1,87 @@
+"""Averaging with fixed peers through a lossy codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bagua.codecs import Codec
+from bagua.comm.collectives import swap
+from bagua.comm.groups import Groups
+from bagua.exchanges.base import Exchange, State
+from bagua.topologies import Topology
+
+__all__ = ["DifferenceGossip"]
+
+
+@dataclass(frozen=True)
+class DifferenceGossip(Exchange):
+    """Gossip of quantised differences; every rank keeps a replica of itself and of each peer.
+
+    d = (x - me) + sum over peers j of w_j (y_j - me); all send Q(d); me += Q(d); y_j += Q(d_j); x = me.
+    A replica y_j is equal, bit for bit, to rank j's `me`, because both add the same decoded numbers.
+
+    Args:
+        topology: fixed peers; replicas of changing ones would go stale.
+        codec: any codec that loses something; no error feedback, since the replica already remembers.
+
+    State: `me` [N] and `peers` [P, N].
+    Bytes: the encoded size once per receiver.
+    Source: the original's low-precision decentralized; arXiv:1803.06443 (DCD-PSGD), algorithm 1.
+    """
+
+    topology: Topology
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if not self.topology.fixed:
+            raise ValueError(
+                f"topology {self.topology.name!r} does not mix with codec {self.codec.name!r}: "
+                "replicas of peers need the same peers at every step"
+            )
+
+    @property
+    def name(self) -> str:
+        """difference_gossip, with topology and codec."""
+        return f"difference_gossip[{self.topology.name}, {self.codec.name}]"
+
+    @property
+    def complete(self) -> bool:
+        """False: ranks stay apart by what the codec loses."""
+        return False
+
+    def init(self, x_N: Tensor, groups: Groups) -> State:
+        """Replicas equal to `x_N`: replicas must be made while all ranks hold the same values."""
+        peers = self.topology.peers(groups.rank, groups.size, 0)
+        return {"me": x_N.clone(), "peers": x_N.repeat(len(peers), 1)}
+
+    def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
+        """Shapes: x_N is [N]."""
+        group, buffers, codec, n = groups.world, groups.buffers, self.codec, x_N.numel()
+        me_N, peers_PN = state["me"], state["peers"]
+        peers = self.topology.peers(group.rank, group.size, 0)
+        d_N = buffers.get("difference", (n,), x_N.dtype, x_N.device)
+        torch.sub(x_N, me_N, out=d_N)
+        for k, (_, weight) in enumerate(peers):
+            d_N.add_(peers_PN[k], alpha=weight).sub_(me_N, alpha=weight)
+        width = codec.wire_bytes(n, x_N.dtype)
+        mine_1W = buffers.get("wire", (1, width), torch.uint8, x_N.device)
+        peers_PW = buffers.get("peers", (max(1, len(peers)), width), torch.uint8, x_N.device)
+        codec.encode(d_N.view(1, n), out=mine_1W)
+        swap(
+            group,
+            sends=[(peer, mine_1W[0]) for peer in self.topology.receivers(group.rank, group.size, 0)],
+            receives=[(peer, peers_PW[k]) for k, (peer, _) in enumerate(peers)],
+        )
+        codec.decode(mine_1W, n, out=d_N.view(1, n))
+        me_N.add_(d_N)
+        for k in range(len(peers)):
+            codec.decode(peers_PW[k : k + 1], n, out=d_N.view(1, n))
+            peers_PN[k].add_(d_N)
+        x_N.copy_(me_N)
+
+    def bytes_per_rank(self, n: int, size: int) -> float:
+        """The encoded size once per receiver."""
+        return len(self.topology.receivers(0, size, 0)) * self.codec.wire_bytes(n, torch.float32)

@@ -1,0 +1,76 @@
+"""Exact within a node, anything between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from bagua.comm.collectives import broadcast_, reduce_
+from bagua.comm.groups import Groups
+from bagua.exchanges.base import Exchange, State
+
+__all__ = ["Hierarchical"]
+
+
+@dataclass(frozen=True)
+class Hierarchical(Exchange):
+    """Sum within each node, run `inner` among the nodes' leaders, broadcast within each node.
+
+    Nodes of different sizes weigh as much as they have ranks when `inner` is complete (the sum is divided once,
+    by the number of all ranks); with a sparse `inner` each node counts once, with its mean.
+
+    Args:
+        inner: the exchange between nodes.
+
+    State: the inner exchange's, on leaders.
+    Bytes: `inner`'s between the leaders; within a node one copy up and one down per rank.
+    Source: arXiv:2107.01499 (Bagua), section 3.3; Differs: the original takes the mean of node means.
+    """
+
+    inner: Exchange
+
+    def __post_init__(self) -> None:
+        if self.inner.hierarchical:
+            raise ValueError("Hierarchical cannot hold another Hierarchical exchange")
+
+    @property
+    def name(self) -> str:
+        """hierarchical, with the inner exchange."""
+        return f"hierarchical[{self.inner.name}]"
+
+    @property
+    def hierarchical(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def complete(self) -> bool:
+        """As the inner exchange."""
+        return self.inner.complete
+
+    def init(self, x_N: Tensor, groups: Groups) -> State:
+        """The inner exchange's state on leaders, nothing elsewhere."""
+        return self.inner.init(x_N, _among_leaders(groups)) if groups.inter is not None else {}
+
+    def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
+        """Shapes: x_N is [N]."""
+        if groups.intra is None:
+            raise ValueError("Hierarchical needs groups that were opened hierarchical")
+        reduce_(groups.intra, x_N)
+        if groups.inter is not None:
+            if not self.inner.complete:
+                x_N.mul_(1.0 / groups.intra.size)
+            elif getattr(self.inner, "average", True):
+                x_N.mul_(groups.inter.size / groups.world.size)
+            self.inner.run(x_N, state, _among_leaders(groups), step)
+        broadcast_(groups.intra, x_N)
+
+    def bytes_per_rank(self, n: int, size: int) -> float:
+        """The inner exchange's, as if every rank were a node of its own: what a leader sends to other nodes."""
+        return self.inner.bytes_per_rank(n, size)
+
+
+def _among_leaders(groups: Groups) -> Groups:
+    assert groups.inter is not None
+    return replace(groups, world=groups.inter, intra=None, inter=None)

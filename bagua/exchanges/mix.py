@@ -1,0 +1,66 @@
+"""The one place where topology, codec, hierarchy and error feedback meet.
+
+| | identity | linear codec | other codec |
+|---|---|---|---|
+| complete | AllReduce | AllReduce on the cast | ScatterGather |
+| fixed sparse | Gossip | Gossip | DifferenceGossip |
+| changing sparse | Gossip | Gossip | error: replicas need fixed peers |
+"""
+
+from __future__ import annotations
+
+from bagua import codecs, topologies
+from bagua.codecs import Codec
+from bagua.exchanges.all_reduce import AllReduce
+from bagua.exchanges.base import Exchange
+from bagua.exchanges.difference_gossip import DifferenceGossip
+from bagua.exchanges.gossip import Gossip
+from bagua.exchanges.hierarchical import Hierarchical
+from bagua.exchanges.scatter_gather import ScatterGather
+from bagua.topologies import Topology
+
+__all__ = ["mix"]
+
+
+def mix(
+    topology: str | Topology = "complete",
+    codec: str | Codec = "identity",
+    *,
+    hierarchical: bool = False,
+    error_feedback: bool = False,
+    average: bool = True,
+) -> Exchange:
+    """Return the exchange that averages over `topology` with `codec` on the wire.
+
+    Args:
+        topology: a registered name or an instance.
+        codec: a registered name or an instance.
+        hierarchical: exact within a node, the rest between nodes.
+        error_feedback: add what the codec lost in one step to the next (complete topology, lossy codec).
+        average: mean if true, else sum (complete topology only).
+
+    Raises:
+        ValueError: a name is unknown, or the parts do not mix; names both.
+    """
+    topology, codec = topologies.get(topology), codecs.get(codec)
+    if error_feedback and (codec.linear or not topology.complete):
+        other = f"codec {codec.name!r}" if codec.linear else f"topology {topology.name!r}"
+        reason = (
+            "it is summed on the wire, so there is no encoded value to compare with"
+            if codec.linear
+            else "the replicas of a sparse topology already remember what was lost"
+        )
+        raise ValueError(f"error_feedback=True does not mix with {other}: {reason}")
+    if not average and not topology.complete:
+        raise ValueError(f"average=False does not mix with topology {topology.name!r}: gossip has no sum")
+    exchange: Exchange
+    if topology.complete:
+        if codec.linear:
+            exchange = AllReduce(codec, average)
+        else:
+            exchange = ScatterGather(codec, error_feedback, average)
+    elif codec.linear:
+        exchange = Gossip(topology, codec)
+    else:
+        exchange = DifferenceGossip(topology, codec)
+    return Hierarchical(exchange) if hierarchical else exchange

@@ -1,0 +1,41 @@
+"""One other peer at every step, in pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from bagua.topologies.base import Topology
+
+__all__ = ["ShiftOne"]
+
+
+@dataclass(frozen=True)
+class ShiftOne(Topology):
+    """Ranks in pairs that average, paired anew at every step.
+
+    An even number of ranks: the lower half meets the upper half, shifted by one each step, as in the original
+    (which refuses odd numbers). An odd number: at step c rank r meets (c - r) mod size, and the one rank that
+    would meet itself rests; each rank rests once in `size` steps.
+
+    Source: the original's `shift_one` peer selection mode.
+    Differs: odd numbers of ranks work.
+    """
+
+    name: ClassVar[str] = "shift_one"
+
+    def peers(self, rank: int, size: int, step: int) -> tuple[tuple[int, float], ...]:
+        """The partner of this step with weight 1/2, or nobody."""
+        if size == 1:
+            return ()
+        half = size // 2
+        if size % 2:
+            peer = (step - rank) % size
+            return () if peer == rank else ((peer, 0.5),)
+        if rank < half:
+            return (((step + rank) % half + half, 0.5),)
+        return (((rank - half - step) % half, 0.5),)
+
+    def period(self, size: int) -> int:
+        """Half the size for an even number of ranks, else the size."""
+        return size if size % 2 else max(1, size // 2)

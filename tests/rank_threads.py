@@ -1,0 +1,56 @@
+"""Ranks as threads of this process, each with real gloo groups."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from bagua.comm.team import Team
+
+_jobs = itertools.count()
+
+
+def teams(size: int, nodes: Sequence[int] | None = None, timeout_s: float = 20) -> list[Team]:
+    """Teams of `size` ranks that share a store; `nodes[rank]` is the rank's node."""
+    store, name = dist.HashStore(), f"threads{next(_jobs)}"
+    return [
+        Team(rank, size, store, timedelta(seconds=timeout_s), "gloo", f"{name}/{rank}", str(nodes[rank] if nodes else 0))
+        for rank in range(size)
+    ]
+
+
+def run_threads(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    nodes: Sequence[int] | None = None,
+    hierarchical: bool = False,
+    timeout_s: float = 30,
+) -> list[Any]:
+    """Call `function(groups, *args)` on `size` ranks at once; returns results by rank, raises with all tracebacks."""
+    results: list[Any] = [None] * size
+    errors: dict[int, str] = {}
+    members = teams(size, nodes, timeout_s)
+    layout = members[0].discover_nodes([team.node for team in members])
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = function(members[rank].open("lane", hierarchical, layout), *args)
+        except BaseException:
+            errors[rank] = traceback.format_exc()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if errors or stuck:
+        raise AssertionError("\n".join([f"stuck ranks: {stuck}", *(f"rank {r}:\n{e}" for r, e in errors.items())]))
+    return results
