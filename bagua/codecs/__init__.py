@@ -1,0 +1,25 @@
+"""Codecs: flat rows of floating-point numbers to bytes and back.
+
+``get("minmax_uint8", block=512).encode(x_RN)`` gives one uint8 tensor [R, W], one row for each peer.
+"""
+
+from .base import Codec
+from .half import Bf16, Fp16
+from .identity import Identity
+from .minmax_uint8 import MinMaxUInt8
+from .native import available_backends, backend, use_backend
+from .registry import available, get, register
+
+__all__ = [
+    "Bf16",
+    "Codec",
+    "Fp16",
+    "Identity",
+    "MinMaxUInt8",
+    "available",
+    "available_backends",
+    "backend",
+    "get",
+    "register",
+    "use_backend",
+]

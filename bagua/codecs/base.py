@@ -1,0 +1,218 @@
+"""What every codec is.
+
+Shape suffixes in this package: R = rows (peers), N = elements of a row, W = bytes of one wire row,
+K = blocks of a row, B = elements of a block, C = columns of a chunk.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+#: Elements that a CPU loop over chunks handles at once: the scratch of one chunk stays in a core's cache.
+CPU_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """Flat rows of floating-point numbers to bytes and back; pure, stateless, safe in many threads at once.
+
+    A codec is a frozen dataclass: it can be compared, hashed, printed and passed to ``dataclasses.replace``.
+    Each row is encoded on its own: its bytes depend neither on the other rows nor on how many there are.
+
+    To write one, set the three class variables and implement ``wire_bytes``, ``_encode`` and ``_decode``;
+    a linear codec also implements ``wire_dtype``. The underscored methods get checked, detached arguments.
+    """
+
+    name: ClassVar[str]
+    """Name in the registry."""
+    linear: ClassVar[bool]
+    """decode(sum of wires) == sum of decodes, so wires may ride an all-reduce in ``wire_dtype``."""
+    lossless: ClassVar[bool]
+    """decode(encode(x)) == x bit for bit."""
+
+    @abstractmethod
+    def wire_bytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
+        """Exact bytes of one encoded row of ``n`` elements of ``dtype``; a multiple of 4."""
+
+    def wire_dtype(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
+        """The dtype in which wires of ``dtype`` rows may be viewed and summed.
+
+        Raises:
+            TypeError: the codec is not linear.
+        """
+        raise TypeError(f"codec {self.name!r} is not linear: its wires cannot be summed")
+
+    def encode(self, x_RN: Tensor, out: Tensor | None = None) -> Tensor:
+        """Encodes each row.
+
+        Shapes:
+            x_RN: [R, N], float32, float16, bfloat16 or float64, last dim contiguous, any row stride.
+            out, result: [R, W] uint8 with W = ``wire_bytes(N, x_RN.dtype)``; rows start 4-byte aligned.
+
+        Bytes:
+            R * W.
+
+        Raises:
+            ValueError: a dtype, shape, device or layout is not as above; the message names the argument.
+        """
+        check_rows("x_RN", x_RN)
+        rows, n = x_RN.shape
+        width = self.wire_bytes(n, x_RN.dtype)
+        if out is None:
+            out = torch.empty((rows, width), dtype=torch.uint8, device=x_RN.device)
+        else:
+            check_wire("out", out, rows, width, x_RN.device)
+        if out.numel():
+            self._encode(x_RN.detach(), out)
+        return out
+
+    def decode(
+        self, wire_RW: Tensor, n: int, out: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Decodes each row.
+
+        Shapes:
+            wire_RW: [R, W] uint8 as made by ``encode``; rows start 4-byte aligned.
+            out, result: [R, n], last dim contiguous.
+
+        Args:
+            wire_RW: the encoded rows.
+            n: elements of a row.
+            out: where to write; its dtype is the dtype of the result.
+            dtype: dtype of the result if ``out`` is None. A wire whose size depends on the dtype that was
+                encoded (identity) must be decoded to that dtype.
+
+        Raises:
+            ValueError: a dtype, shape, device or layout is not as above; the message names the argument.
+        """
+        if out is None:
+            check_dtype("dtype", dtype)
+        else:
+            check_rows("out", out)
+            dtype = out.dtype
+        check_wire("wire_RW", wire_RW, None, self.wire_bytes(n, dtype))
+        shape = (wire_RW.shape[0], n)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=wire_RW.device)
+        elif tuple(out.shape) != shape or out.device != wire_RW.device:
+            raise ValueError(
+                f"out must be {list(shape)} on {wire_RW.device}, got {list(out.shape)} on {out.device}"
+            )
+        if out.numel():
+            self._decode(wire_RW, out.detach())
+        return out
+
+    def decode_mean(self, wire_RW: Tensor, n: int, out: Tensor, weight: float) -> Tensor:
+        """``out = weight * sum over rows of decode(wire_RW)``, without the decoded rows in memory.
+
+        Summed in fp32 (fp64 if ``out`` is), in the order of the rows; ``out`` must not overlap the wire.
+
+        Shapes:
+            wire_RW: [R, W] uint8, R >= 1; out, result: [n] contiguous.
+
+        Raises:
+            ValueError: a dtype, shape, device or layout is not as above; the message names the argument.
+        """
+        check_dtype("out", out.dtype)
+        check_wire("wire_RW", wire_RW, None, self.wire_bytes(n, out.dtype))
+        if wire_RW.shape[0] < 1:
+            raise ValueError("wire_RW must have at least one row")
+        if tuple(out.shape) != (n,) or out.device != wire_RW.device or not out.is_contiguous():
+            raise ValueError(
+                f"out must be a contiguous [{n}] on {wire_RW.device}, got {list(out.shape)} with strides "
+                f"{out.stride()} on {out.device}"
+            )
+        if n:
+            self._decode_mean(wire_RW, out.detach(), float(weight))
+        return out
+
+    @abstractmethod
+    def _encode(self, x_RN: Tensor, wire_RW: Tensor) -> None:
+        """Fills ``wire_RW``, the padding too."""
+
+    @abstractmethod
+    def _decode(self, wire_RW: Tensor, out_RN: Tensor) -> None:
+        """Fills ``out_RN``."""
+
+    def _decode_mean(self, wire_RW: Tensor, out_N: Tensor, weight: float) -> None:
+        """Fills ``out_N``; the default decodes row by row into scratch of ``n`` elements."""
+        row_1N = torch.empty((1, out_N.shape[0]), dtype=out_N.dtype, device=out_N.device)
+        total_N = torch.zeros_like(out_N, dtype=sum_dtype(out_N.dtype))
+        for wire_W in wire_RW:
+            self._decode(wire_W[None], row_1N)
+            total_N.add_(row_1N[0])
+        out_N.copy_(total_N.mul_(weight))
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of ``dtype`` are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def mean_of_rows(rows_RN: Tensor, out_N: Tensor, weight: float) -> None:
+    """``out_N = weight * sum of rows_RN``, summed in the order of the rows, in cache-sized chunks on CPU.
+
+    Shapes: rows_RN: [R, N] of any floating dtype and row stride; out_N: [N].
+    """
+    wide = sum_dtype(out_N.dtype)
+    for lo, hi in chunks(out_N.shape[0], 1, out_N.device):
+        out_C = out_N[lo:hi]
+        total_C = out_C if out_C.dtype == wide else torch.empty_like(out_C, dtype=wide)
+        total_C.copy_(rows_RN[0, lo:hi])
+        for row_N in rows_RN[1:]:
+            total_C.add_(row_N[lo:hi])
+        total_C.mul_(weight)
+        if total_C is not out_C:
+            out_C.copy_(total_C)
+
+
+def chunks(n: int, block: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Ranges that cover ``n`` elements, whole blocks each: one range, except on CPU."""
+    size = max(CPU_CHUNK // block, 1) * block if device.type == "cpu" else max(n, 1)
+    for lo in range(0, n, size):
+        yield lo, min(lo + size, n)
+
+
+def pad4(num_bytes: int) -> int:
+    """``num_bytes`` rounded up to a multiple of 4."""
+    return (num_bytes + 3) // 4 * 4
+
+
+def check_dtype(what: str, dtype: torch.dtype) -> None:
+    """Raises ValueError unless ``dtype`` is one of the four floating dtypes that codecs take."""
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{what} must be float32, float16, bfloat16 or float64, got {dtype}")
+
+
+def check_rows(what: str, x_RN: Tensor) -> None:
+    """Raises ValueError unless ``x_RN`` is [R, N], floating, with a contiguous last dim."""
+    check_dtype(what, x_RN.dtype)
+    if x_RN.dim() != 2:
+        raise ValueError(f"{what} must have 2 dims [rows, elements], got shape {list(x_RN.shape)}")
+    if x_RN.shape[1] > 1 and x_RN.stride(1) != 1:
+        raise ValueError(f"{what} must be contiguous in its last dim, got strides {x_RN.stride()}")
+
+
+def check_wire(
+    what: str, wire_RW: Tensor, rows: int | None, width: int, device: torch.device | None = None
+) -> None:
+    """Raises ValueError unless ``wire_RW`` is uint8 [rows, width] with contiguous, 4-byte aligned rows."""
+    if wire_RW.dtype != torch.uint8:
+        raise ValueError(f"{what} must be uint8, got {wire_RW.dtype}")
+    if wire_RW.dim() != 2 or wire_RW.shape[1] != width or (rows is not None and wire_RW.shape[0] != rows):
+        expected = f"[{'R' if rows is None else rows}, {width}]"
+        raise ValueError(f"{what} must be {expected} (see wire_bytes), got {list(wire_RW.shape)}")
+    if device is not None and wire_RW.device != device:
+        raise ValueError(f"{what} must be on {device}, got {wire_RW.device}")
+    if width > 1 and wire_RW.stride(1) != 1:
+        raise ValueError(f"{what} must be contiguous in its last dim, got strides {wire_RW.stride()}")
+    if width and (wire_RW.storage_offset() % 4 or (wire_RW.shape[0] > 1 and wire_RW.stride(0) % 4)):
+        raise ValueError(f"{what} must have rows that start 4-byte aligned")

@@ -1,0 +1,118 @@
+// The vectors of one instruction set, W floats wide. Nothing here is shared between translation units
+// (anonymous namespace): a function compiled for AVX-512 must never be the one the linker keeps for all.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float VF __attribute__((vector_size(4 * W)));
+typedef int32_t VI __attribute__((vector_size(4 * W)));
+typedef uint8_t VB __attribute__((vector_size(W)));
+
+inline VF load(const float* p) {
+  VF v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline void store(float* p, VF v) { memcpy(p, &v, sizeof v); }
+
+inline VF splat(float a) { return a - VF{}; }
+
+inline VF vmin(VF a, VF b) { return a < b ? a : b; }  // b where either is NaN
+inline VF vmax(VF a, VF b) { return a > b ? a : b; }
+
+// W bytes to W floats.
+inline VF widen(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (VF)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  return (VF)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#elif defined(__SSE2__)
+  int32_t four;
+  memcpy(&four, p, sizeof four);
+  const __m128i zero = _mm_setzero_si128();
+  const __m128i half = _mm_unpacklo_epi8(_mm_cvtsi32_si128(four), zero);
+  return (VF)_mm_cvtepi32_ps(_mm_unpacklo_epi16(half, zero));
+#else
+  VB b;
+  memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(b, VF);
+#endif
+}
+
+// 0..255 rounded half to even; NaN gives bits outside the low byte.
+inline int32_t round_to_code(float a) {
+  const float shifted = a + 12582912.0f;  // 1.5 * 2^23: the last place is worth 1
+  int32_t bits;
+  memcpy(&bits, &shifted, sizeof bits);
+  return bits - 0x4B400000;
+}
+
+inline VI round_to_code(VF a) {
+#if defined(__AVX512F__)
+  return (VI)_mm512_cvtps_epi32((__m512)a);
+#elif defined(__AVX2__)
+  return (VI)_mm256_cvtps_epi32((__m256)a);
+#elif defined(__SSE2__)
+  return (VI)_mm_cvtps_epi32((__m128)a);
+#else
+  return (VI)(a + 12582912.0f) - 0x4B400000;
+#endif
+}
+
+// The low bytes of 4 * W integers that are in 0..255 (others give any byte).
+inline void pack4(uint8_t* p, const VI (&v)[4]) {
+#if defined(__AVX512F__)
+  for (int k = 0; k < 4; ++k) _mm_storeu_si128((__m128i*)(p + k * W), _mm512_cvtepi32_epi8((__m512i)v[k]));
+#elif defined(__AVX2__)
+  const __m256i ab = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]);
+  const __m256i cd = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packs work within 128-bit halves
+  _mm256_storeu_si256((__m256i*)p, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(ab, cd), order));
+#elif defined(__SSE2__)
+  const __m128i ab = _mm_packs_epi32((__m128i)v[0], (__m128i)v[1]);
+  const __m128i cd = _mm_packs_epi32((__m128i)v[2], (__m128i)v[3]);
+  _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(ab, cd));
+#else
+  for (int k = 0; k < 4; ++k) {
+    const VB b = __builtin_convertvector(v[k], VB);
+    memcpy(p + k * W, &b, sizeof b);
+  }
+#endif
+}
+
+// A store that bypasses the caches; p must be aligned to a whole vector.
+inline void stream(float* p, VF v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)v);
+#elif defined(__SSE2__)
+  _mm_stream_ps(p, (__m128)v);
+#else
+  store(p, v);
+#endif
+}
+
+inline void stream_end() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace

@@ -1,0 +1,152 @@
+"""Builds the compiled kernels. All static metadata is in pyproject.toml.
+
+The kernels are plain shared objects behind a C ABI that are loaded with ctypes: the build needs a C++17
+compiler (g++ or clang++, or the one named by CXX) and nothing of torch or Python. Without one, or with
+BAGUA_NO_NATIVE=1, the package installs all the same and uses its torch paths.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+# No fused multiply-add: all instruction sets must give the same bits.
+CXXFLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-ffp-contract=off",
+    "-Wno-psabi",
+]
+LDFLAGS = ["-shared"] if sys.platform == "darwin" else ["-shared", "-Wl,--as-needed"]
+X86_64 = platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
+AVX2 = ["-mavx2", "-DBAGUA_ISA=avx2"]
+AVX512 = [
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mprefer-vector-width=512",
+    "-DBAGUA_ISA=avx512",
+]
+BASELINE = ["-DBAGUA_ISA=baseline"]
+ISAS = [BASELINE, AVX2, AVX512] if X86_64 else [BASELINE]
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared object: each unit is a source file and the flags of its own."""
+
+    name: str  # the .so lies in the package, e.g. bagua.codecs._native
+    units: list[tuple[str, list[str]]]
+    depends: list[str]
+
+
+CSRC = "bagua/codecs/csrc"
+LIBRARIES = [
+    Library(
+        name="bagua.codecs._native",
+        units=[(f"{CSRC}/dispatch.cpp", []), *((f"{CSRC}/minmax_uint8.cpp", isa) for isa in ISAS)],
+        depends=[f"{CSRC}/minmax_uint8.h", f"{CSRC}/vec.h"],
+    ),
+]
+
+
+class BuildLibraries(build_ext):
+    """Compiles and links each library; a failure is a warning, never a failed installation."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """No interpreter or platform in the name: the library knows nothing of Python."""
+        return f"{fullname.replace('.', '/')}.so"
+
+    def build_extension(self, ext: Extension) -> None:
+        """Runs the compiler on all units at once, then links."""
+        library = next(lib for lib in LIBRARIES if lib.name == ext.name)
+        target = Path(self.get_ext_fullpath(ext.name))
+        if self._is_current(library, target):
+            return
+        try:
+            self._build(library, target)
+        except (OSError, subprocess.CalledProcessError) as error:
+            target.unlink(missing_ok=True)
+            reason = (getattr(error, "stderr", None) or str(error)).strip()
+            warning = (
+                f"WARNING: {library.name} was not built: bagua will use slower torch paths. Install g++ (or "
+                f"set CXX to a C++17 compiler) and reinstall to get it. Reason: {reason}"
+            )
+            print(warning, file=sys.stderr, flush=True)
+            raise CompileError(f"{library.name}: see the warning above") from error
+
+    def _is_current(self, library: Library, target: Path) -> bool:
+        if self.force or not target.exists():
+            return False
+        inputs = ["setup.py", *library.depends, *(source for source, _ in library.units)]
+        return all(Path(path).stat().st_mtime <= target.stat().st_mtime for path in inputs)
+
+    def _build(self, library: Library, target: Path) -> None:
+        compiler = find_compiler()
+        folder = Path(self.build_temp, library.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+
+        def compile_unit(index: int) -> str:
+            source, flags = library.units[index]
+            output = str(folder / f"{index}-{Path(source).stem}.o")
+            command([*compiler, *CXXFLAGS, *flags, "-c", source, "-o", output])
+            return output
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_unit, range(len(library.units))))
+        # Linked beside the target and moved over it: a process may have the old library mapped.
+        fresh = folder / target.name
+        command([*compiler, *LDFLAGS, *objects, "-o", str(fresh)])
+        os.replace(shutil.copy2(fresh, target.with_suffix(".so.new")), target)
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler as a command: CXX, else the first of the usual names on the path."""
+    if os.environ.get("CXX"):
+        return os.environ["CXX"].split()
+    for name in ("g++", "clang++", "c++"):
+        if shutil.which(name):
+            return [name]
+    raise FileNotFoundError("no C++ compiler found: neither g++ nor clang++ nor c++")
+
+
+def command(argv: list[str]) -> None:
+    """Runs a command; its output is in the exception if it fails."""
+    subprocess.run(argv, check=True, capture_output=True, text=True)
+
+
+class PlatformWheel(bdist_wheel):
+    """py3-none-<platform>: one wheel for all Python versions."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """The tag, free of interpreter and ABI."""
+        python, abi, plat = super().get_tag()
+        return (python, abi, plat) if self.root_is_pure else ("py3", "none", plat)
+
+
+wanted = [] if os.environ.get("BAGUA_NO_NATIVE") == "1" else LIBRARIES
+setup(
+    ext_modules=[
+        Extension(lib.name, [source for source, _ in lib.units], depends=lib.depends, optional=True)
+        for lib in wanted
+    ],
+    exclude_package_data={"": ["csrc/*"], "bagua.codecs.csrc": ["*"]},
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
+)

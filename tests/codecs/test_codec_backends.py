@@ -1,0 +1,169 @@
+"""The choice of kernels, the registry, and the shared library itself."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bagua import codecs
+from bagua.codecs import Codec, Identity, MinMaxUInt8, native, registry
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch):
+    """As in a process that has not used a codec yet."""
+    monkeypatch.delenv(native.ENV, raising=False)
+    monkeypatch.setattr(native, "_active", None)
+    native._native.cache_clear()
+    yield monkeypatch
+    native._native.cache_clear()
+
+
+@pytest.fixture
+def without_library(fresh: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """As after an installation without a compiler."""
+    fresh.setattr(native, "LIBRARY", tmp_path / "_native.so")
+    return fresh
+
+
+def test_the_fastest_backend_is_chosen(fresh):
+    assert codecs.backend() == codecs.available_backends()[-1]
+    assert codecs.available_backends()[0] == "torch"
+
+
+@pytest.mark.parametrize("name", codecs.available_backends())
+def test_the_environment_forces_a_backend(fresh, name: str):
+    fresh.setenv(native.ENV, name)
+    assert codecs.backend() == name
+
+
+def test_unknown_and_impossible_backends(fresh, without_library):
+    without_library.setenv(native.ENV, "cuda")
+    with pytest.raises(ValueError, match=r"BAGUA_CODEC_BACKEND: unknown codec backend 'cuda'; known: torch"):
+        codecs.backend()
+    for name in ("native", "native-avx2"):
+        without_library.setenv(native.ENV, name)
+        with pytest.raises(RuntimeError, match=rf"'{name}' cannot run here \(_native.so was not built\)"):
+            MinMaxUInt8().encode(torch.ones((1, 4)))
+
+
+def test_a_missing_library_warns_once_and_at_first_use(without_library, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="bagua"):
+        Identity().encode(torch.ones((1, 4)))
+        assert not caplog.records
+        for _ in range(3):
+            MinMaxUInt8().encode(torch.ones((1, 4)))
+    assert codecs.backend() == "torch"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.name == "bagua"
+    assert "install g++ and reinstall" in record.getMessage()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a library"])
+def test_a_broken_library_is_as_good_as_none(without_library, tmp_path: Path, content: bytes, caplog):
+    (tmp_path / "_native.so").write_bytes(content)
+    assert codecs.backend() == "torch"
+    assert "cannot be loaded" in caplog.text
+
+
+def test_a_library_of_another_version_is_not_used(fresh, caplog):
+    if codecs.available_backends() == ("torch",):
+        pytest.skip("no compiled library in this installation")
+    fresh.setattr(native, "_ABI", -1)
+    native._native.cache_clear()
+    assert codecs.backend() == "torch"
+    assert "another version" in caplog.text
+
+
+def test_use_backend_restores(fresh):
+    before = codecs.backend()
+    with codecs.use_backend("torch"):
+        assert codecs.backend() == "torch"
+    assert codecs.backend() == before
+    with pytest.raises(ValueError, match="unknown codec backend"):
+        with codecs.use_backend("fast"):
+            raise AssertionError("not reached")
+
+
+def test_importing_loads_no_library():
+    script = (
+        "import logging, sys; logging.basicConfig(level=0); import bagua.codecs as c; "
+        "assert c.native._active is None and c.native._native.cache_info().currsize == 0"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "bagua" not in done.stderr
+
+
+def test_the_library_has_no_weak_symbols():
+    if not native.LIBRARY.exists() or not shutil.which("nm"):
+        pytest.skip("needs the compiled library and nm")
+    listing = subprocess.run(["nm", str(native.LIBRARY)], capture_output=True, text=True, check=True).stdout
+    ours = [line.split() for line in listing.splitlines() if len(line.split()) == 3]
+    weak = [name for _, kind, name in ours if kind in "VWu" and "bagua" in name]
+    assert not weak, "one ISA's code could be used for another's"
+    exported = {name.lstrip("_") for _, kind, name in ours if kind == "T" and "bagua" in name}
+    assert "bagua_minmax_uint8_encode_baseline" in exported
+    shared = [name for _, kind, name in ours if kind in "VW" and name.startswith("_Z")]
+    assert not shared
+
+
+def test_get_by_name_and_by_instance():
+    assert codecs.available() == ("bf16", "fp16", "identity", "minmax_uint8")
+    for name in codecs.available():
+        assert codecs.get(name).name == name
+    assert codecs.get("minmax_uint8", block=512) == MinMaxUInt8(block=512)
+    instance = MinMaxUInt8(block=7)
+    assert codecs.get(instance) is instance
+
+
+def test_get_says_what_is_known():
+    with pytest.raises(ValueError, match=r"unknown codec 'int8'; known: bf16, fp16, identity, minmax_uint8"):
+        codecs.get("int8")
+    with pytest.raises(ValueError, match="unknown codec 8"):
+        codecs.get(8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'bf16'.*block"):
+        codecs.get("bf16", block=3)
+    with pytest.raises(ValueError, match="options \\['block'\\] need a name"):
+        codecs.get(Identity(), block=3)
+
+
+def test_register(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+
+    class Mine(Identity):
+        name = "mine"
+
+    codecs.register("mine", Mine)
+    codecs.register("mine", Mine)
+    assert isinstance(codecs.get("mine"), Mine)
+    with pytest.raises(ValueError, match="'mine' is taken"):
+        codecs.register("mine", Identity)
+    with pytest.raises(ValueError, match="name"):
+        codecs.register("", Identity)
+
+
+def test_a_codec_needs_only_three_methods():
+    class Negative(Codec):
+        name, linear, lossless = "negative", False, True
+
+        def wire_bytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
+            return 4 * n
+
+        def _encode(self, x_RN: torch.Tensor, wire_RW: torch.Tensor) -> None:
+            wire_RW.view(torch.float32).copy_(-x_RN)
+
+        def _decode(self, wire_RW: torch.Tensor, out_RN: torch.Tensor) -> None:
+            out_RN.copy_(-wire_RW.view(torch.float32))
+
+    x = torch.arange(6.0).view(2, 3)
+    codec = Negative()
+    assert torch.equal(codec.decode(codec.encode(x), 3), x)
+    assert torch.equal(codec.decode_mean(codec.encode(x), 3, torch.empty(3), 0.5), x.mean(0))

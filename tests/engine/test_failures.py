@@ -1,0 +1,131 @@
+"""A rank that dies, stays away or fails: the others say so within the timeout, and nobody waits forever."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua
+from bagua.exchanges import Exchange
+from tests.engine.training import distributed, train
+from tests.rank_pool import RankPool
+
+
+def lose_a_rank(how: str) -> tuple[str, str, float]:
+    model, optimizer = distributed(bucket_bytes=100)
+    train(model, optimizer, range(3))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    started = time.monotonic()
+    if rank == size - 1:
+        if how == "dies":
+            os._exit(9)
+        time.sleep(9)  # longer than the group's timeout
+        return "", "", 0.0
+    try:
+        train(model, optimizer, [3])
+    except bagua.CommunicationError as error:
+        took = time.monotonic() - started
+        again = ""
+        try:
+            train(model, optimizer, [4])
+        except bagua.CommunicationError as second:
+            again = str(second)
+        return "".join(traceback.format_exception(error)), again, took
+    return "no error", "", 0.0
+
+
+@pytest.mark.parametrize("how", ["dies", "late"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_lost_rank_is_named(pool: RankPool, how: str, size: int) -> None:
+    results = pool.run(size, lose_a_rank, how, group_timeout_s=4, timeout_s=60, dies=[size - 1] if how == "dies" else [])
+    for rank in range(size - 1):
+        message, again, took = results[rank]
+        assert "bagua.errors.CommunicationError" in message
+        assert "step 3" in message and "bucket 0" in message, message
+        assert f"no sign of rank {size - 1}" in message, message
+        assert "The above exception was the direct cause" in message, "the lane's own traceback is chained"
+        assert "bagua.distribute() again" in again
+        assert took < 4 + 3 + 5
+
+
+class Broken(Exchange):
+    """Fails in the lane of rank 0."""
+
+    def run(self, x_N, state, groups, step) -> None:
+        if step == 1 and groups.rank == 0:
+            raise ZeroDivisionError("deliberate")
+
+    def bytes_per_rank(self, n: int, size: int) -> float:
+        return 0
+
+
+class Fails(bagua.algorithms.GradientAllReduce):
+    """Uses `Broken`."""
+
+    name = "fails"
+    exchange = Broken()
+
+
+def fail_in_the_lane() -> str:
+    model, optimizer = distributed(algorithm=Fails())
+    try:
+        train(model, optimizer, range(3))
+    except bagua.CommunicationError:
+        return traceback.format_exc()
+    return "no error"
+
+
+def test_exception_in_a_lane_surfaces_in_the_training_thread(pool: RankPool) -> None:
+    first, second = pool.run(2, fail_in_the_lane)
+    assert "ZeroDivisionError: deliberate" in first and "in run" in first
+    assert "optimizer.step" not in first and "loss" not in first.lower().split("zerodivision")[0] or "backward" in first
+    assert "Broken step 1 bucket 0" in first
+    assert second == "no error"
+
+
+def absent_at_distribute() -> str:
+    if dist.get_rank() == 1:
+        time.sleep(5)
+        return ""
+    started = time.monotonic()
+    try:
+        distributed()
+    except bagua.CommunicationError as error:
+        assert time.monotonic() - started < 10
+        return str(error)
+    return "no error"
+
+
+def test_rank_that_does_not_call_distribute_is_named(pool: RankPool) -> None:
+    message = pool.run(3, absent_at_distribute, group_timeout_s=3)[0]
+    assert "bagua.distribute(): rank 1 did not come within 3 s" in message
+
+
+def interrupted_backward() -> list[int]:
+    """An exception in the middle of a backward pass on all ranks; training goes on afterwards."""
+    model, optimizer = distributed(bucket_bytes=100)
+    train(model, optimizer, range(2))
+
+    def explode(grad: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("deliberate")
+
+    optimizer.zero_grad()
+    handle = model.first.weight.register_hook(explode)
+    try:
+        model(torch.randn(4, 6)).sum().backward()
+    except MemoryError:
+        handle.remove()
+    train(model, optimizer, range(2, 5))
+    total = model.first.weight.detach().clone()
+    dist.all_reduce(total)
+    assert torch.allclose(total, 2 * model.first.weight)
+    return [bagua.stats(model).steps]
+
+
+def test_training_goes_on_after_an_exception_in_backward(pool: RankPool) -> None:
+    pool.run(2, interrupted_backward)

@@ -1,0 +1,129 @@
+"""Parameters without a gradient, in some steps, on some ranks, or never: nothing stalls, nothing diverges."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua
+from tests.engine.training import Branches, distributed, equal, values
+from tests.rank_pool import RankPool
+
+
+def follow(schedule: list[list[list[int]]], algorithm: str, bucket_bytes: int, zero: str) -> list[dict]:
+    """Train along `schedule[step][rank]` = branches used; returns gradients of each step and the final weights."""
+    rank = dist.get_rank()
+    model, _ = distributed(Branches, algorithm, bucket_bytes=bucket_bytes)
+    # Weight decay and momentum make a zero gradient differ from none.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    bagua.distribute(model, optimizer, algorithm, bucket_bytes=bucket_bytes)
+    found = []
+    for step, use in enumerate(schedule):
+        if zero != "never":
+            optimizer.zero_grad(set_to_none=zero == "none")
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x, use[rank]).backward()
+        found.append(
+            {
+                index: None if branch.weight.grad is None else branch.weight.grad.clone()
+                for index, branch in enumerate(model.branches)
+            }
+        )
+        optimizer.step()
+    found.append(values(model))
+    return found
+
+
+def mean_gradient(schedule: list, step: int, branch: int, size: int) -> torch.Tensor | None:
+    """What the branch's weight gradient must be: d/dW sum(W x + b) = column sums of x, in each row."""
+    total, used = torch.zeros(4, 4), False
+    for rank in range(size):
+        if branch in schedule[step][rank]:
+            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            total += x.sum(0).expand(4, 4)
+            used = True
+    return total / size if used else None
+
+
+SCHEDULES = {
+    "all use all": [[[0, 1, 2, 3]] * 3] * 3,
+    "one never used": [[[0, 1, 3]] * 3] * 3,
+    "different ranks, different branches": [[[0], [1], [2, 3]]] * 3,
+    "one rank only": [[[0, 1, 2, 3], [0], [0]]] * 3,
+    "first step learns little": [[[0]] * 3, [[0, 1, 2, 3]] * 3, [[3]] * 3],
+    "changes at every step": [[[0, 1], [1], [1]], [[2], [2], [3]], [[3], [0, 1], [3]], [[0], [0], [0]], [[1, 2, 3]] * 3],
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize("zero", ["none", "zeros"])
+def test_gradients_are_means_over_all_ranks(pool: RankPool, name: str, bucket_bytes: int, zero: str) -> None:
+    schedule = SCHEDULES[name]
+    results = pool.run(3, follow, schedule, "gradient_allreduce", bucket_bytes, zero)
+    for rank, found in enumerate(results):
+        for step in range(len(schedule)):
+            for branch in range(4):
+                want, have = mean_gradient(schedule, step, branch, 3), found[step][branch]
+                if want is None and zero == "none":
+                    assert have is None, f"rank {rank} step {step} branch {branch}: unused everywhere, has a gradient"
+                elif want is None:
+                    assert have is None or torch.equal(have, torch.zeros(4, 4))
+                else:
+                    assert have is not None and torch.allclose(have, want, atol=1e-6), (rank, step, branch)
+        assert equal(found[-1], results[0][-1]), "weights differ between ranks"
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_schedules_stay_in_sync(pool: RankPool, algorithm: str, seed: int) -> None:
+    """Sets that change all the time race the store's entries against the exchanges."""
+    rng = random.Random(seed)
+    size = rng.choice([2, 3, 4])
+    schedule = [[rng.sample(range(4), rng.randint(1, 4)) for _ in range(size)] for _ in range(25)]
+    results = pool.run(size, follow, schedule, algorithm, rng.choice([1, 100, 1 << 20]), "none")
+    for found in results:
+        for step in range(len(schedule)):
+            assert [g is None for g in found[step].values()] == [
+                not any(branch in use for use in schedule[step]) for branch in range(4)
+            ]
+        assert equal(found, results[0])
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_unused_everywhere_keeps_its_gradient_as_it_was(pool: RankPool, algorithm: str) -> None:
+    schedule = [[[0, 1, 2, 3]] * 3, [[0]] * 3, [[0]] * 3]
+    for found in pool.run(3, follow, schedule, algorithm, 1 << 20, "never"):
+        for branch in (1, 2, 3):
+            assert torch.equal(found[1][branch], found[0][branch])
+            assert torch.equal(found[2][branch], found[0][branch])
+        assert not torch.equal(found[1][0], found[0][0])
+
+
+def accumulate_elsewhere() -> list[dict]:
+    """Branch 1 is used within no_sync only; its gradient must be synchronised by the pass that follows."""
+    rank = dist.get_rank()
+    model, optimizer = distributed(Branches)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.full((2, 4), float(rank + 1))
+        with bagua.no_sync(model):
+            model(x, [1]).backward()
+        model(x, [0]).backward()
+        found.append({i: None if b.weight.grad is None else b.weight.grad.clone() for i, b in enumerate(model.branches)})
+        optimizer.step()
+    return [*found, values(model)]
+
+
+def test_gradients_from_no_sync_alone_are_synchronised(pool: RankPool) -> None:
+    results = pool.run(2, accumulate_elsewhere)
+    for found in results:
+        for step in range(3):
+            for branch in (0, 1):
+                assert torch.allclose(found[step][branch], torch.full((4, 4), 3.0)), "mean of 2 and 4"
+            assert found[step][2] is None
+        assert equal(found, results[0])
