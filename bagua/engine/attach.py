@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from torch import nn
 from bagua import algorithms
 from bagua.algorithms.base import Algorithm
 from bagua.comm.team import Team
+from bagua.engine.bucket import Bucket
 from bagua.engine.engine import Engine
 from bagua.engine.handshake import shake_hands
 from bagua.engine.lane import make_lane
@@ -46,7 +46,6 @@ class _Attachment:
 # A module's hooks are plain functions that look the engine up here, so that the module can be copied and pickled
 # (the copy is a plain module) and is collected when dropped.
 _attachments: weakref.WeakKeyDictionary[nn.Module, _Attachment] = weakref.WeakKeyDictionary()
-_serials: dict[str, itertools.count[int]] = {}
 
 
 def distribute(
@@ -119,7 +118,7 @@ def distribute(
         plan = previous.engine.learned_plan
         order = plan.order if plan is not None and set(plan.order) == set(inventory.trainable) else None
         detach(module)
-    key = str(next(_serials.setdefault(team.name, itertools.count())))
+    key = team.next_lane()
     groups = team.open(f"lane/{key}", chosen.hierarchical_groups, agreement.nodes)
     replicate_tensors(
         [*inventory.trainable.values(), *inventory.frozen.values(), *inventory.buffers.values()],
@@ -209,6 +208,15 @@ def attached_algorithm(module: nn.Module) -> Algorithm:
         ValueError: `module` is not distributed.
     """
     return _attachment(module).engine.algorithm
+
+
+def attached_buckets(module: nn.Module) -> list[Bucket]:
+    """Return the buckets of `module` in the order of exchange; none until the first pass has shown that order.
+
+    Raises:
+        ValueError: `module` is not distributed.
+    """
+    return list(_attachment(module).engine.buckets)
 
 
 def live_engines() -> list[Engine]:

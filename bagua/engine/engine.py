@@ -336,9 +336,8 @@ class Engine:
 
     def adopt_plan(self, plan: Plan) -> None:
         """Make buckets after `plan` and set the algorithm up on them."""
+        self._check_plan(plan)
         params, payload = self.inventory.trainable, self.algorithm.payload
-        if sorted(plan.order) != sorted(params):
-            raise ValueError("plan: its parameters are not those of the module")
         self.buckets = [
             Bucket(index, names, [params[name] for name in names], payload) for index, names in enumerate(plan.buckets)
         ]
@@ -353,6 +352,13 @@ class Engine:
         self._next = 0
         self._states.clear()
         self.algorithm.setup(self)
+
+    def _check_plan(self, plan: Plan) -> None:
+        if sorted(plan.order) != sorted(self._names):
+            raise ValueError("plan: its parameters are not those of the module")
+        for names in plan.buckets:
+            if len({self.inventory.trainable[name].dtype for name in names}) != 1:
+                raise ValueError(f"plan: the bucket of {names[0]!r} mixes dtypes")
 
     @property
     def plan(self) -> Plan | None:
@@ -399,8 +405,10 @@ class Engine:
             if data[what] != have:
                 raise ValueError(f"state dict: saved with {what} {data[what]}, loaded into {what} {have}")
         if data["plan"] is not None:
+            plan = Plan.from_json(data["plan"])
+            self._check_plan(plan)
             self._release_buckets()
-            self.adopt_plan(Plan.from_json(data["plan"]))
+            self.adopt_plan(plan)
         known = {(repr(exchange), bucket): state for (exchange, bucket), state in self._states.items()}
         for entry in data["states"]:
             state = known.get((entry["exchange"], entry["bucket"]))
