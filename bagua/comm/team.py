@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,7 +21,18 @@ from bagua.errors import CommunicationError
 __all__ = ["Team", "node_key"]
 
 _POLL_S = (0.0005, 0.05)  # first and longest sleep between two looks into the store
-_meetings: dict[str, int] = {}  # per group name; counts alike on all ranks, because meetings are collective
+
+
+@dataclass(eq=False)
+class Counters:
+    """Numbers for store keys, alike on all ranks because what they count is collective."""
+
+    meetings: int = 0
+    lanes: int = 0
+
+
+# By process group, not by its name: a later group of the same name has another store and starts at zero.
+_counters: weakref.WeakKeyDictionary[Any, Counters] = weakref.WeakKeyDictionary()
 
 
 def node_key() -> str:
@@ -46,6 +58,7 @@ class Team:
         backend: "gloo" or "nccl".
         name: the parent group's name, for messages.
         node: what `node_key()` says on this rank.
+        counters: shared by all teams of the same process group.
     """
 
     rank: int
@@ -55,6 +68,7 @@ class Team:
     backend: str = "gloo"
     name: str = "default"
     node: str = field(default_factory=node_key)
+    counters: Counters = field(default_factory=Counters)
 
     @classmethod
     def of(cls, process_group: Any, device: torch.device) -> Team:
@@ -89,7 +103,8 @@ class Team:
             raise ValueError(f"process_group: CUDA parameters need the nccl backend, the group has {name}")
         group_name = str(pg.group_name)
         store = dist.PrefixStore(f"bagua/{group_name}", dist.distributed_c10d._get_default_store())
-        return cls(pg.rank(), pg.size(), store, backend.options._timeout, name, group_name)
+        counters = _counters.setdefault(pg, Counters())
+        return cls(pg.rank(), pg.size(), store, backend.options._timeout, name, group_name, counters=counters)
 
     def meet(self, what: str, payload: bytes) -> list[bytes]:
         """Exchange small messages through the store; returns everyone's, by rank. Collective over the team.
@@ -99,7 +114,7 @@ class Team:
         """
         if self.size == 1:
             return [payload]
-        serial = _meetings[self.name] = _meetings.get(self.name, 0) + 1
+        serial = self._next_meeting()
         keys = [f"meet/{serial}/{rank}" for rank in range(self.size)]
         self._store(what, lambda: self.store.set(keys[self.rank], payload))
         self._wait(keys, what)
@@ -118,7 +133,7 @@ class Team:
         if self.size == 1:
             assert payload is not None
             return payload
-        serial = _meetings[self.name] = _meetings.get(self.name, 0) + 1
+        serial = self._next_meeting()
         key = f"tell/{serial}/0"
         if self.rank == 0:
             self._store(what, lambda: self.store.set(key, payload))
@@ -138,6 +153,11 @@ class Team:
                 time.sleep(_POLL_S[1])
         except (RuntimeError, OSError):  # the store lives in rank 0
             return [0] if self.rank else []
+
+    def next_lane(self) -> str:
+        """Return a name for a new lane, the same on all ranks if they ask equally often."""
+        self.counters.lanes += 1
+        return str(self.counters.lanes)
 
     def open(self, name: str, hierarchical: bool = False, nodes: Sequence[Sequence[int]] | None = None) -> Groups:
         """Make process groups for one lane. Collective over the team; `name` must be new and the same everywhere."""
@@ -173,6 +193,10 @@ class Team:
             except RuntimeError as error:
                 raise CommunicationError(f"ranks {ranks}: connecting over gloo failed: {error}") from error
         return Group(pg, rank, size, ranks, self.backend)
+
+    def _next_meeting(self) -> int:
+        self.counters.meetings += 1
+        return self.counters.meetings
 
     def _wait(self, keys: list[str], what: str) -> None:
         deadline = time.monotonic() + self.timeout.total_seconds()

@@ -1,0 +1,136 @@
+"""Meeting in the store, and the groups of lanes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from bagua.comm.collectives import all_gather_rows, all_reduce_, all_to_all_rows, broadcast_, reduce_, swap
+from bagua.comm.groups import Groups
+from bagua.errors import CommunicationError
+from tests.rank_threads import run_threads, teams
+
+
+def on_each(members: list, function) -> list:
+    results = [None] * len(members)
+    threads = []
+    for rank, team in enumerate(members):
+
+        def main(rank=rank, team=team):
+            try:
+                results[rank] = function(team)
+            except Exception as error:
+                results[rank] = error
+
+        threads.append(threading.Thread(target=main))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def test_meet_and_tell() -> None:
+    def talk(team):
+        first = team.meet("greeting", f"hello {team.rank}".encode())
+        second = team.tell("news", b"news" if team.rank == 0 else None)
+        third = [team.meet("more", bytes([team.rank, n]))[2] for n in range(5)]
+        return first, second, third
+
+    for first, second, third in on_each(teams(3), talk):
+        assert first == [b"hello 0", b"hello 1", b"hello 2"]
+        assert second == b"news"
+        assert third == [bytes([2, n]) for n in range(5)]
+
+
+def test_absent_ranks_are_named() -> None:
+    members = teams(4, timeout_s=0.5)
+
+    def talk(team):
+        if team.rank in (1, 3):
+            return None
+        return team.meet("greeting", b"")
+
+    results = on_each(members, talk)
+    for rank in (0, 2):
+        assert isinstance(results[rank], CommunicationError)
+        assert f"greeting: rank 1, 3 did not come within 0.5 s (this is rank {rank} of 4)" in str(results[rank])
+
+
+def test_missing_names_who_is_silent() -> None:
+    def talk(team):
+        return [] if team.rank == 1 else team.missing("roll", 0.5)
+
+    results = on_each(teams(3), talk)
+    assert results[0] == [1] and results[2] == [1]
+
+
+def test_old_messages_are_deleted() -> None:
+    members = teams(2)
+    on_each(members, lambda team: [team.meet("greeting", b"x") for _ in range(10)])
+    assert members[0].store.num_keys() <= 6
+
+
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [1, 0, 1], [0, 1, 1, 0], [3, 3, 3, 3]])
+def test_groups_of_nodes(nodes: list[int]) -> None:
+    def look(groups: Groups):
+        intra, inter = groups.intra, groups.inter
+        assert intra is not None
+        x = torch.tensor([float(groups.rank)])
+        all_reduce_(intra, x)
+        y = torch.ones(1)
+        if inter is not None:
+            all_reduce_(inter, y)
+        return intra.ranks, inter.ranks if inter else None, x.item(), y.item()
+
+    leaders = tuple(dict.fromkeys(nodes.index(node) for node in nodes))
+    for rank, (intra, inter, total, count) in enumerate(run_threads(len(nodes), look, nodes=nodes, hierarchical=True)):
+        mine = tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
+        assert intra == mine and total == sum(mine)
+        assert inter == (leaders if rank in leaders else None)
+        assert count == (len(leaders) if rank in leaders else 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int64, torch.bfloat16])
+def test_collectives(size: int, dtype: torch.dtype) -> None:
+    def all_of_them(groups: Groups):
+        group, rank = groups.world, groups.rank
+        rows = torch.tensor([[10 * rank + other, rank] for other in range(size)]).to(dtype)
+        out = torch.zeros_like(rows)
+        all_to_all_rows(group, out, rows)
+        gathered = torch.zeros(size, 2, dtype=dtype)
+        gathered[rank] = rows[0]
+        all_gather_rows(group, gathered)
+        total = all_reduce_(group, rows[0].clone())
+        everywhere = broadcast_(group, rows[0].clone(), size - 1)
+        reduced = reduce_(group, rows[0].clone(), size - 1)
+        return out, gathered, total, everywhere, reduced
+
+    for rank, (out, gathered, total, everywhere, reduced) in enumerate(run_threads(size, all_of_them)):
+        assert out.tolist() == [[10 * other + rank, other] for other in range(size)]
+        assert gathered.tolist() == [[10 * other, other] for other in range(size)]
+        want = [sum(10 * other for other in range(size)), sum(range(size))]
+        assert total.tolist() == want
+        assert everywhere.tolist() == [10 * (size - 1), size - 1]
+        if rank == size - 1:
+            assert reduced.tolist() == want
+
+
+def test_swap_on_a_ring_with_two_messages_to_each_peer() -> None:
+    def around(groups: Groups):
+        group, rank, size = groups.world, groups.rank, groups.size
+        got = [torch.zeros(3) for _ in range(4)]
+        left, right = (rank - 1) % size, (rank + 1) % size
+        swap(
+            group,
+            sends=[(right, torch.full((3,), rank + 0.1)), (left, torch.full((3,), rank + 0.2))] * 2,
+            receives=[(left, got[0]), (right, got[1]), (left, got[2]), (right, got[3])],
+        )
+        return [tensor[0].item() for tensor in got], group.meter.sent, group.meter.received
+
+    for rank, (got, sent, received) in enumerate(run_threads(4, around)):
+        left, right = (rank - 1) % 4, (rank + 1) % 4
+        assert got == pytest.approx([left + 0.1, right + 0.2] * 2)
+        assert sent == received == 4 * 12

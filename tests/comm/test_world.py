@@ -1,0 +1,151 @@
+"""Starting, ending and starting again."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bagua
+from tests.rank_pool import RankPool
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    bagua.destroy_process_group()
+
+
+def train_alone() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.distribute(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert bagua.stats(model).steps == 1
+    bagua.detach(model)
+
+
+def test_alone_without_any_environment() -> None:
+    for _ in range(3):
+        bagua.init_process_group()
+        assert dist.get_world_size() == 1
+        train_alone()
+        bagua.destroy_process_group()
+        assert not dist.is_initialized()
+    bagua.destroy_process_group()
+
+
+def test_twice_is_once() -> None:
+    bagua.init_process_group()
+    group = dist.group.WORLD
+    bagua.init_process_group()
+    bagua.init_process_group("gloo")
+    assert dist.group.WORLD is group
+    with pytest.raises(ValueError, match=r"backend: .*'gloo'.*'nccl'.*destroy_process_group"):
+        bagua.init_process_group("nccl")
+
+
+def test_a_group_that_torch_made_is_fine() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    bagua.init_process_group()
+    train_alone()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_incomplete_environment(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        if name != missing:
+            monkeypatch.setenv(name, value)
+    if missing in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        with pytest.raises(ValueError, match=f"{missing} not set"):
+            bagua.init_process_group()
+
+
+def again_and_again(port: int) -> list[float]:
+    """Three worlds after one another over one address, without any pause in between."""
+    found = []
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    os.environ.update({"RANK": os.environ["LOCAL_RANK"], "WORLD_SIZE": os.environ["LOCAL_WORLD_SIZE"]})
+    for number in range(3):
+        bagua.init_process_group(timeout=timedelta(seconds=20))
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.distribute(model, optimizer, "bytegrad")
+        model(torch.full((1, 2), float(dist.get_rank() + number))).sum().backward()
+        found.append(model.weight.grad[0, 0].item())
+        bagua.destroy_process_group()
+    return found
+
+
+def test_restart_in_the_same_processes(pool: RankPool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # picks a port that is free
+    port = store.port
+    del store
+    for found in pool.run(3, again_and_again, port, init=False):
+        assert found == pytest.approx([1.0, 2.0, 3.0], abs=0.02)
+
+
+def subgroups() -> list[float]:
+    """Two groups train two models at the same time, and a third model is trained by all."""
+    rank = dist.get_rank()
+    mine = None
+    for ranks in ([0, 1], [2, 3]):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            mine = group
+    found = []
+    for process_group in (mine, None):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.distribute(model, optimizer, process_group=process_group)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((1, 2), float(rank))).sum().backward()
+        found.append(model.weight.grad[0, 0].item())
+    return found
+
+
+def test_subgroups(pool: RankPool) -> None:
+    assert pool.run(4, subgroups) == [[0.5, 1.5], [0.5, 1.5], [2.5, 1.5], [2.5, 1.5]]
+
+
+def outsider() -> str:
+    group = dist.new_group([0])
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if dist.get_rank() == 0:
+        bagua.distribute(model, optimizer, process_group=group)
+        return ""
+    with pytest.raises((ValueError, TypeError)) as error:
+        bagua.distribute(model, optimizer, process_group=dist.GroupMember.NON_GROUP_MEMBER)
+    return str(error.value)
+
+
+def test_not_a_member(pool: RankPool) -> None:
+    assert "process_group" in pool.run(2, outsider)[1]
+
+
+def over_a_mesh() -> list[float]:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    found = []
+    for name in ("outer", "inner"):
+        model = nn.Linear(2, 1)
+        bagua.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=mesh[name])
+        model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+        found.append(model.weight.grad[0, 0].item())
+    with pytest.raises(ValueError, match="one dimension"):
+        bagua.distribute(nn.Linear(2, 1), [], process_group=mesh)
+    return found
+
+
+def test_device_mesh(pool: RankPool) -> None:
+    assert pool.run(4, over_a_mesh) == [[1.0, 0.5], [2.0, 0.5], [1.0, 2.5], [2.0, 2.5]]
