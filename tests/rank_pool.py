@@ -56,6 +56,8 @@ class RankPool:
         """
         while len(self._workers) < size:
             self._workers.append(_Worker(self._server.port))
+        for worker in self._workers[:size]:
+            worker.wait_until_ready()
         job = next(self._jobs)
         for rank, worker in enumerate(self._workers[:size]):
             extra = {"GROUP_RANK": str(nodes[rank])} if nodes else {}
@@ -88,6 +90,14 @@ class _Worker:
         self._process = context.Process(target=_worker_main, args=(child, port, self._stacks.name), daemon=True)
         self._process.start()
         child.close()
+        self._ready = False
+
+    def wait_until_ready(self) -> None:
+        """Ranks that still import torch would eat up the group's timeout."""
+        if not self._ready:
+            if not self._pipe.poll(120) or self._pipe.recv() != "ready":
+                raise AssertionError("a rank process did not start")
+            self._ready = True
 
     def send(self, job: Any) -> None:
         self._pipe.send(job)
@@ -119,6 +129,7 @@ def _worker_main(pipe: Connection, port: int, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    pipe.send("ready")
     while True:
         try:
             job, rank, size, env, group_timeout_s, init, function, args = pipe.recv()

@@ -15,6 +15,7 @@ from bagua import algorithms
 from bagua.algorithms.base import Algorithm
 from bagua.comm.team import Team
 from bagua.engine.bucket import Bucket
+from bagua.engine.backward import Backward
 from bagua.engine.engine import Engine
 from bagua.engine.handshake import shake_hands
 from bagua.engine.lane import make_lane
@@ -163,12 +164,12 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: `module` is not distributed.
     """
-    engine = _attachment(module).engine
-    before, engine.sync = engine.sync, False
+    backward = _attachment(module).engine.backward
+    before, backward.sync = backward.sync, False
     try:
         yield
     finally:
-        engine.sync = before
+        backward.sync = before
 
 
 def stats(module: nn.Module) -> Stats:
@@ -252,11 +253,11 @@ def _attach(
 ) -> _Attachment:
     attachment = _Attachment(engine, process_group)
     attachment.handles.append(module.register_forward_pre_hook(_before_forward))
-    ref = weakref.ref(engine)
+    backward = weakref.ref(engine.backward)
     for index, param in enumerate(engine.inventory.trainable.values()):
-        attachment.handles.append(param.register_post_accumulate_grad_hook(_gradient_hook(ref, index)))
+        attachment.handles.append(param.register_post_accumulate_grad_hook(_gradient_hook(backward, index)))
     for number, optimizer in enumerate(optimizers):
-        before, after = _step_hooks(ref, number)
+        before, after = _step_hooks(weakref.ref(engine), number)
         attachment.handles.append(optimizer.register_step_pre_hook(before))
         attachment.handles.append(optimizer.register_step_post_hook(after))
     return attachment
@@ -270,11 +271,11 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
         attachment.engine.forward_begins()
 
 
-def _gradient_hook(ref: weakref.ref[Engine], index: int) -> Any:
+def _gradient_hook(ref: weakref.ref[Backward], index: int) -> Any:
     def gradient_ready(_param: torch.Tensor) -> None:
-        engine = ref()
-        if engine is not None:
-            engine.gradient_ready(index)
+        backward = ref()
+        if backward is not None:
+            backward.gradient_ready(index)
 
     return gradient_ready
 
@@ -283,7 +284,7 @@ def _step_hooks(ref: weakref.ref[Engine], number: int) -> tuple[Any, Any]:
     def before(*_: Any) -> None:
         engine = ref()
         if engine is not None:
-            engine.optimizer_steps()
+            engine.end_backward()
 
     def after(*_: Any) -> None:
         engine = ref()

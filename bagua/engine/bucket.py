@@ -55,6 +55,28 @@ class Bucket:
         names = self.names[0] if len(self.names) == 1 else f"{self.names[0]} ... {self.names[-1]}"
         return f"bucket {self.index} ({names})"
 
+    def gather(self) -> None:
+        """Copy gradients that lie elsewhere into `flat` and make `.grad` the view again.
+
+        autograd makes a new gradient after `zero_grad(set_to_none=True)`. One copy for the whole bucket, when it
+        is full, costs far less than one for each parameter as it comes.
+
+        Raises:
+            ValueError: a gradient is not dense.
+        """
+        views, grads = [], []
+        for name, param, view in zip(self.names, self.params, self.views, strict=True):
+            grad = param.grad
+            if grad is not None and grad is not view:
+                if grad.layout is not torch.strided:
+                    raise ValueError(f"parameter {name!r} got a {grad.layout} gradient; only dense ones work")
+                views.append(view)
+                grads.append(grad)
+                param.grad = view
+        if views:
+            with torch.no_grad():
+                torch._foreach_copy_(views, grads)
+
     def release(self, payload: Payload) -> None:
         """Give the parameters their values (or gradients) back in storage of their own."""
         with torch.no_grad():

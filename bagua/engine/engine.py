@@ -1,30 +1,25 @@
-"""The engine of one distributed module: follows its training steps and tells the algorithm their moments.
-
-One synchronised backward pass:
-  hook of each gradient -> its bucket counts down -> full buckets are announced in the agreed order (`on_ready`)
-  end of the pass       -> buckets still waiting are flushed -> `on_backward_end`
-The first pass only records the order; see `docs/design/0001-core.md`.
-"""
+"""The engine of one distributed module: tells an algorithm the moments of each training step."""
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.algorithms.base import Bucket as BucketView
 from bagua.comm.groups import Groups
 from bagua.comm.team import Team, decode, encode
+from bagua.engine.backward import Backward
 from bagua.engine.bucket import Bucket
 from bagua.engine.lane import Lane, StreamLane, Ticket
 from bagua.engine.params import Inventory
 from bagua.engine.plan import Entry, Plan, make_plan
+from bagua.engine.state import check_header, load_states, pack
 from bagua.engine.stats import Stats, Tally
 from bagua.engine.usage import UsageBoard
 from bagua.errors import CommunicationError
@@ -32,7 +27,6 @@ from bagua.exchanges import Exchange, State
 
 __all__ = ["Engine"]
 
-_log = logging.getLogger("bagua")
 _ROLL_CALL_S = 3.0  # how long a failed rank waits for the others to fail too, before it names those that did not
 
 
@@ -40,6 +34,11 @@ class Engine:
     """Runs one algorithm for one module. Implements `bagua.Context`.
 
     Holds no reference to the module: the module's entry in a weak dictionary holds the engine.
+
+    Args:
+        key: a name that is new for the team and equal on all ranks.
+        order: parameter names in the order in which gradients become ready, if that is known already.
+        notices: what the user should know of the options.
     """
 
     def __init__(
@@ -58,36 +57,28 @@ class Engine:
         self.inventory = inventory
         self.team = team
         self.lane = lane
-        self.sync = True  # False within no_sync
-        self.notices = tuple(notices)
         self.bucket_bytes = bucket_bytes
+        self.notices = tuple(notices)
         self.buckets: list[Bucket] = []
         self.step = 0
         self._key = key
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._names = list(inventory.trainable)
-        self._params = list(inventory.trainable.values())
         self._tally = Tally(lane.groups.meters, team.size)
-        self._usage = UsageBoard(team.store, f"usage/{key}", team.rank, team.size, len(self._params))
         self._states: dict[tuple[Exchange, int], State] = {}
         self._tickets: list[Ticket] = []
         self._stepped: set[int] = set()
         self._failed = False
-        # Of one backward pass:
-        self._open = False
-        self._callback_queued = False
-        self._pass_index = 0
-        self._arrived = bytearray(len(self._params))
-        self._used = bytearray(len(self._params))  # since the last synchronised pass, no_sync passes included
-        self._num_arrived = 0
-        self._order: list[int] = []  # arrivals of the first pass
-        self._waiting: list[int] = []  # per bucket: gradients still to come
-        self._next = 0  # first bucket not yet announced
-        # By parameter, once there is a plan:
-        self._views: list[Tensor] = []
-        self._bucket_of: list[int] = []
+        self.backward = Backward(
+            self._names,
+            list(inventory.trainable.values()),
+            UsageBoard(team.store, f"usage/{key}", team.rank, team.size, len(self._names)),
+            views_are_gradients=algorithm.payload is Payload.GRAD,
+            alone=team.size == 1,
+            **_weak_callbacks(self),
+        )
         if order is not None or algorithm.payload is Payload.PARAM:
-            self.adopt_plan(self._plan(order or reversed(self._names)))
+            self.adopt_plan(self._make_plan(list(order or reversed(self._names))))
 
     # -- Context -----------------------------------------------------------------------------------------------
 
@@ -108,22 +99,23 @@ class Engine:
 
     def launch(self, exchange: Exchange, bucket: BucketView, x: Tensor | None = None) -> None:
         """Queue `exchange` on the lane."""
-        try:
-            state = self._states[exchange, bucket.index]
-        except KeyError:
+        self._check_alive()
+        state = self._states.get((exchange, bucket.index))
+        if state is None:
             raise RuntimeError(
                 f"{type(self.algorithm).__name__}: launch of {exchange.name} without ctx.prepare() in setup()"
-            ) from None
-        tensor = bucket.flat if x is None else x
-        groups, step = self.groups, self.step
+            )
+        own = self.buckets[bucket.index]
+        if self.team.size == 1:
+            self._tally.launched(own.nbytes)
+            return
+        tensor, groups, step = own.flat if x is None else x, self.groups, self.step
 
         def run() -> None:
             exchange.run(tensor, state, groups, step)
 
-        own = self.buckets[bucket.index]
         self._tally.launched(tensor.numel() * tensor.element_size())
-        label = f"{exchange.name} step {step} {own.describe()}"
-        self._tickets.append(self.lane.submit(run, label))
+        self._tickets.append(self.lane.submit(run, f"{exchange.name} step {step} {own.describe()}"))
 
     def wait(self) -> None:
         """Wait for everything launched; raise the first error of the lane."""
@@ -143,51 +135,28 @@ class Engine:
 
     def forward_begins(self) -> None:
         """Before a forward pass in training mode."""
-        if self._open and torch._C._current_graph_task_id() == -1:
-            self._end_pass()  # the last backward pass was broken off by an exception
+        if self.backward.open and torch._C._current_graph_task_id() == -1:
+            self.end_backward()  # the last backward pass was broken off by an exception
         if self._stepped:
-            self._end_step()
+            self._end_step()  # not all optimizers made a step
         for name, param in self.inventory.frozen.items():
             if param.requires_grad:
                 raise RuntimeError(
                     f"parameter {name!r} was frozen at bagua.distribute() and now requires a gradient; "
                     "call bagua.distribute() again after unfreezing, on all ranks"
                 )
-        if self.buckets or self.algorithm.payload is Payload.PARAM:
+        if self.buckets:
             self.algorithm.on_forward(self)
 
-    def gradient_ready(self, index: int) -> None:
-        """autograd has accumulated the gradient of parameter `index`."""
-        self._used[index] = 1
-        if not self.sync:
-            return
-        if not self._callback_queued:
-            self._begin_pass()
-        if self._arrived[index]:
-            self._arrived_twice(index)
-            return
-        self._arrived[index] = 1
-        self._num_arrived += 1
-        if not self.buckets:
-            self._order.append(index)
-            return
-        param = self._params[index]
-        if self.algorithm.payload is Payload.GRAD and param.grad is not self._views[index]:
-            self._realias(index, param)
-        number = self._bucket_of[index]
-        self._waiting[number] -= 1
-        if self._waiting[number] == 0 and number == self._next:
-            self._announce_ready()
-
-    def optimizer_steps(self) -> None:
-        """Before a step of an optimizer."""
-        if self._open:
-            self._end_pass()
+    def end_backward(self) -> None:
+        """Close the backward pass if one is open: its end went unnoticed, or an exception broke it off."""
+        if self.backward.open:
+            self.backward.end()
 
     def optimizer_stepped(self, number: int) -> None:
         """After a step of optimizer `number`."""
         self._stepped.add(number)
-        if len(self._stepped) == len(self.optimizers):
+        if len(self._stepped) >= len(self.optimizers):
             self._end_step()
 
     def _end_step(self) -> None:
@@ -197,168 +166,55 @@ class Engine:
         self.step += 1
         self._tally.step_ended()
 
-    # -- a backward pass ---------------------------------------------------------------------------------------
+    def _on_first(self, seen: list[int]) -> None:
+        """End of the first pass: agree on rank 0's order and make the buckets."""
+        order = seen + [index for index in reversed(range(len(self._names))) if index not in set(seen)]
+        names = encode([self._names[index] for index in order]) if self.team.rank == 0 else None
+        agreed = self.team.tell("agreement on the order of gradients", names)
+        self.adopt_plan(self._make_plan(decode(agreed)))
 
-    def _begin_pass(self) -> None:
-        self._callback_queued = True
-        ref = weakref.ref(self)
+    def _on_ready(self, bucket: Bucket) -> None:
+        self.algorithm.on_ready(self, bucket)
 
-        def backward_ended() -> None:
-            engine = ref()
-            if engine is not None:
-                engine._backward_ended()
-
-        torch.autograd.Variable._execution_engine.queue_callback(backward_ended)  # pyright: ignore
-        if self._open:
-            return
+    def _on_end(self) -> None:
         self._check_alive()
-        self._open = True
-        self._arrived = bytearray(len(self._params))
-        self._num_arrived = 0
-        self._order = []
-        self._waiting = [len(bucket.params) for bucket in self.buckets]
-        self._next = 0
-
-    def _backward_ended(self) -> None:
-        self._callback_queued = False
-        if not self._open:
-            return
-        # A checkpointed segment runs a backward pass within the backward pass, which ends here too. Gradients
-        # of other segments are still to come, unless all are there.
-        nested = torch._C._current_autograd_node() is not None
-        if not nested or self._num_arrived == len(self._params):
-            self._end_pass()
-
-    def _end_pass(self) -> None:
-        self._open = self._callback_queued = False
-        self._check_alive()
-        if not self.buckets:
-            self._learn_order()
-        missing = self._fill_missing() if self._num_arrived < len(self._params) else {}
-        if self._next < len(self.buckets):
-            self._waiting = [0] * len(self.buckets)
-            self._announce_ready()
         self.algorithm.on_backward_end(self)
-        if missing:
-            self._settle_missing(missing)
-        self._used = bytearray(len(self._params))
-        self._pass_index += 1
         if not self._optimizers:
             self._end_step()
 
-    def _announce_ready(self) -> None:
-        last = len(self.buckets) - 1
-        while self._next <= last and self._waiting[self._next] == 0:
-            if self._next == last:
-                self._usage.publish(self._pass_index, _bits(self._used))
-            bucket = self.buckets[self._next]
-            self._next += 1
-            self.algorithm.on_ready(self, bucket)
-
-    @torch.no_grad()
-    def _realias(self, index: int, param: nn.Parameter) -> None:
-        """Make `param.grad` the view of its bucket again after `zero_grad(set_to_none=True)`."""
-        grad, view = param.grad, self._views[index]
-        if grad is None:
-            return
-        if grad.layout is not torch.strided:
-            raise ValueError(f"parameter {self._names[index]!r} got a {grad.layout} gradient; only dense ones work")
-        view.copy_(grad)
-        param.grad = view
-
-    def _arrived_twice(self, index: int) -> None:
-        if self.buckets and self._bucket_of[index] < self._next:
-            raise RuntimeError(
-                f"parameter {self._names[index]!r} got another gradient in the same backward pass after its "
-                "bucket had left: a reentrant checkpoint uses it in several segments; use use_reentrant=False"
-            )
-
-    # -- parameters without a gradient -------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _fill_missing(self) -> dict[int, Tensor | None]:
-        """Put into the buckets what gradients did not come in this pass.
-
-        Returns, for each parameter that was not used at all since the last synchronised pass, its gradient as it
-        was (None if none).
-        """
-        if self.algorithm.payload is not Payload.GRAD:
-            return {}
-        kept: dict[int, Tensor | None] = {}
-        for index, arrived in enumerate(self._arrived):
-            if arrived:
-                continue
-            param, view = self._params[index], self._views[index]
-            grad = param.grad
-            if not self._used[index]:
-                kept[index] = grad.clone() if grad is view else grad
-            if grad is None:
-                view.zero_()
-            elif grad is not view:
-                view.copy_(grad)
-            if self._used[index]:
-                param.grad = view
-        return kept
-
-    @torch.no_grad()
-    def _settle_missing(self, kept: dict[int, Tensor | None]) -> None:
-        """Give parameters that other ranks used the mean, and those that nobody used what they had."""
+    def _finish(self) -> None:
         self.wait()
-        if isinstance(self.lane, StreamLane):  # the exchange must be over, not only enqueued, before asking
+        if isinstance(self.lane, StreamLane):  # over, not only enqueued
             torch.cuda.current_stream(self.inventory.device).synchronize()
-        union = self._usage.union(self._pass_index, _bits(self._used))
-        for index, grad in kept.items():
-            param, view = self._params[index], self._views[index]
-            if union >> index & 1:
-                param.grad = view
-            elif param.grad is view and grad is not None:
-                view.copy_(grad)
 
     # -- plan --------------------------------------------------------------------------------------------------
 
-    def _learn_order(self) -> None:
-        """End of the first pass: agree on rank 0's order, make the buckets, move the gradients there."""
-        seen = set(self._order)
-        order = self._order + [index for index in reversed(range(len(self._params))) if index not in seen]
-        names = [self._names[index] for index in order]
-        agreed = decode(self.team.tell("agreement on the order of gradients", encode(names) if not self.team.rank else None))
-        self.adopt_plan(self._plan(agreed))
-        for index, arrived in enumerate(self._arrived):
-            if arrived and self.algorithm.payload is Payload.GRAD:
-                self._realias(index, self._params[index])
-
-    def _plan(self, order: Sequence[str] | Any) -> Plan:
+    def _make_plan(self, order: Sequence[str]) -> Plan:
         params = self.inventory.trainable
-        entries = [
-            Entry(name, params[name].numel() * params[name].element_size(), str(params[name].dtype)) for name in order
-        ]
-        return make_plan(entries, self.bucket_bytes)
+        return make_plan(
+            [Entry(name, params[name].numel() * params[name].element_size(), str(params[name].dtype)) for name in order],
+            self.bucket_bytes,
+        )
 
     def adopt_plan(self, plan: Plan) -> None:
-        """Make buckets after `plan` and set the algorithm up on them."""
-        self._check_plan(plan)
-        params, payload = self.inventory.trainable, self.algorithm.payload
-        self.buckets = [
-            Bucket(index, names, [params[name] for name in names], payload) for index, names in enumerate(plan.buckets)
-        ]
-        position = {name: index for index, name in enumerate(self._names)}
-        self._bucket_of = [0] * len(self._names)
-        self._views = [torch.empty(0)] * len(self._names)
-        for bucket in self.buckets:
-            for name, view in zip(bucket.names, bucket.views, strict=True):
-                self._bucket_of[position[name]] = bucket.index
-                self._views[position[name]] = view
-        self._waiting = [len(bucket.params) for bucket in self.buckets]
-        self._next = 0
-        self._states.clear()
-        self.algorithm.setup(self)
+        """Make buckets after `plan` and set the algorithm up on them.
 
-    def _check_plan(self, plan: Plan) -> None:
+        Raises:
+            ValueError: the plan is not one of this module.
+        """
+        params, payload = self.inventory.trainable, self.algorithm.payload
         if sorted(plan.order) != sorted(self._names):
             raise ValueError("plan: its parameters are not those of the module")
         for names in plan.buckets:
-            if len({self.inventory.trainable[name].dtype for name in names}) != 1:
+            if len({params[name].dtype for name in names}) != 1:
                 raise ValueError(f"plan: the bucket of {names[0]!r} mixes dtypes")
+        self._release_buckets()
+        self.buckets = [
+            Bucket(index, names, [params[name] for name in names], payload) for index, names in enumerate(plan.buckets)
+        ]
+        self.backward.set_buckets(self.buckets)
+        self._states.clear()
+        self.algorithm.setup(self)
 
     @property
     def plan(self) -> Plan | None:
@@ -372,26 +228,16 @@ class Engine:
 
     # -- state, statistics, end --------------------------------------------------------------------------------
 
+    def _circumstances(self) -> dict[str, Any]:
+        return {"algorithm": repr(self.algorithm), "size": self.team.size, "rank": self.team.rank}
+
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's own state on this rank; tensors are copies."""
         self.wait()
         plan = self.plan
-        states = [
-            {"exchange": repr(exchange), "bucket": bucket, "tensors": {k: t.clone() for k, t in state.items()}}
-            for (exchange, bucket), state in self._states.items()
-            if state
-        ]
-        return {
-            "version": 1,
-            "algorithm": repr(self.algorithm),
-            "size": self.team.size,
-            "rank": self.team.rank,
-            "step": self.step,
-            "plan": plan.to_json() if plan else None,
-            "states": states,
-        }
+        header = {**self._circumstances(), "step": self.step, "plan": plan.to_json() if plan else None}
+        return pack(header, self._states)
 
-    @torch.no_grad()
     def load_state_dict(self, data: dict[str, Any]) -> None:
         """Go on from `data`, made by `state_dict` of the same algorithm, world size and rank.
 
@@ -399,25 +245,10 @@ class Engine:
             ValueError: it was made under other circumstances, or does not fit the module; names what differs.
         """
         self.wait()
-        if data.get("version") != 1:
-            raise ValueError(f"state dict: version {data.get('version')!r}, expected 1")
-        for what, have in (("algorithm", repr(self.algorithm)), ("size", self.team.size), ("rank", self.team.rank)):
-            if data[what] != have:
-                raise ValueError(f"state dict: saved with {what} {data[what]}, loaded into {what} {have}")
+        check_header(data, self._circumstances())
         if data["plan"] is not None:
-            plan = Plan.from_json(data["plan"])
-            self._check_plan(plan)
-            self._release_buckets()
-            self.adopt_plan(plan)
-        known = {(repr(exchange), bucket): state for (exchange, bucket), state in self._states.items()}
-        for entry in data["states"]:
-            state = known.get((entry["exchange"], entry["bucket"]))
-            if state is None or state.keys() != entry["tensors"].keys():
-                raise ValueError(f"state dict: no place for the state of {entry['exchange']}, bucket {entry['bucket']}")
-            for key, tensor in entry["tensors"].items():
-                if tensor.shape != state[key].shape:
-                    raise ValueError(f"state dict: {key} of bucket {entry['bucket']} has shape {list(tensor.shape)}")
-                state[key].copy_(tensor)
+            self.adopt_plan(Plan.from_json(data["plan"]))
+        load_states(data, self._states)
         self.step = data["step"]
 
     def stats(self) -> Stats:
@@ -437,9 +268,8 @@ class Engine:
     def close(self) -> None:
         """Wait for the lane, give the parameters storage of their own again, and end the lane."""
         try:
-            if self._open and not self._failed:
-                self._end_pass()
             if not self._failed:
+                self.end_backward()
                 self.wait()
         finally:
             self._release_buckets()
@@ -462,9 +292,9 @@ class Engine:
         """Raise what went wrong in the lane, with the ranks that give no sign of life."""
         self._failed = True
         self.lane.abandon()
-        gone = self.team.missing(f"failed/{self._key}/{self._pass_index}", _ROLL_CALL_S)
+        gone = self.team.missing(f"failed/{self._key}", _ROLL_CALL_S)
         if len(gone) == self.team.size - 1 and self.team.size > 2:
-            gone = []  # nobody else failed: they are alive and the fault is here, or unknowable
+            gone = []  # nobody else failed: the fault is here, or unknowable
         who = f"; no sign of rank {', '.join(map(str, gone))}: gone, or late" if gone else ""
         error = ticket.error
         raise CommunicationError(
@@ -472,9 +302,16 @@ class Engine:
         ) from error
 
 
-def _bits(flags: bytearray) -> int:
-    """Flag i as bit i."""
-    return int(bytes(flags[::-1]).translate(_ASCII), 2)
+def _weak_callbacks(engine: Engine) -> dict[str, Any]:
+    """The engine's ends of `Backward`, without a cycle: a dropped module is freed at once, not by the collector."""
+    ref = weakref.ref(engine)
 
+    def weak(name: str) -> Any:
+        def call(*args: Any) -> None:
+            alive = ref()
+            if alive is not None:
+                getattr(alive, name)(*args)
 
-_ASCII = bytes([48, 49]) + bytes(254)
+        return call
+
+    return {name: weak(f"_{name}") for name in ("on_first", "on_ready", "on_end", "finish")}

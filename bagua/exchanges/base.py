@@ -19,7 +19,8 @@ class Exchange(ABC):
     """Replaces a flat tensor, in place, by a mix of everyone's.
 
     A specification: it holds options and no tensors. What must survive from step to step is in the `State` that
-    `init` makes, one for each bucket; scratch memory comes from `groups.buffers`.
+    `init` makes, one for each bucket; scratch memory comes from `groups.buffers`. With a single rank an exchange
+    is the identity; the engine then does not even run it.
     """
 
     @property

@@ -49,4 +49,6 @@ def check(what: str, got: torch.Tensor, want: np.ndarray) -> None:
         assert array.dtype == want.dtype, what
         assert np.array_equal(array, want), f"{what}: got {array}, want {want}"
     else:
-        assert np.allclose(array, want, rtol=torch.finfo(got.dtype).eps, atol=0), f"{what}: got {array}, want {want}"
+        assert np.allclose(array, want, rtol=torch.finfo(got.dtype).eps, atol=0), (
+            f"{what}: got {array}, want {want}"
+        )

@@ -32,6 +32,8 @@ def _reductions(device: torch.device) -> None:
         for op in ops:
             small = _inputs(n, COUNT, dtype, 1)
             big = _inputs(n, n * COUNT, dtype, 2)
+            if dtype in (torch.float16, torch.float64) and op not in (ops.SUM, ops.AVG):
+                continue  # nothing that the other floating dtypes do not show
             if op in (ops.BOR, ops.BAND, ops.BXOR) and dtype not in INTEGERS:
                 with pytest.raises(ValueError, match="op"):
                     bagua.allreduce_inplace(small[r].to(device), op)
@@ -64,7 +66,10 @@ def _reductions(device: torch.device) -> None:
             bagua.reduce_scatter_inplace(mine_big, op)
             rest = as_array(big[r])[COUNT:]
             check(f"reduce_scatter_inplace {label}", mine_big, np.concatenate([want_big[part], rest]))
-    several = [[x.to(device) for x in _inputs(n, COUNT + i, dtype, 3)] for i, dtype in enumerate((*DTYPES, DTYPES[0]))]
+    several = [
+        [x.to(device) for x in _inputs(n, COUNT + i, dtype, 3)]
+        for i, dtype in enumerate((*DTYPES, DTYPES[0]))
+    ]
     tensors = [xs[r].clone() for xs in several]
     bagua.allreduce_coalesced_inplace(tensors)
     for got, xs in zip(tensors, several, strict=True):
@@ -281,7 +286,9 @@ def _bad_input() -> None:
     refused(ValueError, "tensor: has 6 elements, expected at least", bagua.gather_inplace, x, 7, 0)
     refused(ValueError, "count: expected 0 or more", bagua.scatter_inplace, x, -1, 0)
     refused(ValueError, "recv_counts: has 1 entries", bagua.alltoall_v, x, [1, 1], [0, 1], y, [1], [0, 1])
-    refused(ValueError, r"send_counts\[1\].*5 to 7.*has 6", bagua.alltoall_v, x, [1, 2], [0, 5], y, [1, 2], [0, 1])
+    refused(
+        ValueError, r"send_counts\[1\].*5 to 7.*has 6", bagua.alltoall_v, x, [1, 2], [0, 5], y, [1, 2], [0, 1]
+    )
     refused(ValueError, r"counts\[0\].*not within tensor", bagua.alltoall_v_inplace, x, [-1, 2], [0, 1])
     refused(TypeError, r"displs\[0\]: expected an integer", bagua.alltoall_v_inplace, x, [1, 2], [0.5, 1])
     refused(ValueError, "tensor: expected a dense tensor", bagua.broadcast, x.to_sparse())
@@ -327,7 +334,11 @@ def _native_collectives(groups: Any) -> None:
     primitives.all_to_all(group, rows[r], got)
     check("all_to_all", got, np.concatenate([array[part] for array in arrays]))
     primitives.all_gather(group, rows[r][part], got)
-    check("all_gather", got, np.concatenate([array[k * COUNT : (k + 1) * COUNT] for k, array in enumerate(arrays)]))
+    check(
+        "all_gather",
+        got,
+        np.concatenate([array[k * COUNT : (k + 1) * COUNT] for k, array in enumerate(arrays)]),
+    )
 
     def call(*args: Any) -> None:
         primitives.all_to_all_v(group, *args)

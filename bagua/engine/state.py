@@ -1,0 +1,66 @@
+"""The algorithm's own state as plain data, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagua.exchanges import Exchange, State
+
+__all__ = ["check_header", "load_states", "pack"]
+
+_VERSION = 1
+_States = Mapping[tuple[Exchange, int], State]
+
+
+def pack(header: dict[str, Any], states: _States) -> dict[str, Any]:
+    """Return `header` and copies of all states, as plain data and tensors."""
+    return {
+        "version": _VERSION,
+        **header,
+        "states": [
+            {
+                "exchange": repr(exchange),
+                "bucket": bucket,
+                "tensors": {key: tensor.clone() for key, tensor in state.items()},
+            }
+            for (exchange, bucket), state in states.items()
+            if state
+        ],
+    }
+
+
+def check_header(data: dict[str, Any], have: dict[str, Any]) -> None:
+    """Refuse data that was saved under other circumstances than `have`.
+
+    Raises:
+        ValueError: names the first entry that differs.
+    """
+    if data.get("version") != _VERSION:
+        raise ValueError(f"state dict: version {data.get('version')!r}, expected {_VERSION}")
+    for what, value in have.items():
+        if data.get(what) != value:
+            raise ValueError(f"state dict: saved with {what} {data.get(what)}, loaded into {what} {value}")
+
+
+@torch.no_grad()
+def load_states(data: dict[str, Any], states: _States) -> None:
+    """Copy what `pack` packed into `states`; all or nothing.
+
+    Raises:
+        ValueError: there is no place for an entry, or it has another shape.
+    """
+    known = {(repr(exchange), bucket): state for (exchange, bucket), state in states.items()}
+    for entry in data["states"]:
+        where = f"state dict: {entry['exchange']}, bucket {entry['bucket']}"
+        state = known.get((entry["exchange"], entry["bucket"]))
+        if state is None or state.keys() != entry["tensors"].keys():
+            raise ValueError(f"{where}: no place for {', '.join(entry['tensors'])}")
+        for key, tensor in entry["tensors"].items():
+            if tensor.shape != state[key].shape:
+                raise ValueError(f"{where}: {key} has shape {list(tensor.shape)}, not {list(state[key].shape)}")
+    for entry in data["states"]:
+        for key, tensor in entry["tensors"].items():
+            known[entry["exchange"], entry["bucket"]][key].copy_(tensor)

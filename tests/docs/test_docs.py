@@ -1,0 +1,168 @@
+"""The documents say what is so: code runs, links lead somewhere, commands exist, figures are those of the code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import bagua
+from tests.docs.markdown import DOCUMENTS, ROOT, anchors, blocks, links, table_after
+
+WITH_CODE = [path for path in DOCUMENTS if any(block.language == "python" for block in blocks(path))]
+GUIDE = ROOT / "docs" / "getting-started.md"
+LAUNCHERS = (["bagua", "run"], ["torchrun"], ["python"])
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def environment() -> dict[str, str]:
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return {**alone, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def train_py() -> str:
+    return next(block.text for block in blocks(GUIDE) if block.text.startswith("# train.py"))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """What came of the Python blocks of each document, all run in one process."""
+    command = [sys.executable, "-W", "error", "-m", "tests.docs.run_blocks", *map(str, WITH_CODE)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_documents_hold_code() -> None:
+    """A wrong pattern would find nothing and pass everything."""
+    expected = {"README.md", "docs/algorithms.md", "docs/errors.md", "docs/getting-started.md"}
+    assert expected <= {name_of(path) for path in WITH_CODE}
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
+def test_python_blocks_run(path: Path, outcomes: dict[str, str]) -> None:
+    assert not outcomes[str(path)], outcomes[str(path)]
+
+
+def test_train_py_runs_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(train_py())
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+    ]
+    done = subprocess.run(
+        launch, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "on rank 0 of 2" in done.stdout
+    assert re.search(r"bytes_sent=[1-9]", done.stdout)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in links(path):
+        if link.startswith("https://"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), f"{name_of(path)} links to {link}, which does not exist"
+        assert target.is_relative_to(ROOT)
+        assert not anchor or anchor in anchors(target), f"{name_of(path)} links to {link}: no such heading"
+
+
+def shell_lines() -> list[tuple[Path, str]]:
+    lines = [
+        (p, line)
+        for p in DOCUMENTS
+        for b in blocks(p)
+        if b.language == "bash"
+        for line in b.text.splitlines()
+    ]
+    assert lines
+    return lines
+
+
+@pytest.mark.parametrize(("path", "line"), shell_lines(), ids=lambda value: str(value)[:50])
+def test_shell_commands_exist(path: Path, line: str) -> None:
+    """Of each kind of command that the documents use, what can be checked without running it."""
+    words = shlex.split(line)
+    if words[0] == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:]), line
+    elif words[:2] == ["pip", "install"]:
+        assert words[2] in ("torch", "."), line
+    else:
+        assert any(words[: len(launcher)] == launcher for launcher in LAUNCHERS), f"{line}: unknown command"
+        if words[0] != "python":
+            launcher_accepts(words)
+        at = next(index for index, word in enumerate(words) if word.endswith(".py"))
+        if words[at] == "train.py":
+            assert path == GUIDE
+            assert train_py()
+        else:
+            assert (ROOT / words[at]).exists(), line
+        if words[at] == "examples/digits.py":
+            digits_accepts(words[at + 1 :])
+
+
+def launcher_accepts(words: list[str]) -> None:
+    if words[0] == "bagua":
+        from bagua.distributed.run import get_args_parser
+
+        assert '"run"' in (ROOT / "bagua" / "cli" / "main.py").read_text()
+        get_args_parser().parse_args(words[2:])
+    else:
+        from torch.distributed.run import get_args_parser as torchrun_parser
+
+        torchrun_parser().parse_args(words[1:])
+
+
+def digits_accepts(words: list[str]) -> None:
+    program = (ROOT / "examples" / "digits.py").read_text()
+    for word in words:
+        if word.startswith("--"):
+            assert f'"{word}"' in program, word
+    if "--algorithm" in words:
+        assert words[words.index("--algorithm") + 1] in {row.name for row in bagua.algorithms.available()}
+
+
+def test_the_table_of_algorithms_is_that_of_the_code() -> None:
+    expected = [
+        [f"`{row.name}`", row.summary, f"{row.bytes_per_step:.2f}", row.exactness]
+        for row in bagua.algorithms.available(num_elements=1, size=4)
+    ]
+    assert table_after(ROOT / "README.md", "## Algorithms") == expected
+
+
+def test_every_algorithm_and_option_is_described() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    for row in bagua.algorithms.available():
+        section = text.split(f"\n## {row.name}\n", 1)[1].split("\n## ", 1)[0]
+        for field in fields(bagua.algorithms.get(row.name)):
+            assert f"| `{field.name}` |" in section, f"{row.name}: option {field.name}"
+
+
+def test_the_fields_of_the_statistics_are_those_of_the_code() -> None:
+    text = (ROOT / "README.md").read_text().split("\n## Statistics\n", 1)[1].split("\n## ", 1)[0]
+    for kind in (bagua.Stats, bagua.StepStats):
+        names = {field.name for field in fields(kind)} | {
+            n for n, v in vars(kind).items() if isinstance(v, property)
+        }
+        assert all(f"`{name}`" in text for name in names), names

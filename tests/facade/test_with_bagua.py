@@ -1,0 +1,213 @@
+"""`with_bagua` and the facade's algorithms: the same training as `bagua.distribute`."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bagua
+from tests.rank_pool import RankPool
+
+
+def _model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[torch.Tensor]:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(5, 6, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def _same_as_distribute() -> None:
+    import bagua.torch_api as api
+    from bagua.torch_api.algorithms import Algorithm, bytegrad, gradient_allreduce
+
+    rank = dist.get_rank()
+    cases: list[tuple[Any, str, dict[str, Any]]] = [
+        (gradient_allreduce.GradientAllReduceAlgorithm(), "gradient_allreduce", {}),
+        (
+            gradient_allreduce.GradientAllReduceAlgorithm(average=False),
+            "gradient_allreduce",
+            {"average": False},
+        ),
+        (gradient_allreduce.GradientAllReduceAlgorithm(True), "gradient_allreduce", {"hierarchical": True}),
+        (bytegrad.ByteGradAlgorithm(), "bytegrad", {"hierarchical": True}),
+        (Algorithm.init("bytegrad", hierarchical=False), "bytegrad", {"hierarchical": False}),
+        (bagua.algorithms.GradientAllReduce(), "gradient_allreduce", {}),
+    ]
+    for algorithm, name, options in cases:
+        mine, reference = _model(rank), _model(rank)
+        keys = list(mine.state_dict())
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.01, momentum=0.9)
+        assert not hasattr(mine, "bagua_algorithm")
+        assert mine.with_bagua([optimizer], algorithm) is mine
+        assert mine.bagua_algorithm is algorithm
+        assert mine.bagua_optimizers == [optimizer]
+        assert mine.bagua_buckets == []
+        other = torch.optim.SGD(reference.parameters(), lr=0.01, momentum=0.9)
+        bagua.distribute(reference, other, name, **options)
+        for a, b in zip(_train(mine, optimizer), _train(reference, other), strict=True):
+            assert torch.equal(a, b)
+        assert list(mine.state_dict()) == keys
+        assert sum(bucket.flat.numel() for bucket in mine.bagua_buckets) == sum(
+            p.numel() for p in mine.parameters()
+        )
+    assert mine.bagua_module_name == "Sequential"
+    mine.bagua_module_name = "mine"
+    assert mine.bagua_module_name == "mine"
+    with pytest.raises(TypeError, match="bagua_module_name"):
+        mine.bagua_module_name = 3
+    plain = copy.deepcopy(mine)
+    assert not hasattr(plain, "bagua_algorithm")
+    mine.with_bagua(optimizer, bytegrad.ByteGradAlgorithm())  # swaps the algorithm
+    assert "ByteGrad" in bagua.stats(mine).algorithm
+    api.barrier()
+
+
+def test_trains_as_distribute_does(pool: RankPool) -> None:
+    pool.run(3, _same_as_distribute)
+
+
+def _subgroup() -> list[float]:
+    import bagua.torch_api as api
+
+    rank = dist.get_rank()
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    algorithm = api.algorithms.gradient_allreduce.GradientAllReduceAlgorithm()
+    group = api.new_group([1, 2])
+    if rank == 0:
+        with pytest.raises(ValueError, match="process_group: rank 0 is not one of"):
+            model.with_bagua([optimizer], algorithm, process_group=group)
+        torch_group = dist.new_group([1, 2])
+    else:
+        model.with_bagua([optimizer], algorithm, process_group=group)
+        first = model.weight.tolist()
+        torch_group = dist.new_group([1, 2])
+        again = nn.Linear(2, 1).with_bagua([], algorithm, api.from_torch_group(torch_group))
+        nn.init.constant_(again.weight, 0.0)
+        again(torch.full((1, 2), float(rank))).sum().backward()
+        assert again.weight.grad is not None
+        assert again.weight.grad.tolist() == [[1.5, 1.5]]
+        return first[0]
+    return model.weight.tolist()[0]
+
+
+def test_process_groups_of_both_kinds(pool: RankPool) -> None:
+    assert pool.run(3, _subgroup) == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+
+
+def _reports() -> list[str]:
+    import bagua.torch_api as api
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bagua").addHandler(handler)
+    model = _model(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    algorithm = api.algorithms.gradient_allreduce.GradientAllReduceAlgorithm()
+    for _ in range(2):
+        model.with_bagua([optimizer], algorithm, do_flatten=False)
+    for bad, error, match in (
+        (object(), TypeError, "algorithm: expected an object of bagua.torch_api.algorithms"),
+        (api.algorithms.bytegrad.ByteGradAlgorithm, TypeError, "got ByteGradAlgorithm"),
+        ("none such", ValueError, "algorithm 'none such' is unknown; available: "),
+    ):
+        with pytest.raises(error, match=match):
+            model.with_bagua([optimizer], bad)
+    with pytest.raises(TypeError, match="optimizers: expected"):
+        model.with_bagua([3], algorithm)
+    with pytest.raises(TypeError, match="process_group: expected"):
+        model.with_bagua([optimizer], algorithm, process_group="world")
+    logging.getLogger("bagua").removeHandler(handler)
+    return said
+
+
+def test_what_cannot_act_is_reported_once(pool: RankPool) -> None:
+    [said] = pool.run(1, _reports)
+    assert [line for line in said if "do_flatten" in line] == [
+        "with_bagua: do_flatten=False cannot act, gradients are always views of flat buckets"
+    ]
+
+
+def test_registry() -> None:
+    from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry
+    from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
+
+    assert GlobalAlgorithmRegistry.available_algorithms()[:2] == ["bytegrad", "gradient_allreduce"]
+    assert GlobalAlgorithmRegistry.get("bytegrad") is ByteGradAlgorithm
+    with pytest.raises(ValueError, match="'nope' is unknown; available: bytegrad"):
+        Algorithm.init("nope")
+    with pytest.raises(TypeError, match="nope"):
+        Algorithm.init("bytegrad", nope=1)
+    with pytest.raises(ValueError, match="hierarchical"):
+        Algorithm.init("bytegrad", hierarchical="yes")
+    with pytest.raises(ValueError, match="already registered as ByteGradAlgorithm"):
+        GlobalAlgorithmRegistry.register("bytegrad", Algorithm)
+    with pytest.raises(TypeError, match="algorithm: expected a subclass"):
+        GlobalAlgorithmRegistry.register("mine", int)  # type: ignore[arg-type]
+
+    class Mine(Algorithm):
+        pass
+
+    with pytest.raises(TypeError, match=r"Mine has no counterpart .* bagua.Algorithm"):
+        _ = Mine().core
+    with pytest.raises(NotImplementedError, match=r"bagua\.Algorithm"):
+        Mine().reify(None)
+    with pytest.raises(TypeError, match=r"bagua\.Algorithm"):
+        from bagua.torch_api.algorithms.base import AlgorithmImpl
+
+        class _Impl(AlgorithmImpl):
+            pass
+
+
+def test_only_the_facade_patches() -> None:
+    code = (
+        "import bagua, bagua.engine, bagua.comm.communicator\n"
+        "from torch import nn\n"
+        "assert not any(name for name in dir(nn.Module) if 'bagua' in name)\n"
+        "import sys\n"
+        "assert not any(name.startswith('bagua.torch_api') for name in sys.modules)\n"
+        "import bagua.torch_api\n"
+        "names = sorted(name for name in dir(nn.Module) if 'bagua' in name)\n"
+        "assert names == ['bagua_algorithm', 'bagua_buckets', 'bagua_module_name', 'bagua_optimizers', 'with_bagua']\n"
+        "assert not hasattr(nn.Linear(1, 1), 'bagua_buckets')\n"
+        "import threading\n"
+        "assert threading.active_count() == 1\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _examples(name: str, argv: list[str]) -> Any:
+    import importlib
+
+    return importlib.import_module(f"examples.{name}").main(argv)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_example_of_the_primitives(pool: RankPool, size: int) -> None:
+    pool.run(size, _examples, "communication_primitives", [])
+
+
+def test_example_script(pool: RankPool) -> None:
+    losses = pool.run(2, _examples, "compat_script", ["--epochs", "2"])
+    assert losses[0] == losses[1]
+    assert losses[0][1] < 0.5 * losses[0][0]

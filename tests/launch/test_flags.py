@@ -1,0 +1,145 @@
+"""Flags: what they set, what is refused, what is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from bagua.cli.main import main as bagua_main
+from bagua.distributed import launch as launch_module
+from bagua.distributed import run as run_module
+from tests.launch.launching import LAUNCH, RUN, launch, script
+
+# No torch in it, so that a launch costs little more than the launcher.
+SHOW = """
+import json, os, sys
+SEEN = ("BAGUA_", "TORCH_DISABLE", "LOCAL_RANK", "OMP_")
+seen = {k: v for k, v in os.environ.items() if k.startswith(SEEN)}
+print(json.dumps({"argv": sys.argv[1:], **seen}), flush=True)
+"""
+
+
+def shown(text: str) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda seen: seen["LOCAL_RANK"])
+
+
+def test_run_sets_the_environment_of_the_ranks(tmp_path: Path) -> None:
+    words = ("--nproc-per-node", "2", "--default-bucket-size", "4096", "--bagua_service_port", "1234")
+    ended = launch(tmp_path, *RUN, *words, script(tmp_path, SHOW), "--epochs", "3")
+    assert ended.code == 0, ended.err
+    ranks = shown(ended.out)
+    assert [r["LOCAL_RANK"] for r in ranks] == ["0", "1"]
+    for r in ranks:
+        assert r["argv"] == ["--epochs", "3"]
+        assert r["BAGUA_DEFAULT_BUCKET_SIZE"] == "4096"
+        assert r["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+        assert r["OMP_NUM_THREADS"] == "1"
+    assert ended.err.count("--bagua-service-port has no effect") == 1
+
+
+def test_the_users_environment_wins(tmp_path: Path) -> None:
+    env = {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
+        "PET_DEFAULT_BUCKET_SIZE": "512",
+        "PET_NPROC_PER_NODE": "2",
+        "BAGUA_DEFAULT_BUCKET_SIZE": "77",
+        "OMP_NUM_THREADS": "2",
+    }
+    ended = launch(tmp_path, *RUN, script(tmp_path, SHOW), env=env)
+    assert ended.code == 0, ended.err
+    ranks = shown(ended.out)
+    assert len(ranks) == 2
+    assert {r["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] for r in ranks} == {"0"}
+    assert {r["BAGUA_DEFAULT_BUCKET_SIZE"] for r in ranks} == {"512"}
+    assert {r["OMP_NUM_THREADS"] for r in ranks} == {"2"}
+
+
+def test_launch_serves_older_scripts(tmp_path: Path) -> None:
+    words = [
+        "--nproc_per_node=2",
+        "--set_additional_flag",
+        "--report_metrics",
+        "--host_list=a,b",
+        "--ssh_port=22",
+    ]
+    words += ["--logdir", str(tmp_path / "logs"), "--default_bucket_size=99", "--master_addr=127.0.0.1"]
+    ended = launch(tmp_path, *LAUNCH, *words, script(tmp_path, SHOW), "--lr", "0.1")
+    assert ended.code == 0, ended.err
+    logs = sorted((tmp_path / "logs").rglob("stdout.log"))
+    ranks = shown("".join(log.read_text() for log in logs))
+    assert [r["argv"] for r in ranks] == [[f"--local_rank={n}", "--lr", "0.1"] for n in range(2)]
+    assert {r["BAGUA_DEFAULT_BUCKET_SIZE"] for r in ranks} == {"99"}
+    for flag in ("--report-metrics", "--host-list", "--ssh-port"):
+        assert ended.err.count(f"{flag} has no effect") == 1
+
+
+@pytest.mark.parametrize(
+    "underscored",
+    [
+        "--default_bucket_size=1",
+        "--autotune_level=0",
+        "--autotune_max_samples=3",
+        "--autotune_sampling_confidence_time=2.5",
+        "--autotune_warmup_time=1.5",
+        "--is_output_autotune_log",
+        "--bagua_service_port=1",
+        "--enable_bagua_net",
+        "--nproc_per_node=2",
+        "--max_restarts=2",
+    ],
+)
+@pytest.mark.parametrize("module", [run_module, launch_module])
+def test_both_spellings(module: object, underscored: str) -> None:
+    parser = module.get_args_parser()  # type: ignore[attr-defined]
+    name, equals, value = underscored.partition("=")
+    dashed = "--" + name[2:].replace("_", "-") + equals + value
+    assert vars(parser.parse_args([dashed, "x.py"])) == vars(parser.parse_args([underscored, "x.py"]))
+    assert vars(parser.parse_args([dashed, "x.py"])) != vars(parser.parse_args(["x.py"])) or value == "0"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--autotune-level", "1", "x.py"], "--autotune-level 1: there is no tuning yet"),
+        (["--enable_bagua_net", "x.py"], "--enable-bagua-net: there is no Bagua-Net yet"),
+        (["--default-bucket-size", "0", "x.py"], "must be a positive number of bytes, not 0"),
+        (["--no-such-flag", "x.py"], "unrecognized arguments: --no-such-flag"),
+        ([], "training_script"),
+    ],
+)
+@pytest.mark.parametrize("module", [run_module, launch_module])
+def test_refusals(module: object, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = dict(os.environ)
+    with pytest.raises(SystemExit) as ended:
+        module.main(words)  # type: ignore[attr-defined]
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert dict(os.environ) == before
+
+
+def test_tuning_flags_at_level_0_are_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_module, "start", lambda args, prog: 0)
+    words = ["--autotune-level", "0", "--autotune-max-samples", "5", "--is-output-autotune-log", "x.py"]
+    assert bagua_main(["run", *words]) == 0
+    err = capsys.readouterr().err
+    assert err.count("has no effect") == 2
+    assert "--autotune-max-samples has no effect" in err
+    assert "--is-output-autotune-log has no effect" in err
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bagua_main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("bagua ")
+    assert bagua_main(["--help"]) == 0
+    assert "run" in capsys.readouterr().out
+    assert bagua_main(["fly"]) == 2
+    err = capsys.readouterr().err
+    assert "unknown command 'fly'" in err
+    assert "  run " in err
+    assert bagua_main([]) == 2
