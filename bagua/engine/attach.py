@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
@@ -253,6 +254,7 @@ def _attach(
 ) -> _Attachment:
     attachment = _Attachment(engine, process_group)
     attachment.handles.append(module.register_forward_pre_hook(_before_forward))
+    attachment.handles.append(module.register_forward_hook(_after_forward))
     backward = weakref.ref(engine.backward)
     for index, param in enumerate(engine.inventory.trainable.values()):
         attachment.handles.append(param.register_post_accumulate_grad_hook(_gradient_hook(backward, index)))
@@ -269,6 +271,45 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
     attachment = _attachments.get(module)
     if attachment is not None and module.training:
         attachment.engine.forward_begins()
+
+
+def _after_forward(module: nn.Module, _args: Any, output: Any) -> None:
+    """Learn of the backward pass when it enters the module, not only when a first gradient comes out.
+
+    On a rank that uses no parameter in this step no gradient ever comes; and in a reentrant checkpoint the first
+    one comes within an inner pass, whose end is not the end.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    attachment = _attachments.get(module)
+    if attachment is not None and module.training:
+        ref = weakref.ref(attachment.engine.backward)
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(_entry_hook(ref))
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):  # Hugging Face's outputs are dicts too
+        for item in output.values():
+            yield from _tensors_in(item)
+    elif isinstance(output, list | tuple):
+        for item in output:
+            yield from _tensors_in(item)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors_in(getattr(output, field.name))
+
+
+def _entry_hook(ref: weakref.ref[Backward]) -> Any:
+    def backward_enters(_grad: torch.Tensor) -> None:
+        backward = ref()
+        if backward is not None:
+            backward.enter()
+
+    return backward_enters
 
 
 def _gradient_hook(ref: weakref.ref[Backward], index: int) -> Any:

@@ -99,6 +99,11 @@ class Backward:
         if number == self._next and self._waiting[number] == 0:
             self._announce()
 
+    def enter(self) -> None:
+        """A backward pass has reached the module's output."""
+        if self.sync and not self._callback_queued:
+            self._begin()
+
     def end(self) -> None:
         """Close the pass that is open: announce what still waits, let the algorithm finish, settle what is missing."""
         self.open = self._callback_queued = False

@@ -127,3 +127,70 @@ def test_gradients_from_no_sync_alone_are_synchronised(pool: RankPool) -> None:
                 assert torch.allclose(found[step][branch], torch.full((4, 4), 3.0)), "mean of 2 and 4"
             assert found[step][2] is None
         assert equal(found, results[0])
+
+
+class Optional(torch.nn.Module):
+    """Uses its parameters only if told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, use: bool) -> dict[str, list[torch.Tensor]]:
+        return {"out": [self.linear(x) if use else x * 2]}
+
+
+def nothing_at_all(schedule: list[list[bool]]) -> list[torch.Tensor | None]:
+    rank = dist.get_rank()
+    model, optimizer = distributed(Optional)
+    found = []
+    for use in schedule:
+        optimizer.zero_grad()
+        x = torch.full((1, 4), float(rank + 1), requires_grad=True)
+        model(x, use[rank])["out"][0].sum().backward()
+        found.append(None if model.linear.weight.grad is None else model.linear.weight.grad.clone())
+        optimizer.step()
+    return found
+
+
+def test_a_rank_that_uses_no_parameter_at_all(pool: RankPool) -> None:
+    schedule = [[True, False], [False, True], [False, False], [True, True]]
+    for found in pool.run(2, nothing_at_all, schedule):
+        assert torch.equal(found[0], torch.full((4, 4), 0.5))
+        assert torch.equal(found[1], torch.full((4, 4), 1.0))
+        assert found[2] is None
+        assert torch.equal(found[3], torch.full((4, 4), 1.5))
+
+
+def checkpointed(reentrant: bool, steps: int) -> list[dict]:
+    from torch.utils.checkpoint import checkpoint
+
+    class Segments(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(4)])
+            self.never = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = checkpoint(part, x, use_reentrant=reentrant)
+            return x
+
+    model, optimizer = distributed(Segments, bucket_bytes=1)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.full((1, 4), float(dist.get_rank() + step + 1), requires_grad=True)
+        model(x).square().sum().backward()
+        # Before the optimizer's hook gets a chance to mend anything.
+        found.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpoints(pool: RankPool, reentrant: bool) -> None:
+    results = pool.run(2, checkpointed, reentrant, 3)
+    assert equal(*results)
+    for step in results[0]:
+        assert step["never.weight"] is None and step["parts.0.weight"] is not None
