@@ -144,8 +144,7 @@ class PlatformWheel(bdist_wheel):
 wanted = [] if os.environ.get("BAGUA_NO_NATIVE") == "1" else LIBRARIES
 setup(
     ext_modules=[
-        Extension(lib.name, [source for source, _ in lib.units], depends=lib.depends, optional=True)
-        for lib in wanted
+        Extension(lib.name, [source for source, _ in lib.units], depends=lib.depends, optional=True) for lib in wanted
     ],
     exclude_package_data={"": ["csrc/*"], "bagua.codecs.csrc": ["*"]},
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},

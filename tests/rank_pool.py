@@ -112,7 +112,7 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid or 0, signal.SIGUSR1)
         time.sleep(0.5)
-        return "stuck", "not done in time; stacks:\n" + open(self._stacks.name).read()  # noqa: SIM115
+        return "stuck", "not done in time; stacks:\n" + open(self._stacks.name).read()
 
     def kill(self) -> None:
         self._process.kill()
@@ -136,7 +136,15 @@ def _worker_main(pipe: Connection, port: int, stacks: str) -> None:
         except EOFError:
             sys.exit(0)
         before = dict(os.environ)
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        for name in (
+            "RANK",
+            "WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "GROUP_RANK",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+        ):
             os.environ.pop(name, None)
         os.environ.update({"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)})
         os.environ.update(env)

@@ -20,7 +20,9 @@ def teams(size: int, nodes: Sequence[int] | None = None, timeout_s: float = 20) 
     """Teams of `size` ranks that share a store; `nodes[rank]` is the rank's node."""
     store, name = dist.HashStore(), f"threads{next(_jobs)}"
     return [
-        Team(rank, size, store, timedelta(seconds=timeout_s), "gloo", f"{name}/{rank}", str(nodes[rank] if nodes else 0))
+        Team(
+            rank, size, store, timedelta(seconds=timeout_s), "gloo", f"{name}/{rank}", str(nodes[rank] if nodes else 0)
+        )
         for rank in range(size)
     ]
 

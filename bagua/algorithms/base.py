@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -95,7 +94,7 @@ class Context(Protocol):
 
 
 @dataclass(frozen=True)
-class Algorithm(ABC):
+class Algorithm:
     """Five moments of a training step. Override those you need; a specification, so keep tensors in the context.
 
     Attributes:
@@ -113,7 +112,7 @@ class Algorithm(ABC):
     @cached_property
     def exchange(self) -> Exchange:
         """The exchange of the default `setup` and `bytes_per_rank`; for algorithms that have just one."""
-        raise NotImplementedError(f"{type(self).__name__} must define `exchange`, or override `setup`")
+        raise TypeError(f"{type(self).__name__} must define `exchange`, or override `setup` and `bytes_per_rank`")
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Fit options that were left open (None) to the job's nodes; returns the algorithm and a remark or "".

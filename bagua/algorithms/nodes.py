@@ -24,7 +24,9 @@ def fit_hierarchy(algorithm: Any, nodes: tuple[tuple[int, ...], ...], default: b
         return replace(algorithm, hierarchical=default and several_nodes and several_ranks), ""
     remark = ""
     if wanted and not several_nodes:
-        remark = "hierarchical=True, but all ranks are on one node: the exchange between nodes (and its codec) never runs"
+        remark = (
+            "hierarchical=True, but all ranks are on one node: the exchange between nodes (and its codec) never runs"
+        )
     elif wanted and not several_ranks:
         remark = "hierarchical=True, but every node has one rank: the same as hierarchical=False"
     return algorithm, remark

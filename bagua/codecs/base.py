@@ -74,9 +74,7 @@ class Codec(ABC):
             self._encode(x_RN.detach(), out)
         return out
 
-    def decode(
-        self, wire_RW: Tensor, n: int, out: Tensor | None = None, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
+    def decode(self, wire_RW: Tensor, n: int, out: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """Decodes each row.
 
         Shapes:
@@ -103,9 +101,7 @@ class Codec(ABC):
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=wire_RW.device)
         elif tuple(out.shape) != shape or out.device != wire_RW.device:
-            raise ValueError(
-                f"out must be {list(shape)} on {wire_RW.device}, got {list(out.shape)} on {out.device}"
-            )
+            raise ValueError(f"out must be {list(shape)} on {wire_RW.device}, got {list(out.shape)} on {out.device}")
         if out.numel():
             self._decode(wire_RW, out.detach())
         return out
@@ -201,9 +197,7 @@ def check_rows(what: str, x_RN: Tensor) -> None:
         raise ValueError(f"{what} must be contiguous in its last dim, got strides {x_RN.stride()}")
 
 
-def check_wire(
-    what: str, wire_RW: Tensor, rows: int | None, width: int, device: torch.device | None = None
-) -> None:
+def check_wire(what: str, wire_RW: Tensor, rows: int | None, width: int, device: torch.device | None = None) -> None:
     """Raises ValueError unless ``wire_RW`` is uint8 [rows, width] with contiguous, 4-byte aligned rows."""
     if wire_RW.dtype != torch.uint8:
         raise ValueError(f"{what} must be uint8, got {wire_RW.dtype}")

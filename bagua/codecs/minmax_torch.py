@@ -58,9 +58,7 @@ class TorchKernels:
                 out_RKB.mul_(down_RK1)
             out_RKB.add_(lo_RK1)
 
-    def decode_mean(
-        self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor
-    ) -> None:
+    def decode_mean(self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor) -> None:
         """out = weight * (sum of lo + sum of (q * step) * down), rows in order."""
         for header, out_1KB, codes_RKB in _blocks(out_C[None], wire_RW, head, codes, block):
             lo_RK1, step_RK1, down_RK1 = _steps(header)

@@ -39,9 +39,7 @@ class Kernels(Protocol):
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None: ...
     def decode(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None: ...
-    def decode_mean(
-        self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor
-    ) -> None: ...
+    def decode_mean(self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor) -> None: ...
 
 
 class NativeKernels:
@@ -74,9 +72,7 @@ class NativeKernels:
         wire, stride = wire_RW.data_ptr(), wire_RW.stride(0)
         self._decode(wire + head, wire + codes, stride, rows, n, block, out_RC.data_ptr(), out_RC.stride(0))
 
-    def decode_mean(
-        self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor
-    ) -> None:
+    def decode_mean(self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor) -> None:
         """Decodes, sums and scales in one pass."""
         rows, n = wire_RW.shape[0], out_C.shape[0]
         wire, stride = wire_RW.data_ptr(), wire_RW.stride(0)

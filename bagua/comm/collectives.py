@@ -10,6 +10,7 @@ Legend: R = ranks of the group, W = bytes (or elements) of a row, N = elements.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,7 +19,7 @@ from bagua.comm.groups import Group
 
 __all__ = ["all_gather_rows", "all_reduce_", "all_to_all_rows", "broadcast_", "reduce_", "swap"]
 
-_OPS = {
+_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "product": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN,
@@ -116,7 +117,7 @@ def all_gather_rows(group: Group, rows_RW: Tensor) -> Tensor:
     if group.backend == "gloo":
         _exchange(group, sends=[rows_RW[rank]] * size, receives=rows_RW)
         return rows_RW
-    group.pg._allgather_base(rows_RW, rows_RW[rank], dist.AllgatherOptions()).wait()
+    group.pg._allgather_base(rows_RW, rows_RW[rank : rank + 1]).wait()
     wire = _nbytes(rows_RW[rank]) * (size - 1)
     group.meter.add(wire, wire)
     return rows_RW
@@ -128,12 +129,11 @@ def swap(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[t
     A peer may appear more than once; its transfers then match in the order given on either side.
     """
     if group.backend != "gloo":
-        group.pg._start_coalescing(receives[0][1].device if receives else sends[0][1].device)
+        group.pg._start_coalescing()
     works = [group.pg.recv([tensor], peer, tag) for tag, (peer, tensor) in _tagged(receives)]
     works += [group.pg.send([tensor], peer, tag) for tag, (peer, tensor) in _tagged(sends)]
     if group.backend != "gloo":
-        device = receives[0][1].device if receives else sends[0][1].device
-        works = [group.pg._end_coalescing(device)]
+        works = [group.pg._end_coalescing()]
     for work in works:
         work.wait()
     group.meter.add(sum(_nbytes(t) for _, t in sends), sum(_nbytes(t) for _, t in receives))

@@ -86,7 +86,7 @@ def _rendezvous(timeout: timedelta | None) -> dist.Store:
     key = tuple(os.environ.get(name, "") for name in (*_ENV, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"))
     store = _stores.get(key)
     if store is None:
-        options = {} if timeout is None else {"timeout": timeout}
+        options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         store, _, _ = next(iter(dist.rendezvous("env://", **options)))
         _stores.clear()
         _stores[key] = store

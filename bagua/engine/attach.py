@@ -15,8 +15,8 @@ from torch import nn
 from bagua import algorithms
 from bagua.algorithms.base import Algorithm
 from bagua.comm.team import Team
-from bagua.engine.bucket import Bucket
 from bagua.engine.backward import Backward
+from bagua.engine.bucket import Bucket
 from bagua.engine.engine import Engine
 from bagua.engine.handshake import shake_hands
 from bagua.engine.lane import make_lane

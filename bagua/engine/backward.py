@@ -80,7 +80,8 @@ class Backward:
         self._next = 0
 
     def gradient_ready(self, index: int) -> None:
-        """autograd has accumulated the gradient of parameter `index`. Runs once per parameter and step: keep it lean."""
+        """autograd has accumulated the gradient of parameter `index`."""
+        # Runs once per parameter and step: lean on purpose.
         self._used[index] = 1
         if not self.sync:
             return
@@ -176,7 +177,7 @@ class Backward:
             if not arrived:
                 grad, view = self._params[index].grad, self._views[index]
                 if not self._used[index]:
-                    kept[index] = grad.clone() if grad is view else grad
+                    kept[index] = view.clone() if grad is view else grad
                 if grad is None:
                     view.zero_()
         return kept

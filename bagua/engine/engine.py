@@ -192,7 +192,10 @@ class Engine:
     def _make_plan(self, order: Sequence[str]) -> Plan:
         params = self.inventory.trainable
         return make_plan(
-            [Entry(name, params[name].numel() * params[name].element_size(), str(params[name].dtype)) for name in order],
+            [
+                Entry(name, params[name].numel() * params[name].element_size(), str(params[name].dtype))
+                for name in order
+            ],
             self.bucket_bytes,
         )
 

@@ -43,11 +43,14 @@ def as_optimizers(optimizers: object) -> tuple[torch.optim.Optimizer, ...]:
     Raises:
         TypeError: something in it is no `torch.optim.Optimizer`.
     """
-    items = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
-    for item in items:
+    checked: list[torch.optim.Optimizer] = []
+    for item in optimizers if isinstance(optimizers, Iterable) else (optimizers,):
         if not isinstance(item, torch.optim.Optimizer):
-            raise TypeError(f"optimizers: expected a torch.optim.Optimizer or a list of them, got {type(item).__name__}")
-    return items
+            raise TypeError(
+                f"optimizers: expected a torch.optim.Optimizer or a list of them, got {type(item).__name__}"
+            )
+        checked.append(item)
+    return tuple(checked)
 
 
 def take_inventory(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Inventory:

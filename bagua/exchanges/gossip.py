@@ -33,7 +33,9 @@ class Gossip(Exchange):
 
     def __post_init__(self) -> None:
         if not self.codec.linear:
-            raise ValueError(f"Gossip of values does not converge through codec {self.codec.name!r}; use DifferenceGossip")
+            raise ValueError(
+                f"Gossip of values does not converge through codec {self.codec.name!r}; use DifferenceGossip"
+            )
 
     @property
     def name(self) -> str:

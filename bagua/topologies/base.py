@@ -33,9 +33,7 @@ class Topology(ABC):
 
     def receivers(self, rank: int, size: int, step: int) -> tuple[int, ...]:
         """Return the ranks that mix in the values of `rank` at `step`: those it sends to."""
-        return tuple(
-            other for other in range(size) if any(peer == rank for peer, _ in self.peers(other, size, step))
-        )
+        return tuple(other for other in range(size) if any(peer == rank for peer, _ in self.peers(other, size, step)))
 
     def matrix(self, size: int, step: int) -> list[list[float]]:
         """Return the [size, size] mixing matrix of `step`, row = receiver."""

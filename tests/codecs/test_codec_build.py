@@ -24,9 +24,7 @@ def build(folder: Path, **env: str) -> tuple[subprocess.CompletedProcess[str], P
     """Runs ``setup.py build_ext`` into ``folder``; returns the process and where the library should be."""
     command = [sys.executable, "-W", "ignore", "setup.py", "build_ext"]
     command += ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
     return done, folder / "lib/bagua/codecs/_native.so"
 
 

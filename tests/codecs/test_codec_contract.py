@@ -107,9 +107,7 @@ def test_rows_are_independent(codec: Codec, make):
     for r in range(5):
         alone = codec.encode(x[r : r + 1])
         assert torch.equal(alone[0], wire[r])
-        assert torch.equal(
-            codec.decode(alone, 1501)[0].nan_to_num(), codec.decode(wire, 1501)[r].nan_to_num()
-        )
+        assert torch.equal(codec.decode(alone, 1501)[0].nan_to_num(), codec.decode(wire, 1501)[r].nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -167,9 +167,7 @@ def test_nan_is_seen_in_every_lane(backend: str):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_nan(backend: str):
     with codecs.use_backend(backend):
-        y = MinMaxUInt8(block=64).decode(
-            MinMaxUInt8(block=64).encode(torch.full((1, 130), float("nan"))), 130
-        )
+        y = MinMaxUInt8(block=64).decode(MinMaxUInt8(block=64).encode(torch.full((1, 130), float("nan"))), 130)
     assert bool(y.isnan().all())
 
 

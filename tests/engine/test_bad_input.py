@@ -41,9 +41,15 @@ def sparse_embedding() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 CASES: dict[str, tuple[Any, str]] = {
-    "algorithm": (lambda m, o: bagua.distribute(m, o, "gradient_alreduce"), "ValueError: .*'gradient_alreduce'.*bytegrad"),
+    "algorithm": (
+        lambda m, o: bagua.distribute(m, o, "gradient_alreduce"),
+        "ValueError: .*'gradient_alreduce'.*bytegrad",
+    ),
     "algorithm type": (lambda m, o: bagua.distribute(m, o, 3), "TypeError: algorithm: .*int"),
-    "option": (lambda m, o: bagua.distribute(m, o, "bytegrad", bits=4), "ValueError: .*'bytegrad'.*'bits'.*hierarchical"),
+    "option": (
+        lambda m, o: bagua.distribute(m, o, "bytegrad", bits=4),
+        "ValueError: .*'bytegrad'.*'bits'.*hierarchical",
+    ),
     "option value": (lambda m, o: bagua.distribute(m, o, average="yes"), "ValueError: .*'average'.*'yes'"),
     "option beside instance": (
         lambda m, o: bagua.distribute(m, o, bagua.algorithms.ByteGrad(), hierarchical=True),

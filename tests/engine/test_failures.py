@@ -42,7 +42,9 @@ def lose_a_rank(how: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize("how", ["dies", "late"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_lost_rank_is_named(pool: RankPool, how: str, size: int) -> None:
-    results = pool.run(size, lose_a_rank, how, group_timeout_s=4, timeout_s=60, dies=[size - 1] if how == "dies" else [])
+    results = pool.run(
+        size, lose_a_rank, how, group_timeout_s=4, timeout_s=60, dies=[size - 1] if how == "dies" else []
+    )
     for rank in range(size - 1):
         message, again, took = results[rank]
         assert "bagua.errors.CommunicationError" in message
@@ -83,7 +85,7 @@ def fail_in_the_lane() -> str:
 def test_exception_in_a_lane_surfaces_in_the_training_thread(pool: RankPool) -> None:
     first, second = pool.run(2, fail_in_the_lane)
     assert "ZeroDivisionError: deliberate" in first and "in run" in first
-    assert "optimizer.step" not in first and "loss" not in first.lower().split("zerodivision")[0] or "backward" in first
+    assert "in train" in first, "raised where the user's code called"
     assert "Broken step 1 bucket 0" in first
     assert second == "no error"
 

@@ -67,9 +67,7 @@ def one_backward(algorithm: str, options: dict, bucket_bytes: int) -> tuple[dict
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
 @pytest.mark.parametrize("options", [{}, {"error_feedback": True}, {"average": False}])
-def test_bytegrad_is_within_the_bound_of_its_codec(
-    pool: RankPool, size: int, bucket_bytes: int, options: dict
-) -> None:
+def test_bytegrad_is_within_the_bound_of_its_codec(pool: RankPool, size: int, bucket_bytes: int, options: dict) -> None:
     results = pool.run(size, one_backward, "bytegrad", options, bucket_bytes)
     factor = size if options.get("average") is False else 1
     span = max(float(g.max() - g.min()) for local, _ in results for g in local.values() if g is not None)
@@ -86,7 +84,9 @@ def test_bytegrad_is_within_the_bound_of_its_codec(
             assert (synced[name] - want).abs().max() <= bound
     if size > 1:
         assert any(
-            not torch.allclose(synced[n], torch.stack([loc[n] for loc, _ in results]).mean(0) * factor, rtol=1e-6, atol=0)
+            not torch.allclose(
+                synced[n], torch.stack([loc[n] for loc, _ in results]).mean(0) * factor, rtol=1e-6, atol=0
+            )
             for _, synced in results
             for n in synced
             if synced[n] is not None

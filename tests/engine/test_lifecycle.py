@@ -31,7 +31,9 @@ def replicate(who: str) -> tuple[dict, dict, dict, bool]:
         model.frozen.weight.fill_(rank + 5.0)
         model.norm.running_mean.fill_(rank + 7.0)
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:], "lr": 0.1 + rank}], lr=0.01 * (rank + 1))
+    optimizer = torch.optim.AdamW(
+        [{"params": params[:2]}, {"params": params[2:], "lr": 0.1 + rank}], lr=0.01 * (rank + 1)
+    )
     if who == "all" or who == str(rank):
         for step in range(rank + 1):  # ranks have made a different number of steps
             model(batch(rank, step)).sum().backward()
@@ -157,7 +159,11 @@ def copies() -> None:
     train(model, optimizer, range(2))
     stream = io.BytesIO()
     torch.save(model, stream)
-    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(io.BytesIO(stream.getvalue()), weights_only=False)]
+    others = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(io.BytesIO(stream.getvalue()), weights_only=False),
+    ]
     for other in others:
         assert equal(values(other), values(model))
         other(batch(dist.get_rank(), 9)).sum().backward()  # a plain module: nobody else needs to take part

@@ -53,7 +53,11 @@ def order_of_buckets() -> tuple[list[tuple[str, ...]], list, bool]:
     engine = live_engines()[0]
     total = model.layers[0].weight.detach().clone()
     dist.all_reduce(total)
-    return [b.names for b in engine.buckets], list(launched), torch.allclose(total, dist.get_world_size() * model.layers[0].weight)
+    return (
+        [b.names for b in engine.buckets],
+        list(launched),
+        torch.allclose(total, dist.get_world_size() * model.layers[0].weight),
+    )
 
 
 def test_order_is_rank_0s(pool: RankPool) -> None:

@@ -42,7 +42,9 @@ def test_bytes_and_ratio(pool: RankPool, algorithm: str, size: int) -> None:
         assert (stats.last.comm_s > 0) == (stats.total.exposed_s > 0) == (stats.last.bits_per_s > 0) == (size > 1)
         want = {"gradient_allreduce": 1.0, "bytegrad": 4 / (1 + 8 / 1024)}[algorithm] if size > 1 else 1.0
         assert stats.last.compression_ratio == pytest.approx(want, rel=1e-3)
-        assert stats.algorithm.startswith({"gradient_allreduce": "GradientAllReduce", "bytegrad": "ByteGrad"}[algorithm])
+        assert stats.algorithm.startswith(
+            {"gradient_allreduce": "GradientAllReduce", "bytegrad": "ByteGrad"}[algorithm]
+        )
 
 
 class Slow(AllReduce):
@@ -108,7 +110,9 @@ def names_in_the_profile() -> set[str]:
 
 def test_launches_show_in_the_profiler(pool: RankPool) -> None:
     for names in pool.run(2, names_in_the_profile):
-        assert any(name.startswith("bagua::launch scatter_gather[minmax_uint8] step 2 bucket 0 (") for name in names), names
+        assert any(name.startswith("bagua::launch scatter_gather[minmax_uint8] step 2 bucket 0 (") for name in names), (
+            names
+        )
         assert len(names) > 1
 
 

@@ -54,7 +54,13 @@ SCHEDULES = {
     "different ranks, different branches": [[[0], [1], [2, 3]]] * 3,
     "one rank only": [[[0, 1, 2, 3], [0], [0]]] * 3,
     "first step learns little": [[[0]] * 3, [[0, 1, 2, 3]] * 3, [[3]] * 3],
-    "changes at every step": [[[0, 1], [1], [1]], [[2], [2], [3]], [[3], [0, 1], [3]], [[0], [0], [0]], [[1, 2, 3]] * 3],
+    "changes at every step": [
+        [[0, 1], [1], [1]],
+        [[2], [2], [3]],
+        [[3], [0, 1], [3]],
+        [[0], [0], [0]],
+        [[1, 2, 3]] * 3,
+    ],
 }
 
 
@@ -108,13 +114,15 @@ def accumulate_elsewhere() -> list[dict]:
     rank = dist.get_rank()
     model, optimizer = distributed(Branches)
     found = []
-    for step in range(3):
+    for _ in range(3):
         optimizer.zero_grad()
         x = torch.full((2, 4), float(rank + 1))
         with bagua.no_sync(model):
             model(x, [1]).backward()
         model(x, [0]).backward()
-        found.append({i: None if b.weight.grad is None else b.weight.grad.clone() for i, b in enumerate(model.branches)})
+        found.append(
+            {i: None if b.weight.grad is None else b.weight.grad.clone() for i, b in enumerate(model.branches)}
+        )
         optimizer.step()
     return [*found, values(model)]
 

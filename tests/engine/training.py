@@ -84,7 +84,10 @@ def equal(left: Any, right: Any) -> bool:
 
 
 def distributed(
-    make: Callable[[], nn.Module] = Net, algorithm: str = "gradient_allreduce", seed_by_rank: bool = True, **options: Any
+    make: Callable[[], nn.Module] = Net,
+    algorithm: str = "gradient_allreduce",
+    seed_by_rank: bool = True,
+    **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A distributed model with an SGD optimizer; ranks start from different weights unless told otherwise."""
     model = seeded(make, dist.get_rank() if seed_by_rank else 0)

@@ -35,7 +35,12 @@ def expected_mix(topology: str, size: int, n: int, step: int = 0) -> torch.Tenso
 def bound(codec: str, n: int, size: int) -> float:
     stacked = torch.stack([values(rank, n).double() for rank in range(size)])
     span, top = float(stacked.max() - stacked.min()), float(stacked.abs().max())
-    return {"identity": 1e-6, "bf16": top * size * 2**-7, "fp16": top * size * 2**-10, "minmax_uint8": 2 * 0.51 * span / 255 + 1e-5}[codec]
+    return {
+        "identity": 1e-6,
+        "bf16": top * size * 2**-7,
+        "fp16": top * size * 2**-10,
+        "minmax_uint8": 2 * 0.51 * span / 255 + 1e-5,
+    }[codec]
 
 
 @pytest.mark.parametrize("codec", ["identity", "bf16", "fp16", "minmax_uint8"])
@@ -54,7 +59,9 @@ def test_complete(codec: str, size: int) -> None:
 def test_payload_types(codec: str, dtype: torch.dtype) -> None:
     results = run_threads(3, run_once, mix("complete", codec), 1000, dtype)
     want = torch.stack([values(rank, 1000, dtype).double() for rank in range(3)]).mean(0)
-    rounding = float(want.abs().max()) * 3 * {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float64: 2**-22}[dtype]
+    rounding = (
+        float(want.abs().max()) * 3 * {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float64: 2**-22}[dtype]
+    )
     for x, _ in results:
         assert x.dtype is dtype
         assert (x.double() - want).abs().max() <= bound(codec, 1000, 3) + rounding

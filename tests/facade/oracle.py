@@ -10,12 +10,19 @@ import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
 INTEGERS = (torch.int64, torch.uint8)
+COUNT = 5  # elements of one part
 
 
 def random_tensor(rng: np.random.Generator, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Whole numbers so small that sums and products of four are exact in every floating dtype."""
     low, high = (0, 256) if dtype == torch.uint8 else (-4, 5)
     return torch.from_numpy(rng.integers(low, high, numel)).to(dtype)
+
+
+def inputs(n: int, numel: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Everyone's inputs, the same on all ranks."""
+    rng = np.random.default_rng([n, numel, seed, DTYPES.index(dtype)])
+    return [random_tensor(rng, numel, dtype) for _ in range(n)]
 
 
 def as_array(x: torch.Tensor) -> np.ndarray:
@@ -49,6 +56,4 @@ def check(what: str, got: torch.Tensor, want: np.ndarray) -> None:
         assert array.dtype == want.dtype, what
         assert np.array_equal(array, want), f"{what}: got {array}, want {want}"
     else:
-        assert np.allclose(array, want, rtol=torch.finfo(got.dtype).eps, atol=0), (
-            f"{what}: got {array}, want {want}"
-        )
+        assert np.allclose(array, want, rtol=torch.finfo(got.dtype).eps, atol=0), f"{what}: got {array}, want {want}"

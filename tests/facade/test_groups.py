@@ -165,7 +165,7 @@ def test_broadcast_object(pool: RankPool, size: int) -> None:
     pool.run(size, _objects)
 
 
-def _environment(store_prefix: str) -> dict[str, Any]:
+def _environment() -> dict[str, Any]:
     import bagua.torch_api as bagua
     from bagua.torch_api import env
 
@@ -201,7 +201,7 @@ def _environment(store_prefix: str) -> dict[str, Any]:
 
 
 def test_environment(pool: RankPool) -> None:
-    [said] = pool.run(1, _environment, "env", init=False)
+    [said] = pool.run(1, _environment, init=False)
     assert said["before"] == (0, 1, 0, 1)
     assert said["alone"] == (0, 1, 0, 1)
     assert said["written"] == {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -62,9 +62,7 @@ def _same_as_distribute() -> None:
         for a, b in zip(_train(mine, optimizer), _train(reference, other), strict=True):
             assert torch.equal(a, b)
         assert list(mine.state_dict()) == keys
-        assert sum(bucket.flat.numel() for bucket in mine.bagua_buckets) == sum(
-            p.numel() for p in mine.parameters()
-        )
+        assert sum(bucket.flat.numel() for bucket in mine.bagua_buckets) == sum(p.numel() for p in mine.parameters())
     assert mine.bagua_module_name == "Sequential"
     mine.bagua_module_name = "mine"
     assert mine.bagua_module_name == "mine"
@@ -147,11 +145,12 @@ def test_what_cannot_act_is_reported_once(pool: RankPool) -> None:
 
 def test_registry() -> None:
     from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry
+    from bagua.torch_api.algorithms.base import AlgorithmImpl
     from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 
-    assert GlobalAlgorithmRegistry.available_algorithms()[:2] == ["bytegrad", "gradient_allreduce"]
+    assert {"bytegrad", "gradient_allreduce"} <= set(GlobalAlgorithmRegistry.available_algorithms())
     assert GlobalAlgorithmRegistry.get("bytegrad") is ByteGradAlgorithm
-    with pytest.raises(ValueError, match="'nope' is unknown; available: bytegrad"):
+    with pytest.raises(ValueError, match=r"'nope' is unknown; available: .*bytegrad"):
         Algorithm.init("nope")
     with pytest.raises(TypeError, match="nope"):
         Algorithm.init("bytegrad", nope=1)
@@ -170,10 +169,7 @@ def test_registry() -> None:
     with pytest.raises(NotImplementedError, match=r"bagua\.Algorithm"):
         Mine().reify(None)
     with pytest.raises(TypeError, match=r"bagua\.Algorithm"):
-        from bagua.torch_api.algorithms.base import AlgorithmImpl
-
-        class _Impl(AlgorithmImpl):
-            pass
+        type("MyImpl", (AlgorithmImpl,), {})
 
 
 def test_only_the_facade_patches() -> None:
@@ -185,14 +181,13 @@ def test_only_the_facade_patches() -> None:
         "assert not any(name.startswith('bagua.torch_api') for name in sys.modules)\n"
         "import bagua.torch_api\n"
         "names = sorted(name for name in dir(nn.Module) if 'bagua' in name)\n"
-        "assert names == ['bagua_algorithm', 'bagua_buckets', 'bagua_module_name', 'bagua_optimizers', 'with_bagua']\n"
+        "want = ['algorithm', 'buckets', 'module_name', 'optimizers']\n"
+        "assert names == [*('bagua_' + name for name in want), 'with_bagua']\n"
         "assert not hasattr(nn.Linear(1, 1), 'bagua_buckets')\n"
         "import threading\n"
         "assert threading.active_count() == 1\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 

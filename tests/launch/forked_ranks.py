@@ -111,9 +111,7 @@ def spawn(scenario: str, size: int) -> int | None:
         written.append(output.read().decode(errors="replace"))
         output.close()
     codes, seconds = zip(*(ends[pid] for pid in pids), strict=True)
-    print(
-        json.dumps({"scenario": scenario, "codes": codes, "seconds": seconds, "stderr": written}), flush=True
-    )
+    print(json.dumps({"scenario": scenario, "codes": codes, "seconds": seconds, "stderr": written}), flush=True)
     return None
 
 

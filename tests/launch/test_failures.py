@@ -121,9 +121,7 @@ def failure(tmp: Path, rank: int, exitcode: int, at: float | None, peer_lost: bo
         ({0: (3, None, False), 1: (-15, None, False)}, 0),
     ],
 )
-def test_order_of_failures(
-    tmp_path: Path, failures: dict[int, tuple[int, float | None, bool]], first: int
-) -> None:
+def test_order_of_failures(tmp_path: Path, failures: dict[int, tuple[int, float | None, bool]], first: int) -> None:
     now = int(time.time())
     made = {
         rank: failure(tmp_path, rank, code, None if at is None else now + at, lost)

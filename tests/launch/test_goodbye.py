@@ -57,9 +57,7 @@ def test_ranks_that_just_end_exit_with_0() -> None:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_just_end_exit_with_0_100_times(size: int) -> None:
-    bad = [
-        t for t in ended(size, *rounds(100, [*ENDS, "groups ddp"]), timeout_s=1400) if set(t["codes"]) != {0}
-    ]
+    bad = [t for t in ended(size, *rounds(100, [*ENDS, "groups ddp"]), timeout_s=1400) if set(t["codes"]) != {0}]
     assert not bad
 
 

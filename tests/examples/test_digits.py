@@ -1,0 +1,90 @@
+"""The training script runs alone, on ranks and under the launcher, and learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bagua
+from tests.examples.scripts import load_digits, start
+from tests.rank_pool import RankPool
+
+pytest.importorskip("sklearn")
+
+SCRIPT = "examples/digits.py"
+SMALLEST = ["--epochs", "1", "--batch-size", "128", "--device", "cpu"]
+
+
+def run_script(words: list[str]) -> dict[str, float]:
+    """On a rank: run the script; return a checksum of the weights."""
+    digits = load_digits()
+    kept: list[Any] = []
+    make = digits.DigitsNet
+
+    def keeping() -> Any:
+        kept.append(make())
+        return kept[0]
+
+    digits.DigitsNet = keeping
+    digits.main(words)
+    return {name: value.double().sum().item() for name, value in kept[0].state_dict().items()}
+
+
+@pytest.mark.parametrize("algorithm", [row.name for row in bagua.algorithms.available()])
+def test_two_ranks(pool: RankPool, tmp_path: Path, algorithm: str) -> None:
+    file = tmp_path / "result.json"
+    words = [*SMALLEST, "--algorithm", algorithm, "--bucket-bytes", "100000", "--json", str(file)]
+    weights = pool.run(2, run_script, words)
+    assert weights[0] == weights[1]
+    result = json.loads(file.read_text())
+    assert result["ranks"] == 2
+    assert result["algorithm"] == algorithm
+    assert result["steps"] == 1437 // 2 // 128
+    assert result["mb_sent_per_step"] > 0
+    ratio = next(6.0 / row.bytes_per_step for row in bagua.algorithms.available() if row.name == algorithm)
+    assert result["compression_ratio"] == pytest.approx(ratio, rel=0.05)
+
+
+def test_learns_and_repeats(pool: RankPool, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    words = ["--epochs", "4", "--device", "cpu", "--algorithm", "bytegrad", "--json", str(file)]
+    first = pool.run(2, run_script, words)
+    accuracy = json.loads(file.read_text())["test_accuracy"]
+    assert accuracy > 0.9
+    assert pool.run(2, run_script, words) == first
+
+
+def test_alone(pool: RankPool, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    pool.run(1, run_script, [*SMALLEST, "--json", str(file)], init=False)
+    result = json.loads(file.read_text())
+    assert result["ranks"] == 1
+    assert result["steps"] == 1437 // 128
+    assert result["mb_sent_per_step"] == 0
+
+
+def test_under_the_launcher() -> None:
+    launch = [
+        "-m",
+        "bagua.distributed.run",
+        "--nproc-per-node",
+        "2",
+        SCRIPT,
+        *SMALLEST,
+        "--algorithm",
+        "bytegrad",
+    ]
+    done = start(*launch)
+    assert done.returncode == 0, done.stderr
+    assert "on 2 ranks:" in done.stdout
+    assert done.stdout.count("epoch 1/1") == 1  # one rank prints
+
+
+def test_an_unknown_algorithm_is_refused_with_the_names_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_digits().build_parser().parse_args(["--algorithm", "bytegard"])
+    message = capsys.readouterr().err
+    assert all(row.name in message for row in bagua.algorithms.available())
