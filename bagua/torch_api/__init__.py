@@ -1,0 +1,90 @@
+"""The facade for scripts written for the original Bagua.
+
+    import bagua.torch_api as bagua
+    bagua.init_process_group()
+    model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+
+Importing it puts `with_bagua` and its properties on `torch.nn.Module`, and does nothing else. New scripts use
+`bagua.distribute`.
+"""
+
+from __future__ import annotations
+
+from bagua.comm.world import destroy_process_group
+from bagua.torch_api import algorithms, communication, data_parallel, env
+from bagua.torch_api.communication import (
+    BaguaProcessGroup,
+    ReduceOp,
+    allgather,
+    allgather_inplace,
+    allreduce,
+    allreduce_coalesced_inplace,
+    allreduce_inplace,
+    alltoall,
+    alltoall_inplace,
+    alltoall_v,
+    alltoall_v_inplace,
+    barrier,
+    broadcast,
+    broadcast_coalesced,
+    broadcast_object,
+    from_torch_group,
+    gather,
+    gather_inplace,
+    init_process_group,
+    is_initialized,
+    new_group,
+    recv,
+    reduce,
+    reduce_inplace,
+    reduce_scatter,
+    reduce_scatter_inplace,
+    scatter,
+    scatter_inplace,
+    send,
+)
+from bagua.torch_api.env import get_local_rank, get_local_size, get_rank, get_world_size
+from bagua.torch_api.patch import patch
+
+__all__ = [
+    "BaguaProcessGroup",
+    "ReduceOp",
+    "algorithms",
+    "allgather",
+    "allgather_inplace",
+    "allreduce",
+    "allreduce_coalesced_inplace",
+    "allreduce_inplace",
+    "alltoall",
+    "alltoall_inplace",
+    "alltoall_v",
+    "alltoall_v_inplace",
+    "barrier",
+    "broadcast",
+    "broadcast_coalesced",
+    "broadcast_object",
+    "communication",
+    "data_parallel",
+    "destroy_process_group",
+    "env",
+    "from_torch_group",
+    "gather",
+    "gather_inplace",
+    "get_local_rank",
+    "get_local_size",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_inplace",
+    "reduce_scatter",
+    "reduce_scatter_inplace",
+    "scatter",
+    "scatter_inplace",
+    "send",
+]
+
+patch()

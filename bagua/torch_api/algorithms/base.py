@@ -1,0 +1,115 @@
+"""The original's `Algorithm` and its registry, as names for algorithms of `bagua.algorithms`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bagua.algorithms
+
+__all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "as_core_algorithm"]
+
+_ELSEWHERE = (
+    "write algorithms of your own as subclasses of bagua.Algorithm, whose instances with_bagua() takes too; "
+    "those written against the original's internals (reify, AlgorithmImpl, BaguaBucket) do not run here"
+)
+
+
+class Algorithm:
+    """What `with_bagua` takes. Subclasses name a core algorithm and its options; see `core`."""
+
+    @property
+    def core(self) -> bagua.algorithms.Algorithm:
+        """The algorithm as `bagua.distribute` takes it.
+
+        Raises:
+            TypeError: a subclass that is not of this package.
+        """
+        raise TypeError(f"algorithm: {type(self).__qualname__} has no counterpart in bagua.algorithms; {_ELSEWHERE}")
+
+    @classmethod
+    def init(cls, name: str, **kwargs: Any) -> Algorithm:
+        """Return the registered algorithm `name`, made with `kwargs`.
+
+        Raises:
+            ValueError: no such name.
+            TypeError: the algorithm has no such argument.
+        """
+        return GlobalAlgorithmRegistry.get(name)(**kwargs)
+
+    def reify(self, process_group: Any) -> Any:
+        """Not offered: the engine drives algorithms of `bagua.algorithms`.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__}.reify(): {_ELSEWHERE}")
+
+
+class AlgorithmImpl:
+    """Not offered: subclassing it says where to go instead."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raise TypeError(f"{cls.__qualname__}: AlgorithmImpl cannot be subclassed; {_ELSEWHERE}")
+
+
+class GlobalAlgorithmRegistry:
+    """Algorithms by name."""
+
+    _classes: dict[str, type[Algorithm]] = {}  # noqa: RUF012
+    _descriptions: dict[str, str] = {}  # noqa: RUF012
+
+    @classmethod
+    def register(cls, name: str, algorithm: type[Algorithm], description: str | None = None) -> None:
+        """Make `algorithm` known as `name`.
+
+        Raises:
+            TypeError: `name` is no string, or `algorithm` no subclass of `Algorithm`.
+            ValueError: the name is taken by another class.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected a str, got {type(name).__name__}")
+        if not (isinstance(algorithm, type) and issubclass(algorithm, Algorithm)):
+            raise TypeError(
+                f"algorithm: expected a subclass of bagua.torch_api.algorithms.Algorithm, got {algorithm!r}"
+            )
+        known = cls._classes.get(name)
+        if known is not None and known is not algorithm:
+            raise ValueError(f"name: {name!r} is already registered as {known.__qualname__}")
+        cls._classes[name] = algorithm
+        cls._descriptions[name] = description or ""
+
+    @classmethod
+    def get(cls, name: str) -> type[Algorithm]:
+        """Return the class registered as `name`.
+
+        Raises:
+            ValueError: no such name.
+        """
+        if name not in cls._classes:
+            raise ValueError(f"name: algorithm {name!r} is unknown; available: {', '.join(cls._classes)}")
+        return cls._classes[name]
+
+    @classmethod
+    def available_algorithms(cls) -> list[str]:
+        """All names."""
+        return list(cls._classes)
+
+
+def as_core_algorithm(algorithm: Any) -> bagua.algorithms.Algorithm:
+    """Return what `bagua.distribute` takes for the facade's algorithm, a name, or a `bagua.Algorithm`.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: anything else.
+    """
+    if isinstance(algorithm, str):
+        algorithm = Algorithm.init(algorithm)
+    if isinstance(algorithm, Algorithm):
+        return algorithm.core
+    if isinstance(algorithm, bagua.algorithms.Algorithm):
+        return algorithm
+    got = algorithm.__qualname__ if isinstance(algorithm, type) else type(algorithm).__name__
+    raise TypeError(
+        f"algorithm: expected an object of bagua.torch_api.algorithms such as GradientAllReduceAlgorithm() "
+        f"or a bagua.Algorithm, got {got}"
+    )
