@@ -27,6 +27,13 @@ def teams(size: int, nodes: Sequence[int] | None = None, timeout_s: float = 20) 
     ]
 
 
+def run_teams(
+    size: int, function: Callable[..., Any], *args: Any, nodes: Sequence[int] | None = None, timeout_s: float = 60
+) -> list[Any]:
+    """Call `function(team, *args)` on `size` ranks at once; `team` goes where a process group goes."""
+    return _run(teams(size, nodes, timeout_s), function, args, timeout_s)
+
+
 def run_threads(
     size: int,
     function: Callable[..., Any],
@@ -36,18 +43,22 @@ def run_threads(
     timeout_s: float = 30,
 ) -> list[Any]:
     """Call `function(groups, *args)` on `size` ranks at once; returns results by rank, raises with all tracebacks."""
-    results: list[Any] = [None] * size
-    errors: dict[int, str] = {}
     members = teams(size, nodes, timeout_s)
     layout = members[0].discover_nodes([team.node for team in members])
+    return _run(members, lambda team: function(team.open("lane", hierarchical, layout), *args), (), timeout_s)
+
+
+def _run(members: Sequence[Team], function: Callable[..., Any], args: Sequence[Any], timeout_s: float) -> list[Any]:
+    results: list[Any] = [None] * len(members)
+    errors: dict[int, str] = {}
 
     def rank_main(rank: int) -> None:
         try:
-            results[rank] = function(members[rank].open("lane", hierarchical, layout), *args)
+            results[rank] = function(members[rank], *args)
         except BaseException:
             errors[rank] = traceback.format_exc()
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(len(members))]
     for thread in threads:
         thread.start()
     for thread in threads:

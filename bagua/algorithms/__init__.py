@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, Payload
 from bagua.algorithms.bytegrad import ByteGrad
+from bagua.algorithms.decentralized import Decentralized
 from bagua.algorithms.gradient_allreduce import GradientAllReduce
+from bagua.algorithms.local_sgd import LocalSGD
+from bagua.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from bagua.algorithms.registry import Available, available, get, register
+from bagua.algorithms.warmup import Warmup
 
 __all__ = [
     "Algorithm",
@@ -13,9 +17,13 @@ __all__ = [
     "Bucket",
     "ByteGrad",
     "Context",
+    "Decentralized",
     "Exactness",
     "GradientAllReduce",
+    "LocalSGD",
+    "LowPrecisionDecentralized",
     "Payload",
+    "Warmup",
     "available",
     "get",
     "register",

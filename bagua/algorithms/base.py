@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -80,12 +80,58 @@ class Context(Protocol):
         """The optimizers given to `distribute`."""
         ...
 
-    def prepare(self, exchange: Exchange) -> None:
-        """Make the state of `exchange` for every bucket, now. Call it in `setup` for each exchange you launch."""
+    def prepare(self, exchange: Exchange, bucket: Bucket | None = None) -> None:
+        """Make the state of `exchange` for `bucket` (default: every bucket), now, from the bucket's payload.
+
+        Call it in `setup` for each exchange you launch: at that moment all ranks hold the same values.
+        """
         ...
 
-    def launch(self, exchange: Exchange, bucket: Bucket, x: Tensor | None = None) -> None:
-        """Queue `exchange` over `x` (default: the bucket's payload) behind all launched before; returns at once."""
+    def launch(
+        self,
+        exchange: Exchange,
+        bucket: Bucket,
+        x: Tensor | None = None,
+        *,
+        before: Callable[[], None] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Queue `exchange` behind all launched before; returns at once.
+
+        Args:
+            exchange: prepared in `setup`.
+            bucket: whose state is used.
+            x: what is exchanged in place, like `bucket.flat`; the bucket's payload by default.
+            before: runs on the lane just before the exchange, in order, also with a single rank.
+            step: what the exchange takes for the step, if not `ctx.step`.
+        """
+        ...
+
+    @property
+    def launched(self) -> bool:
+        """Whether something was launched since the last `wait`."""
+        ...
+
+    def tensor(self, name: str, bucket: Bucket, like: Tensor | None = None) -> Tensor:
+        """Return the tensor `name` of `bucket`: [N], made on first use, a copy of `like` or zeros.
+
+        It lives as long as the algorithm is bound, and is part of `bagua.state_dict`.
+        """
+        ...
+
+    def scratch(self, name: str, bucket: Bucket) -> Tensor:
+        """Return a tensor like `bucket.flat` of undefined content that is kept, but not saved."""
+        ...
+
+    def at(self, step: int, algorithm: Algorithm) -> None:
+        """Hand over to `algorithm` once `step` training steps are completed. Call it in `setup`."""
+        ...
+
+    def bind(self, algorithm: Algorithm) -> None:
+        """Hand over to `algorithm` now: new buckets if its payload differs, then its `setup`.
+
+        Between steps only: in `setup` or `on_step_end`.
+        """
         ...
 
     def wait(self) -> None:
@@ -101,13 +147,18 @@ class Algorithm:
         name: the registry name.
         summary: one line for `available()`.
         exactness: what it keeps of plain synchronous SGD.
-        payload: what the buckets are views of.
+        payload_kind: what the buckets are views of.
     """
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     exactness: ClassVar[Exactness] = Exactness.EXACT
-    payload: ClassVar[Payload] = Payload.GRAD
+    payload_kind: ClassVar[Payload] = Payload.GRAD
+
+    @property
+    def payload(self) -> Payload:
+        """What the buckets are views of."""
+        return self.payload_kind
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -135,7 +186,7 @@ class Algorithm:
         ctx.prepare(self.exchange)
 
     def on_forward(self, ctx: Context) -> None:
-        """Before a forward pass in training mode."""
+        """Before the first forward pass of a step, in training mode."""
 
     def on_ready(self, ctx: Context, bucket: Bucket) -> None:
         """All gradients of `bucket` are in place; called in the same order of buckets on all ranks."""

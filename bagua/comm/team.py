@@ -74,11 +74,15 @@ class Team:
     def of(cls, process_group: Any, device: torch.device) -> Team:
         """Make the team of a `ProcessGroup` (None: the default one) or a one-dimensional `DeviceMesh`.
 
+        A team is passed through, so that ranks can also be threads of one process, without a default group.
+
         Raises:
             RuntimeError: `torch.distributed` is not initialised.
             TypeError: `process_group` is neither.
             ValueError: the group has no backend for `device`, or this rank is not in it.
         """
+        if isinstance(process_group, Team):
+            return process_group
         if not dist.is_initialized():
             raise RuntimeError("no process group: call bagua.init_process_group() before bagua.distribute()")
         pg = process_group

@@ -117,8 +117,8 @@ def distribute(
 
     order: Sequence[str] | None = None
     if previous is not None:
-        plan = previous.engine.learned_plan
-        order = plan.order if plan is not None and set(plan.order) == set(inventory.trainable) else None
+        known = previous.engine.learned_order
+        order = known if known is not None and set(known) == set(inventory.trainable) else None
         detach(module)
     key = team.next_lane()
     groups = team.open(f"lane/{key}", chosen.hierarchical_groups, agreement.nodes)

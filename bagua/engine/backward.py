@@ -51,7 +51,7 @@ class Backward:
         self.open = False  # a synchronised pass has begun and is not over
         self.count = 0  # synchronised passes that are over; the same on all ranks
         self._names, self._params, self._usage = names, params, usage
-        self._views_are_gradients, self._alone = views_are_gradients, alone
+        self.views_are_gradients, self._alone = views_are_gradients, alone
         self._on_first, self._on_ready, self._on_end, self._finish = on_first, on_ready, on_end, finish
         self._callback_queued = False
         self._arrived = bytearray(len(params))
@@ -111,7 +111,7 @@ class Backward:
         if not self._buckets:
             self._on_first(self._order)
         complete = self._num_arrived == len(self._params)
-        kept = {} if complete or self._alone or not self._views_are_gradients else self._fill_missing()
+        kept = {} if complete or self._alone or not self.views_are_gradients else self._fill_missing()
         if self._next < len(self._buckets):
             self._waiting = [0] * len(self._buckets)
             self._announce()
@@ -153,7 +153,7 @@ class Backward:
             bucket = self._buckets[self._next]
             if self._next == last and not self._alone:
                 self._usage.publish(self.count, _bits(self._used))
-            if self._views_are_gradients and not self._alone:
+            if self.views_are_gradients and not self._alone:
                 bucket.gather()
             self._next += 1
             self._on_ready(bucket)

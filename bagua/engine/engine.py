@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,14 @@ class Engine:
         self._tally = Tally(lane.groups.meters, team.size)
         self._states: dict[tuple[Exchange, int], State] = {}
         self._tickets: list[Ticket] = []
+        self._launched = False
         self._stepped: set[int] = set()
+        self._root = algorithm  # what distribute() was given; `algorithm` changes when it hands over
+        self._schedule: dict[int, Algorithm] = {}
+        self._tensors: dict[tuple[str, int], Tensor] = {}
+        self._scratch: dict[tuple[str, int], Tensor] = {}
+        self._order = list(order) if order is not None else None
+        self._forward_seen = False  # in this step
         self._failed = False
         self.backward = Backward(
             self._names,
@@ -77,8 +84,7 @@ class Engine:
             alone=team.size == 1,
             **_weak_callbacks(self),
         )
-        if order is not None or algorithm.payload is Payload.PARAM:
-            self.adopt_plan(self._make_plan(list(order or reversed(self._names))))
+        self._start()
 
     # -- Context -----------------------------------------------------------------------------------------------
 
@@ -92,12 +98,60 @@ class Engine:
         """The optimizers that still exist."""
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
-    def prepare(self, exchange: Exchange) -> None:
-        """Make the state of `exchange` for every bucket."""
-        for bucket in self.buckets:
-            self._states[exchange, bucket.index] = exchange.init(bucket.flat, self.groups)
+    def prepare(self, exchange: Exchange, bucket: BucketView | None = None) -> None:
+        """Make the state of `exchange` for one bucket or all."""
+        for each in self.buckets if bucket is None else [bucket]:
+            self._states[exchange, each.index] = exchange.init(each.flat, self.groups)
 
-    def launch(self, exchange: Exchange, bucket: BucketView, x: Tensor | None = None) -> None:
+    @property
+    def launched(self) -> bool:
+        """Whether something was launched since the last wait."""
+        return self._launched
+
+    def tensor(self, name: str, bucket: BucketView, like: Tensor | None = None) -> Tensor:
+        """A named tensor of a bucket that is saved."""
+        key = (name, bucket.index)
+        if key not in self._tensors:
+            self._tensors[key] = torch.zeros_like(bucket.flat) if like is None else like.detach().clone()
+        return self._tensors[key]
+
+    def scratch(self, name: str, bucket: BucketView) -> Tensor:
+        """A named tensor of a bucket that is not saved."""
+        key = (name, bucket.index)
+        if key not in self._scratch:
+            self._scratch[key] = torch.empty_like(bucket.flat)
+        return self._scratch[key]
+
+    def at(self, step: int, algorithm: Algorithm) -> None:
+        """Schedule a hand-over."""
+        self._schedule[step] = algorithm
+
+    def bind(self, algorithm: Algorithm) -> None:
+        """Hand over now."""
+        self.wait()
+        same_payload = algorithm.payload is self.algorithm.payload
+        plan = self.plan
+        self.algorithm = algorithm
+        self._states.clear()
+        self._tensors.clear()
+        self._scratch.clear()
+        self.backward.views_are_gradients = algorithm.payload is Payload.GRAD
+        if plan is not None and same_payload:
+            algorithm.setup(self)
+            return
+        self._release_buckets()
+        self.backward.set_buckets(())
+        self._start()
+
+    def launch(
+        self,
+        exchange: Exchange,
+        bucket: BucketView,
+        x: Tensor | None = None,
+        *,
+        before: Callable[[], None] | None = None,
+        step: int | None = None,
+    ) -> None:
         """Queue `exchange` on the lane."""
         self._check_alive()
         state = self._states.get((exchange, bucket.index))
@@ -106,19 +160,25 @@ class Engine:
                 f"{type(self.algorithm).__name__}: launch of {exchange.name} without ctx.prepare() in setup()"
             )
         own = self.buckets[bucket.index]
+        self._launched = True
         if self.team.size == 1:
+            if before is not None:
+                before()
             self._tally.launched(own.nbytes)
             return
-        tensor, groups, step = own.flat if x is None else x, self.groups, self.step
+        tensor, groups, now = own.flat if x is None else x, self.groups, self.step if step is None else step
 
         def run() -> None:
-            exchange.run(tensor, state, groups, step)
+            if before is not None:
+                before()
+            exchange.run(tensor, state, groups, now)
 
         self._tally.launched(tensor.numel() * tensor.element_size())
-        self._tickets.append(self.lane.submit(run, f"{exchange.name} step {step} {own.describe()}"))
+        self._tickets.append(self.lane.submit(run, f"{exchange.name} step {self.step} {own.describe()}"))
 
     def wait(self) -> None:
         """Wait for everything launched; raise the first error of the lane."""
+        self._launched = False
         if not self._tickets:
             return
         started = time.perf_counter()
@@ -145,7 +205,8 @@ class Engine:
                     f"parameter {name!r} was frozen at bagua.distribute() and now requires a gradient; "
                     "call bagua.distribute() again after unfreezing, on all ranks"
                 )
-        if self.buckets:
+        if self.buckets and not self._forward_seen:
+            self._forward_seen = True
             self.algorithm.on_forward(self)
 
     def end_backward(self) -> None:
@@ -164,14 +225,17 @@ class Engine:
         if self.buckets:
             self.algorithm.on_step_end(self)
         self.step += 1
+        self._forward_seen = False
+        if self.step in self._schedule:
+            self.bind(self._schedule.pop(self.step))
         self._tally.step_ended()
 
     def _on_first(self, seen: list[int]) -> None:
         """End of the first pass: agree on rank 0's order and make the buckets."""
         order = seen + [index for index in reversed(range(len(self._names))) if index not in set(seen)]
         names = encode([self._names[index] for index in order]) if self.team.rank == 0 else None
-        agreed = self.team.tell("agreement on the order of gradients", names)
-        self.adopt_plan(self._make_plan(decode(agreed)))
+        self._order = decode(self.team.tell("agreement on the order of gradients", names))
+        self._start()
 
     def _on_ready(self, bucket: Bucket) -> None:
         self.algorithm.on_ready(self, bucket)
@@ -188,6 +252,11 @@ class Engine:
             torch.cuda.current_stream(self.inventory.device).synchronize()
 
     # -- plan --------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Make buckets if their order is known or does not matter; else the first backward pass will tell."""
+        if self._order is not None or self.algorithm.payload is Payload.PARAM:
+            self.adopt_plan(self._make_plan(self._order or list(reversed(self._names))))
 
     def _make_plan(self, order: Sequence[str]) -> Plan:
         params = self.inventory.trainable
@@ -217,6 +286,8 @@ class Engine:
         ]
         self.backward.set_buckets(self.buckets)
         self._states.clear()
+        self._tensors.clear()
+        self._scratch.clear()
         self.algorithm.setup(self)
 
     @property
@@ -225,21 +296,26 @@ class Engine:
         return Plan(tuple(bucket.names for bucket in self.buckets)) if self.buckets else None
 
     @property
-    def learned_plan(self) -> Plan | None:
-        """The plan, if its order is that of gradients becoming ready."""
-        return self.plan if self.algorithm.payload is Payload.GRAD else None
+    def learned_order(self) -> Sequence[str] | None:
+        """Parameter names in the order in which their gradients become ready, if that is known."""
+        return self._order
 
     # -- state, statistics, end --------------------------------------------------------------------------------
 
     def _circumstances(self) -> dict[str, Any]:
-        return {"algorithm": repr(self.algorithm), "size": self.team.size, "rank": self.team.rank}
+        return {"algorithm": repr(self._root), "size": self.team.size, "rank": self.team.rank}
 
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's own state on this rank; tensors are copies."""
         self.wait()
         plan = self.plan
-        header = {**self._circumstances(), "step": self.step, "plan": plan.to_json() if plan else None}
-        return pack(header, self._states)
+        header = {
+            **self._circumstances(),
+            "step": self.step,
+            "order": self._order,
+            "plan": plan.to_json() if plan else None,
+        }
+        return pack(header, self._states, self._tensors)
 
     def load_state_dict(self, data: dict[str, Any]) -> None:
         """Go on from `data`, made by `state_dict` of the same algorithm, world size and rank.
@@ -249,16 +325,23 @@ class Engine:
         """
         self.wait()
         check_header(data, self._circumstances())
-        if data["plan"] is not None:
-            self.adopt_plan(Plan.from_json(data["plan"]))
-        load_states(data, self._states)
+        self._order = data["order"]
+        for step in sorted(step for step in self._schedule if step <= data["step"]):
+            self.bind(self._schedule.pop(step))
         self.step = data["step"]
+        if data["plan"] is not None:
+            plan = Plan.from_json(data["plan"])
+            if self.plan != plan:
+                self.adopt_plan(plan)
+            if self.plan != plan:
+                raise ValueError("state dict: its buckets were made with another bucket_bytes")
+        load_states(data, self._states, self._tensors, self.buckets)
 
     def stats(self) -> Stats:
         """A snapshot."""
         last, total = self._tally.snapshot()
         return Stats(
-            algorithm=repr(self.algorithm),
+            algorithm=repr(self._root),
             steps=self.step,
             num_buckets=len(self.buckets),
             bucket_bytes=tuple(bucket.nbytes for bucket in self.buckets),

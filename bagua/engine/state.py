@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from bagua.engine.bucket import Bucket
 from bagua.exchanges import Exchange, State
 
 __all__ = ["check_header", "load_states", "pack"]
@@ -15,8 +17,8 @@ _VERSION = 1
 _States = Mapping[tuple[Exchange, int], State]
 
 
-def pack(header: dict[str, Any], states: _States) -> dict[str, Any]:
-    """Return `header` and copies of all states, as plain data and tensors."""
+def pack(header: dict[str, Any], states: _States, tensors: Mapping[tuple[str, int], Tensor]) -> dict[str, Any]:
+    """Return `header` and copies of all states of exchanges and tensors of the algorithm, as plain data."""
     return {
         "version": _VERSION,
         **header,
@@ -28,6 +30,9 @@ def pack(header: dict[str, Any], states: _States) -> dict[str, Any]:
             }
             for (exchange, bucket), state in states.items()
             if state
+        ],
+        "tensors": [
+            {"name": name, "bucket": bucket, "value": value.clone()} for (name, bucket), value in tensors.items()
         ],
     }
 
@@ -46,8 +51,10 @@ def check_header(data: dict[str, Any], have: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def load_states(data: dict[str, Any], states: _States) -> None:
-    """Copy what `pack` packed into `states`; all or nothing.
+def load_states(
+    data: dict[str, Any], states: _States, tensors: dict[tuple[str, int], Tensor], buckets: Sequence[Bucket]
+) -> None:
+    """Copy what `pack` packed into `states` and `tensors`; all or nothing. Tensors not yet made are made.
 
     Raises:
         ValueError: there is no place for an entry, or it has another shape.
@@ -61,6 +68,17 @@ def load_states(data: dict[str, Any], states: _States) -> None:
         for key, tensor in entry["tensors"].items():
             if tensor.shape != state[key].shape:
                 raise ValueError(f"{where}: {key} has shape {list(tensor.shape)}, not {list(state[key].shape)}")
+    for entry in data["tensors"]:
+        where = f"state dict: {entry['name']} of bucket {entry['bucket']}"
+        if not 0 <= entry["bucket"] < len(buckets):
+            raise ValueError(f"{where}: there is no such bucket")
+        if entry["value"].shape != buckets[entry["bucket"]].flat.shape:
+            raise ValueError(f"{where} has shape {list(entry['value'].shape)}")
+    for entry in data["tensors"]:
+        key = (entry["name"], entry["bucket"])
+        if key not in tensors:  # made by the algorithm on first use
+            tensors[key] = torch.empty_like(buckets[entry["bucket"]].flat)
+        tensors[key].copy_(entry["value"])
     for entry in data["states"]:
         for key, tensor in entry["tensors"].items():
             known[entry["exchange"], entry["bucket"]][key].copy_(tensor)

@@ -1,0 +1,68 @@
+"""Local SGD: train alone, average the weights now and then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from bagua import codecs
+from bagua.algorithms.base import Algorithm, Context, Exactness, Payload
+from bagua.algorithms.decentralized import check_interval
+from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.registry import register
+from bagua.codecs import Codec
+from bagua.exchanges import Exchange, mix
+
+__all__ = ["LocalSGD"]
+
+
+@register
+@dataclass(frozen=True)
+class LocalSGD(Algorithm):
+    """Every rank makes `communication_interval` steps of its own, then all take the mean of their weights.
+
+    Post-local SGD is `Warmup(steps, "gradient_allreduce", "local_sgd")`.
+
+    Args:
+        communication_interval: steps between two averages.
+        hierarchical: sum within each node first; None means False.
+        codec: "identity" or a linear codec.
+
+    Bytes: 2 (R-1)/R times the weights, once per interval.
+    Source: arXiv:1805.09767 (local SGD), algorithm 1; arXiv:1808.07217 (post-local SGD).
+    """
+
+    name: ClassVar[str] = "local_sgd"
+    summary: ClassVar[str] = "weights averaged every few steps, local gradients"
+    exactness: ClassVar[Exactness] = Exactness.DECENTRALIZED
+    payload_kind: ClassVar[Payload] = Payload.PARAM
+
+    communication_interval: int = 8
+    hierarchical: bool | None = None
+    codec: str | Codec = "identity"
+
+    def __post_init__(self) -> None:
+        check_interval("communication_interval", self.communication_interval)
+        if not codecs.get(self.codec).linear:
+            raise ValueError(f"codec {codecs.get(self.codec).name!r}: weights would be rounded; use a linear codec")
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """The mean of all ranks."""
+        return mix("complete", self.codec, hierarchical=bool(self.hierarchical))
+
+    def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
+        """`hierarchical=True` has nothing to do on one node, or with one rank on each."""
+        return fit_hierarchy(self, nodes, default=False)
+
+    def bytes_per_rank(self, n: int, size: int) -> float:
+        """The exchange's, spread over the interval."""
+        return self.exchange.bytes_per_rank(n, size) / self.communication_interval
+
+    def on_step_end(self, ctx: Context) -> None:
+        """Average after every `communication_interval`-th step."""
+        if (ctx.step + 1) % self.communication_interval == 0:
+            for bucket in ctx.buckets:
+                ctx.launch(self.exchange, bucket)
+            ctx.wait()

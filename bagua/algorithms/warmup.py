@@ -1,0 +1,68 @@
+"""One algorithm first, another one after some steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from bagua.algorithms.base import Algorithm, Context, Payload
+from bagua.algorithms.registry import get
+
+__all__ = ["Warmup"]
+
+
+@dataclass(frozen=True)
+class Warmup(Algorithm):
+    """`first` for `steps` training steps, then `then`.
+
+    It schedules a hand-over and gets out of the way, so that each of the two runs as if it were alone.
+
+    Args:
+        steps: training steps with `first`; 0 starts with `then`.
+        first: an instance, or a registered name with default options.
+        then: likewise.
+    """
+
+    name: ClassVar[str] = "warmup"
+
+    steps: int
+    first: str | Algorithm = field(default="gradient_allreduce")
+    then: str | Algorithm = field(default="bytegrad")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
+            raise ValueError(f"Warmup: steps must be an integer >= 0, got {self.steps!r}")
+        object.__setattr__(self, "first", get(self.first))
+        object.__setattr__(self, "then", get(self.then))
+
+    @property
+    def _parts(self) -> tuple[Algorithm, Algorithm]:
+        return get(self.first), get(self.then)
+
+    @property
+    def payload(self) -> Payload:
+        """The payload of what runs at the start."""
+        return self._parts[0 if self.steps else 1].payload
+
+    @property
+    def hierarchical_groups(self) -> bool:
+        """Whether either of the two needs them."""
+        return any(part.hierarchical_groups for part in self._parts)
+
+    def bytes_per_rank(self, n: int, size: int) -> float:
+        """Those of `then`."""
+        return self._parts[1].bytes_per_rank(n, size)
+
+    def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
+        """Fit both."""
+        (first, remark), (then, other) = (part.for_nodes(nodes) for part in self._parts)
+        return replace(self, first=first, then=then), "; ".join(filter(None, (remark, other)))
+
+    def setup(self, ctx: Context) -> None:
+        """Schedule the hand-over and start with `first`."""
+        first, then = self._parts
+        if self.steps > ctx.step:
+            ctx.at(self.steps, then)
+            ctx.bind(first)
+        else:
+            ctx.bind(then)

@@ -1,0 +1,1 @@
+"""Measurements. Run them as modules: `python -m benchmarks.overhead`."""

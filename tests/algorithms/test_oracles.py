@@ -1,0 +1,212 @@
+"""Each algorithm equals a plain numpy oracle of its paper over 20 steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bagua import topologies
+from bagua.algorithms import ByteGrad, Decentralized, GradientAllReduce, LocalSGD, LowPrecisionDecentralized, Warmup
+from tests.algorithms.quadratic import N, follow, start, targets
+from tests.rank_threads import run_teams
+
+SIZES = [1, 2, 3, 4, 8]
+STEPS, LR = 20, 0.1
+
+
+def mixing(topology: str, size: int, step: int) -> np.ndarray:
+    return np.array(topologies.get(topology).matrix(size, step))
+
+
+def gradient_allreduce(size: int) -> np.ndarray:
+    x, seen = np.tile(start(), (size, 1)), []
+    for step in range(STEPS):
+        x = x - LR * (x - targets(size, step)).mean(0)
+        seen.append(x)
+    return np.stack(seen)
+
+
+def decentralized(size: int, topology: str, interval: int) -> np.ndarray:
+    """x_i <- (W x)_i - lr g(x_i); the gradient is taken at the weights before averaging."""
+    x, seen = np.tile(start(), (size, 1)), []
+    for step in range(STEPS):
+        gradient = x - targets(size, step)
+        if step % interval == 0:
+            x = mixing(topology, size, step // interval) @ x
+        x = x - LR * gradient
+        seen.append(x)
+    return np.stack(seen)
+
+
+def local_sgd(size: int, interval: int) -> np.ndarray:
+    x, seen = np.tile(start(), (size, 1)), []
+    for step in range(STEPS):
+        x = x - LR * (x - targets(size, step))
+        if (step + 1) % interval == 0:
+            x = np.tile(x.mean(0), (size, 1))
+        seen.append(x)
+    return np.stack(seen)
+
+
+def quantise(row: np.ndarray) -> np.ndarray:
+    """Min-max uint8 over one block, the definition."""
+    low, high = row.min(), row.max()
+    if high == low:
+        return row.copy()
+    return low + np.clip(np.rint((row - low) * 255 / (high - low)), 0, 255) / 255 * (high - low)
+
+
+def low_precision(size: int, interval: int) -> np.ndarray:
+    """The original's formula with replicas L, R and W, generalised: two ranks see one neighbour twice."""
+    x = np.tile(start(), (size, 1))
+    me, seen = x.copy(), []
+    for step in range(STEPS):
+        x = x - LR * (x - targets(size, step))
+        if (step + 1) % interval == 0:
+            left, right = np.roll(me, 1, 0), np.roll(me, -1, 0)
+            if size == 1:
+                seen.append(x)
+                continue
+            d = x + left / 3 + right / 3 - 5 * me / 3
+            me = me + np.stack([quantise(row) for row in d])
+            x = me.copy()
+        seen.append(x)
+    return np.stack(seen)
+
+
+def worst(results: list, want: np.ndarray) -> float:
+    return max(float(np.abs(seen - want[:, rank]).max()) for rank, (seen, _) in enumerate(results))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradient_allreduce(size: int) -> None:
+    assert worst(run_teams(size, follow, GradientAllReduce(), STEPS), gradient_allreduce(size)) < 1e-5
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("error_feedback", [False, True])
+def test_bytegrad(size: int, error_feedback: bool) -> None:
+    """Within the bound of two quantisations a step, summed with the contraction 1 - lr of the quadratic."""
+    want = gradient_allreduce(size)
+    results = run_teams(size, follow, ByteGrad(error_feedback=error_feedback), STEPS)
+    span = 2 * max(np.abs(targets(size, step)).max() for step in range(STEPS)) + 2 * np.abs(want).max()
+    per_step = 2 * 0.51 * span / 255 * (2 if error_feedback else 1)
+    assert worst(results, want) <= per_step  # sum over steps of lr (1 - lr)^k per_step
+    assert all(np.array_equal(seen, results[0][0]) for seen, _ in results)
+    if size > 1:
+        assert worst(results, want) > 1e-5, "nothing was quantised"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("options", "topology"),
+    [
+        ({}, "complete"),
+        ({"peer_selection_mode": "shift_one"}, "shift_one"),
+        ({"topology": "ring"}, "ring"),
+        ({"topology": "exponential"}, "exponential"),
+    ],
+)
+@pytest.mark.parametrize("interval", [1, 3])
+def test_decentralized(size: int, options: dict, topology: str, interval: int) -> None:
+    algorithm = Decentralized(communication_interval=interval, **options)
+    assert worst(run_teams(size, follow, algorithm, STEPS), decentralized(size, topology, interval)) < 1e-5
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("interval", [1, 4])
+def test_local_sgd(size: int, interval: int) -> None:
+    algorithm = LocalSGD(communication_interval=interval)
+    assert worst(run_teams(size, follow, algorithm, STEPS), local_sgd(size, interval)) < 1e-5
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("interval", [1, 3])
+def test_low_precision_decentralized(size: int, interval: int) -> None:
+    """To the last code: the oracle rounds in fp64, but no value of this run lies at the edge between two codes."""
+    algorithm = LowPrecisionDecentralized(communication_interval=interval)
+    assert worst(run_teams(size, follow, algorithm, STEPS), low_precision(size, interval)) < 1e-5
+
+
+def test_consensus_contracts_at_the_spectral_rate() -> None:
+    """Without gradients the distance to the mean shrinks by the second eigenvalue of the ring at every step."""
+    size = 8
+    matrix = mixing("ring", size, 0)
+    rate = np.sort(np.abs(np.linalg.eigvalsh(matrix)))[-2]
+    want = decentralized(size, "ring", 1)
+    spread = [np.linalg.norm(x - x.mean(0)) for x in want]
+    assert 0 < rate < 1
+    noise = LR * max(np.linalg.norm(targets(size, step) - targets(size, step).mean(0)) for step in range(STEPS))
+    assert max(spread) <= noise / (1 - rate)
+    results = run_teams(size, follow, Decentralized(topology="ring"), STEPS)
+    ours = np.stack([seen for seen, _ in results], 1)
+    assert max(np.linalg.norm(x - x.mean(0)) for x in ours) <= noise / (1 - rate) + 1e-4
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 2]])
+@pytest.mark.parametrize(
+    "algorithm",
+    [GradientAllReduce(hierarchical=True), LocalSGD(hierarchical=True, communication_interval=1), Decentralized()],
+)
+def test_hierarchical_equals_flat_where_the_exchange_is_complete(nodes: list[int], algorithm) -> None:
+    want = {
+        "gradient_allreduce": gradient_allreduce,
+        "local_sgd": lambda size: local_sgd(size, 1),
+        "decentralized": lambda size: decentralized(size, "complete", 1),
+    }[algorithm.name](len(nodes))
+    assert worst(run_teams(len(nodes), follow, algorithm, STEPS, nodes=nodes), want) < 1e-5
+
+
+def test_hierarchical_gossip_among_nodes() -> None:
+    """Nodes of two and one: within a node all equal, between nodes the low-precision ring."""
+    results = run_teams(3, follow, LowPrecisionDecentralized(hierarchical=True), STEPS, nodes=[0, 0, 1])
+    assert np.array_equal(results[0][0], results[1][0])
+    assert not np.array_equal(results[0][0], results[2][0])
+    assert np.abs(results[0][0] - results[2][0]).max() < 2.0
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("gradient_allreduce", "local_sgd"), ("gradient_allreduce", "bytegrad"), ("local_sgd", "gradient_allreduce")],
+)
+@pytest.mark.parametrize("steps", [0, 1, 7])
+def test_warmup_hands_over(first: str, then: str, steps: int) -> None:
+    size = 3
+    results = run_teams(size, follow, Warmup(steps, first, then), STEPS)
+    x = np.tile(start(), (size, 1))
+    for step in range(STEPS):
+        name = first if step < steps else then
+        gradient = x - targets(size, step)
+        x = x - LR * (gradient if name == "local_sgd" else gradient.mean(0))
+        if name == "local_sgd" and (step + 1) % 8 == 0:
+            x = np.tile(x.mean(0), (size, 1))
+        tolerance = 0.1 if "bytegrad" in (first, then) else 1e-5
+        for rank, (seen, _) in enumerate(results):
+            assert np.abs(seen[step] - x[rank]).max() < tolerance, (rank, step, name)
+
+
+def test_bytes_per_step_are_what_available_says() -> None:
+    for algorithm in (Decentralized(peer_selection_mode="shift_one"), LowPrecisionDecentralized(), LocalSGD()):
+        for _, stats in run_teams(4, follow, algorithm, 16):
+            assert abs(stats.total.bytes_sent - 16 * algorithm.bytes_per_rank(N, 4)) <= 16
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Decentralized(peer_selection_mode="some"), ("peer_selection_mode", "shift_one", "'some'")),
+        (lambda: Decentralized(communication_interval=0), ("communication_interval", "0")),
+        (lambda: Decentralized(topology="ring", peer_selection_mode="shift_one"), ("topology", "peer_selection_mode")),
+        (lambda: Decentralized(codec="minmax_uint8"), ("minmax_uint8", "complete")),
+        (lambda: Decentralized(codec="minmax_uint8", topology="exponential"), ("minmax_uint8", "exponential")),
+        (lambda: LowPrecisionDecentralized(topology="shift_one"), ("shift_one", "minmax_uint8")),
+        (lambda: LocalSGD(codec="minmax_uint8"), ("minmax_uint8",)),
+        (lambda: LocalSGD(communication_interval=2.5), ("communication_interval", "2.5")),
+        (lambda: Warmup(-1, "bytegrad", "bytegrad"), ("steps", "-1")),
+        (lambda: Warmup(3, "bytegrad", "nothing"), ("'nothing'",)),
+    ],
+)
+def test_bad_options(make, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        make()
+    assert all(word in str(error.value) for word in words), str(error.value)
