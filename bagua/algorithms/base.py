@@ -14,7 +14,7 @@ from torch import Tensor
 from bagua.comm.groups import Groups
 from bagua.exchanges import Exchange
 
-__all__ = ["Algorithm", "Bucket", "Context", "Exactness", "Payload"]
+__all__ = ["Algorithm", "Bucket", "Context", "Exactness", "Lane", "Payload", "Ticket"]
 
 
 class Payload(Enum):
@@ -57,6 +57,24 @@ class Bucket(Protocol):
         ...
 
 
+class Ticket(Protocol):
+    """One launched exchange."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not; on a GPU: whether its result may be used without waiting."""
+        ...
+
+
+class Lane(Protocol):
+    """Where exchanges run, first in first out."""
+
+    @property
+    def groups(self) -> Groups:
+        """The lane's own groups."""
+        ...
+
+
 class Context(Protocol):
     """All that an algorithm may touch. Made by the engine; the same calls must be made in the same order everywhere."""
 
@@ -93,9 +111,11 @@ class Context(Protocol):
         bucket: Bucket,
         x: Tensor | None = None,
         *,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], object] | None = None,
+        after: Callable[[], object] | None = None,
         step: int | None = None,
-    ) -> None:
+        lane: Lane | None = None,
+    ) -> Ticket:
         """Queue `exchange` behind all launched before; returns at once.
 
         Args:
@@ -103,7 +123,19 @@ class Context(Protocol):
             bucket: whose state is used.
             x: what is exchanged in place, like `bucket.flat`; the bucket's payload by default.
             before: runs on the lane just before the exchange, in order, also with a single rank.
+            after: likewise just after it.
             step: what the exchange takes for the step, if not `ctx.step`.
+            lane: one from `new_lane`; `wait` does not wait for it, ask the ticket.
+
+        Returns:
+            A ticket that tells whether it is done.
+        """
+        ...
+
+    def new_lane(self) -> Lane:
+        """Open a lane with process groups of its own, for exchanges that must not queue behind the others.
+
+        Collective: call it in `setup`. It is closed with the algorithm.
         """
         ...
 
@@ -134,8 +166,12 @@ class Context(Protocol):
         """
         ...
 
-    def wait(self) -> None:
-        """Return when all that was launched is done; raises what went wrong in the lane."""
+    def wait(self, ticket: Ticket | None = None) -> None:
+        """Return when the launch behind `ticket` is done, or all that was launched on the default lane.
+
+        Raises:
+            CommunicationError: what went wrong in the lane.
+        """
         ...
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagua.comm import error_file, goodbye
+
 __all__ = ["destroy_process_group", "init_process_group"]
 
 _log = logging.getLogger("bagua")
@@ -32,6 +34,9 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
 
     Under `torchrun` or `bagua run` the environment tells rank and world size. With no such environment at all
     the world is this one process. A second call is a no-op; after `destroy_process_group` a new one starts over.
+
+    From then on the process leaves in order when the script ends (`bagua.comm.goodbye`), and an uncaught exception
+    is kept for the launcher (`bagua.comm.error_file`).
 
     Args:
         backend: as in `torch.distributed.init_process_group`; default `cpu:gloo,cuda:nccl` as the hardware allows.
@@ -67,6 +72,8 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         prefix = dist.PrefixStore(f"bagua/{_generation}", store)
         dist.init_process_group(backend, store=prefix, rank=rank, world_size=world_size, **kw)
+    goodbye.install()
+    error_file.install()
     _log.debug("rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from bagua import algorithms
 from bagua.algorithms.base import Algorithm
+from bagua.comm.goodbye import before_exit
 from bagua.comm.team import Team
 from bagua.engine.backward import Backward
 from bagua.engine.bucket import Bucket
@@ -27,6 +28,7 @@ from bagua.engine.stats import Stats
 
 __all__ = ["detach", "distribute", "load_state_dict", "no_sync", "state_dict", "stats"]
 
+_STOP_S = 1.0  # at the end of the process, for a lane that is still busy
 _log = logging.getLogger("bagua")
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -134,6 +136,7 @@ def distribute(
     lane = make_lane(groups, inventory.device)
     engine = Engine(chosen, inventory, items, team, lane, bucket_bytes, key, order, (remark,) if remark else ())
     _attachments[module] = _attach(module, engine, items, process_group)
+    before_exit(_stop_lanes)
     _log.debug("rank %d: %s distributed with %r", team.rank, type(module).__name__, chosen)
     return module
 
@@ -224,6 +227,12 @@ def attached_buckets(module: nn.Module) -> list[Bucket]:
 def live_engines() -> list[Engine]:
     """All engines of this process."""
     return [attachment.engine for attachment in list(_attachments.values())]
+
+
+def _stop_lanes() -> None:
+    """Threads that are inside a collective when the interpreter goes down would abort the process."""
+    for engine in live_engines():
+        engine.stop(_STOP_S)
 
 
 def _attachment(module: nn.Module) -> _Attachment:

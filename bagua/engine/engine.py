@@ -12,11 +12,13 @@ from torch import Tensor
 
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.algorithms.base import Bucket as BucketView
+from bagua.algorithms.base import Lane as LaneView
+from bagua.algorithms.base import Ticket as TicketView
 from bagua.comm.groups import Groups
 from bagua.comm.team import Team, decode, encode
 from bagua.engine.backward import Backward
 from bagua.engine.bucket import Bucket
-from bagua.engine.lane import Lane, StreamLane, Ticket
+from bagua.engine.lane import Lane, StreamLane, Ticket, make_lane
 from bagua.engine.params import Inventory
 from bagua.engine.plan import Entry, Plan, make_plan
 from bagua.engine.state import check_header, load_states, pack
@@ -68,6 +70,8 @@ class Engine:
         self._states: dict[tuple[Exchange, int], State] = {}
         self._tickets: list[Ticket] = []
         self._launched = False
+        self._num_lanes = 0  # ever opened beside the default one
+        self._more_lanes: list[Lane] = []
         self._stepped: set[int] = set()
         self._root = algorithm  # what distribute() was given; `algorithm` changes when it hands over
         self._schedule: dict[int, Algorithm] = {}
@@ -129,6 +133,7 @@ class Engine:
     def bind(self, algorithm: Algorithm) -> None:
         """Hand over now."""
         self.wait()
+        self._close_more_lanes()
         same_payload = algorithm.payload is self.algorithm.payload
         plan = self.plan
         self.algorithm = algorithm
@@ -143,16 +148,29 @@ class Engine:
         self.backward.set_buckets(())
         self._start()
 
+    def new_lane(self) -> Lane:
+        """Open another lane."""
+        self._num_lanes += 1
+        groups = self.team.open(
+            f"lane/{self._key}/{self._num_lanes}", self.algorithm.hierarchical_groups, self.lane.groups.nodes
+        )
+        lane = make_lane(groups, self.inventory.device)
+        self._more_lanes.append(lane)
+        self._tally.watch(groups.meters)
+        return lane
+
     def launch(
         self,
         exchange: Exchange,
         bucket: BucketView,
         x: Tensor | None = None,
         *,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], object] | None = None,
+        after: Callable[[], object] | None = None,
         step: int | None = None,
-    ) -> None:
-        """Queue `exchange` on the lane."""
+        lane: LaneView | None = None,
+    ) -> Ticket:
+        """Queue `exchange` on a lane."""
         self._check_alive()
         state = self._states.get((exchange, bucket.index))
         if state is None:
@@ -160,36 +178,48 @@ class Engine:
                 f"{type(self.algorithm).__name__}: launch of {exchange.name} without ctx.prepare() in setup()"
             )
         own = self.buckets[bucket.index]
-        self._launched = True
-        if self.team.size == 1:
-            if before is not None:
-                before()
-            self._tally.launched(own.nbytes)
-            return
-        tensor, groups, now = own.flat if x is None else x, self.groups, self.step if step is None else step
+        chosen = self.lane if lane is None else next(each for each in self._more_lanes if each is lane)
+        groups, now, alone = chosen.groups, self.step if step is None else step, self.team.size == 1
+        tensor = own.flat if x is None and not alone else x
 
         def run() -> None:
             if before is not None:
                 before()
-            exchange.run(tensor, state, groups, now)
+            if not alone:
+                assert tensor is not None
+                exchange.run(tensor, state, groups, now)
+            if after is not None:
+                after()
 
-        self._tally.launched(tensor.numel() * tensor.element_size())
-        self._tickets.append(self.lane.submit(run, f"{exchange.name} step {self.step} {own.describe()}"))
+        self._tally.launched(own.nbytes)
+        label = f"{exchange.name} step {self.step} {own.describe()}"
+        self._launched = self._launched or lane is None
+        if alone and before is None and after is None:
+            ticket = Ticket(label)
+            ticket.finish(0.0)
+            return ticket
+        ticket = chosen.submit(run, label)
+        if lane is None:
+            self._tickets.append(ticket)
+        return ticket
 
-    def wait(self) -> None:
-        """Wait for everything launched; raise the first error of the lane."""
-        self._launched = False
-        if not self._tickets:
+    def wait(self, ticket: TicketView | None = None) -> None:
+        """Wait for one launch, or for everything on the default lane; raise the first error."""
+        if ticket is None:
+            self._launched = False
+            tickets, self._tickets = self._tickets, []
+        else:
+            assert isinstance(ticket, Ticket)
+            tickets = [ticket]
+        if not tickets:
             return
         started = time.perf_counter()
-        for ticket in self._tickets:
-            self.lane.wait(ticket)
-        exposed = time.perf_counter() - started
-        tickets, self._tickets = self._tickets, []
-        self._tally.waited(tickets, exposed)
-        for ticket in tickets:
-            if ticket.error is not None:
-                self._fail(ticket)
+        for each in tickets:
+            self.lane.wait(each)
+        self._tally.waited(tickets, time.perf_counter() - started)
+        for each in tickets:
+            if each.error is not None:
+                self._fail(each)
 
     # -- moments of a step, called by the hooks ----------------------------------------------------------------
 
@@ -359,7 +389,18 @@ class Engine:
                 self.wait()
         finally:
             self._release_buckets()
+            self._close_more_lanes()
             self.lane.close()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the lanes at the end of the process."""
+        for lane in (self.lane, *self._more_lanes):
+            lane.stop(timeout_s)
+
+    def _close_more_lanes(self) -> None:
+        for lane in self._more_lanes:
+            lane.close()
+        self._more_lanes.clear()
 
     def _release_buckets(self) -> None:
         for bucket in self.buckets:
@@ -377,7 +418,8 @@ class Engine:
     def _fail(self, ticket: Ticket) -> None:
         """Raise what went wrong in the lane, with the ranks that give no sign of life."""
         self._failed = True
-        self.lane.abandon()
+        for lane in (self.lane, *self._more_lanes):
+            lane.abandon()
         gone = self.team.missing(f"failed/{self._key}", _ROLL_CALL_S)
         if len(gone) == self.team.size - 1 and self.team.size > 2:
             gone = []  # nobody else failed: the fault is here, or unknowable

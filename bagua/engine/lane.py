@@ -72,6 +72,10 @@ class Lane(ABC):
         """End the lane and give up its groups. What is queued still runs, unless the lane is broken."""
         self.abandon()
 
+    def stop(self, timeout_s: float) -> None:
+        """End the lane at the end of the process; what does not end in time is left behind."""
+        self.abandon()
+
     def abandon(self) -> None:
         """Give up the groups at once. Dropping them closes their connections, so that peers fail soon too."""
         for group in (self.groups.world, self.groups.intra, self.groups.inter):
@@ -120,6 +124,13 @@ class ThreadLane(Lane):
         if self._thread is not threading.current_thread():
             self._thread.join()
         self.abandon()
+
+    def stop(self, timeout_s: float) -> None:
+        """Let the thread end. One that is stuck in a collective keeps its groups: to free them would wait too."""
+        self._finalizer()
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self.abandon()
 
 
 def _work(jobs: queue.SimpleQueue[tuple[Run, Ticket] | None]) -> None:
@@ -173,6 +184,11 @@ class _StreamTicket(Ticket):
         super().__init__(label)
         self.begun = torch.cuda.Event(enable_timing=True)
         self.ended = torch.cuda.Event(enable_timing=True)
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream has come past it."""
+        return super().done and (self.error is not None or self.ended.query())
 
     def device_seconds(self) -> float | None:
         """Time on the stream, or None while it is not over. Does not block."""

@@ -99,6 +99,10 @@ class Tally:
     _seen: tuple[int, int] = (0, 0)
     _unread: list[_StreamTicket] = field(default_factory=list)
 
+    def watch(self, meters: Sequence[Meter]) -> None:
+        """Count the bytes of another lane too."""
+        self.meters = [*self.meters, *meters]
+
     def launched(self, payload_bytes: int) -> None:
         """Count a launch."""
         self._step.launches += 1
@@ -109,7 +113,7 @@ class Tally:
         """Count what has been waited for."""
         self._step.exposed_s += exposed_s
         for ticket in tickets:
-            if isinstance(ticket, _StreamTicket):
+            if ticket.error is None and isinstance(ticket, _StreamTicket):
                 self._unread.append(ticket)  # its duration is known later; asking now would stop the CPU
             else:
                 self._step.comm_s += ticket.seconds

@@ -41,8 +41,10 @@ def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
         "MASTER_PORT": str(port),
     }
     bagua.init_process_group(timeout=timedelta(seconds=60))
-    if "plain" not in words:
-        goodbye.install(timeout_s=float(values.get("timeout", 5)))
+    if "plain" in words:
+        goodbye.cancel()
+    elif "timeout" in values:
+        goodbye.install(float(values["timeout"]))
     dist.all_reduce(torch.ones(100))
     last = rank == size - 1
     if "groups" in words:

@@ -22,10 +22,7 @@ INIT = """
 import os, sys, time
 import torch, torch.distributed as dist
 import bagua
-from bagua.comm import error_file, goodbye
 bagua.init_process_group()
-goodbye.install()
-error_file.install()
 rank = dist.get_rank()
 open(os.path.join(os.environ["PIDS"], str(os.getpid())), "w").close()
 """

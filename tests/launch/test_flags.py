@@ -18,7 +18,7 @@ SHOW = """
 import json, os, sys
 SEEN = ("BAGUA_", "TORCH_DISABLE", "LOCAL_RANK", "OMP_")
 seen = {k: v for k, v in os.environ.items() if k.startswith(SEEN)}
-print(json.dumps({"argv": sys.argv[1:], **seen}), flush=True)
+sys.stdout.write(json.dumps({"argv": sys.argv[1:], **seen}) + "\\n")  # one write: ranks share the stream
 """
 
 

@@ -1,0 +1,57 @@
+"""`bagua COMMAND ...`: finds the command and hands it the rest of the line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+__all__ = ["main"]
+
+# name -> (what it does, the module whose `main(argv) -> int` does it)
+_COMMANDS = {
+    "run": ("start a script on every rank: torchrun with Bagua's flags", "bagua.distributed.run"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        the command's exit code; 2 for a command that does not exist.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        print(_usage(), file=sys.stderr)
+        return 2
+    name, rest = words[0], words[1:]
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if name in ("-V", "--version"):
+        print(f"bagua {_version()}")
+        return 0
+    if name not in _COMMANDS:
+        print(f"bagua: unknown command {name!r}\n\n{_usage()}", file=sys.stderr)
+        return 2
+    return importlib.import_module(_COMMANDS[name][1]).main(rest)
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:<8}{what}" for name, (what, _) in _COMMANDS.items())
+    return (
+        "usage: bagua COMMAND ...\n       bagua --version\n\n"
+        f"commands:\n{commands}\n\n`bagua COMMAND --help` tells more."
+    )
+
+
+def _version() -> str:
+    try:
+        return version("bagua")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Launchers: `python -m bagua.distributed.run` and `python -m bagua.distributed.launch`."""
