@@ -16,12 +16,14 @@ from bagua.algorithms import Algorithm, Context
 from bagua.comm.world import destroy_process_group, init_process_group
 from bagua.engine import Stats, StepStats, detach, distribute, load_state_dict, no_sync, state_dict, stats
 from bagua.errors import CommunicationError, RankMismatchError
+from bagua.simulation import Simulation, simulate
 
 __all__ = [
     "Algorithm",
     "CommunicationError",
     "Context",
     "RankMismatchError",
+    "Simulation",
     "Stats",
     "StepStats",
     "algorithms",
@@ -33,6 +35,7 @@ __all__ = [
     "init_process_group",
     "load_state_dict",
     "no_sync",
+    "simulate",
     "state_dict",
     "stats",
     "topologies",

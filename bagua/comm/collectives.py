@@ -94,7 +94,7 @@ def all_to_all_rows(group: Group, out_RW: Tensor, rows_RW: Tensor) -> Tensor:
     Bytes: (R-1) rows sent per rank.
     """
     rank, size = group.rank, group.size
-    if group.backend == "gloo" or size == 1:
+    if group.backend != "nccl" or size == 1:
         out_RW[rank].copy_(rows_RW[rank])
         if size > 1:
             _exchange(group, sends=rows_RW, receives=out_RW)
@@ -114,7 +114,7 @@ def all_gather_rows(group: Group, rows_RW: Tensor) -> Tensor:
     rank, size = group.rank, group.size
     if size == 1:
         return rows_RW
-    if group.backend == "gloo":
+    if group.backend != "nccl":
         _exchange(group, sends=[rows_RW[rank]] * size, receives=rows_RW)
         return rows_RW
     group.pg._allgather_base(rows_RW, rows_RW[rank : rank + 1]).wait()
@@ -128,11 +128,11 @@ def swap(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[t
 
     A peer may appear more than once; its transfers then match in the order given on either side.
     """
-    if group.backend != "gloo":
+    if group.backend == "nccl":
         group.pg._start_coalescing()
     works = [group.pg.recv([tensor], peer, tag) for tag, (peer, tensor) in _tagged(receives)]
     works += [group.pg.send([tensor], peer, tag) for tag, (peer, tensor) in _tagged(sends)]
-    if group.backend != "gloo":
+    if group.backend == "nccl":
         works = [group.pg._end_coalescing()]
     for work in works:
         work.wait()

@@ -33,7 +33,7 @@ class Group:
         rank: my rank within the group.
         size: number of ranks.
         ranks: the members as ranks of the team, in group order.
-        backend: "gloo" or "nccl".
+        backend: "gloo", "nccl", or "local" (ranks that take turns in one process).
         meter: where bytes are counted.
     """
 

@@ -55,7 +55,7 @@ class Team:
         size: number of ranks.
         store: a `torch.distributed` store that all members share, under a prefix of this team's own.
         timeout: how long to wait for a rank.
-        backend: "gloo" or "nccl".
+        backend: "gloo", "nccl", or "local" (ranks that take turns in one process).
         name: the parent group's name, for messages.
         node: what `node_key()` says on this rank.
         counters: shared by all teams of the same process group.

@@ -199,4 +199,6 @@ class _StreamTicket(Ticket):
 
 def make_lane(groups: Groups, device: torch.device) -> Lane:
     """Return the kind of lane that fits the groups' backend."""
-    return StreamLane(groups, device) if groups.world.backend == "nccl" else ThreadLane(groups)
+    if groups.world.backend == "nccl":
+        return StreamLane(groups, device)
+    return InlineLane(groups) if groups.world.backend == "local" else ThreadLane(groups)

@@ -1,0 +1,120 @@
+"""Ranks that take turns: the same numbers as on real groups, the same every time, and no endless waits."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bagua
+from bagua.exchanges import Exchange
+from bagua.simulation.turns import Deadlock
+from tests.algorithms.quadratic import Quadratic, flat, follow, target
+from tests.rank_threads import run_teams
+
+
+def loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return module(torch.tensor(target(rank, step), dtype=torch.float32))
+
+
+def run(algorithm, ranks: int = 4, steps: int = 12, **options) -> bagua.Simulation:
+    return bagua.simulate(
+        algorithm,
+        ranks=ranks,
+        model=Quadratic,
+        loss=loss,
+        steps=steps,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        **options,
+    )
+
+
+ALGORITHMS = [
+    name
+    for name, *_ in bagua.algorithms.available()
+    if name in ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "local_sgd")
+]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_the_same_numbers_as_on_gloo(name: str, ranks: int) -> None:
+    simulated = run(name, ranks)
+    for rank, (seen, stats) in enumerate(run_teams(ranks, follow, name, 12)):
+        ours = flat(simulated.models[rank]).detach().double().numpy()
+        # gloo's ring adds in another order.
+        assert np.abs(ours - seen[-1]).max() < (1e-5 if name != "bytegrad" else 0.02)
+        assert simulated.stats[rank].total.bytes_sent == stats.total.bytes_sent
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_same_every_time(name: str) -> None:
+    first, second = run(name), run(name)
+    assert torch.equal(first.losses, second.losses) and torch.equal(first.consensus, second.consensus)
+    assert all(torch.equal(flat(a), flat(b)) for a, b in zip(first.models, second.models, strict=True))
+    assert first.losses.shape == (12, 4) and first.losses[-1].mean() < first.losses[0].mean()
+
+
+def test_consensus_tells_the_families_apart() -> None:
+    assert run("gradient_allreduce").consensus.max() == 0
+    local = run("local_sgd", communication_interval=4).consensus
+    assert local[3] == local[7] == 0
+    assert local[:3].min() > 0
+    assert run("decentralized", peer_selection_mode="shift_one").consensus.min() > 0
+
+
+def test_nodes() -> None:
+    hierarchical = run("low_precision_decentralized", nodes=[0, 0, 1, 1], hierarchical=True)
+    assert torch.equal(flat(hierarchical.models[0]), flat(hierarchical.models[1]))
+    assert not torch.equal(flat(hierarchical.models[0]), flat(hierarchical.models[2]))
+
+
+class Never(Exchange):
+    """Rank 0 waits for a message that nobody sends."""
+
+    def run(self, x_N, state, groups, step) -> None:
+        if groups.rank == 0:
+            groups.world.pg.recv([torch.zeros(1)], 1, 0).wait()
+
+    def bytes_per_rank(self, n: int, size: int) -> float:
+        return 0
+
+
+class Waits(bagua.algorithms.GradientAllReduce):
+    """Uses `Never`."""
+
+    exchange = Never()
+
+
+def test_a_deadlock_is_an_error() -> None:
+    before = threading.active_count()
+    with pytest.raises(bagua.CommunicationError, match="a message from rank 1") as error:
+        run(Waits())
+    assert isinstance(error.value.__cause__, Deadlock)
+    assert threading.active_count() == before
+
+
+def test_an_exception_of_one_rank_ends_all() -> None:
+    def explode(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+        if (rank, step) == (2, 3):
+            raise ZeroDivisionError("deliberate")
+        return loss(module, rank, step)
+
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError, match="deliberate"):
+        bagua.simulate("bytegrad", ranks=4, model=Quadratic, loss=explode, steps=5)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"ranks": 0}, "ranks.*0"), ({"steps": 1.5}, "steps.*1.5"), ({"nodes": [0]}, "nodes.*1 entries for 4")],
+)
+def test_bad_arguments(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run("bytegrad", **options)
+    with pytest.raises(ValueError, match="unknown"):
+        run("nothing")
