@@ -52,7 +52,9 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
                 f"backend: torch.distributed is already initialised with {dist.get_backend()!r}, not {backend!r}; "
                 "call bagua.destroy_process_group() first"
             )
+        goodbye.install()
         return
+    error_file.install()  # first, so that the launcher learns of a failure below too
     backend = backend or default_backend()
     explicit = {"init_method", "store", "rank", "world_size"} & {k for k, v in kw.items() if v is not None}
     if explicit:
@@ -70,10 +72,11 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
         store = _rendezvous(kw.get("timeout"))
         _generation += 1
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        prefix = dist.PrefixStore(f"bagua/{_generation}", store)
+        # The store may be the launcher's and survive a restart; a new attempt must not find the old one's addresses.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = dist.PrefixStore(f"bagua/{attempt}/{_generation}", store)
         dist.init_process_group(backend, store=prefix, rank=rank, world_size=world_size, **kw)
     goodbye.install()
-    error_file.install()
     _log.debug("rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
 
 

@@ -1,0 +1,58 @@
+"""The original's names for `bagua.algorithms.Decentralized` and `LowPrecisionDecentralized`."""
+
+from __future__ import annotations
+
+import bagua.algorithms
+from bagua.torch_api.algorithms.base import Algorithm, GlobalAlgorithmRegistry
+
+__all__ = ["DecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithm"]
+
+
+class DecentralizedAlgorithm(Algorithm):
+    """Weights are averaged with peers during the step, gradients stay local.
+
+    Args:
+        hierarchical: exact average within each node, peers are nodes.
+        peer_selection_mode: "all" or "shift_one"; any number of ranks works with either.
+        communication_interval: average at every so many steps only.
+    """
+
+    def __init__(
+        self, hierarchical: bool = True, peer_selection_mode: str = "all", communication_interval: int = 1
+    ) -> None:
+        self._core = bagua.algorithms.get(
+            "decentralized",
+            hierarchical=hierarchical,
+            peer_selection_mode=peer_selection_mode,
+            communication_interval=communication_interval,
+        )
+
+    @property
+    def core(self) -> bagua.algorithms.Algorithm:
+        """`bagua.algorithms.Decentralized` with the same options."""
+        return self._core
+
+
+class LowPrecisionDecentralizedAlgorithm(Algorithm):
+    """8-bit differences of weights with both neighbours on a ring, after each step.
+
+    Args:
+        hierarchical: exact average within each node, the ring joins nodes.
+        communication_interval: gossip after every so many steps only.
+    """
+
+    def __init__(self, hierarchical: bool = True, communication_interval: int = 1) -> None:
+        self._core = bagua.algorithms.get(
+            "low_precision_decentralized", hierarchical=hierarchical, communication_interval=communication_interval
+        )
+
+    @property
+    def core(self) -> bagua.algorithms.Algorithm:
+        """`bagua.algorithms.LowPrecisionDecentralized` with the same options."""
+        return self._core
+
+
+GlobalAlgorithmRegistry.register("decentralized", DecentralizedAlgorithm, "weights averaged with peers")
+GlobalAlgorithmRegistry.register(
+    "low_precision_decentralized", LowPrecisionDecentralizedAlgorithm, "8-bit differences of weights on a ring"
+)
