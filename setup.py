@@ -57,11 +57,12 @@ class Library:
 
 
 CSRC = "bagua/codecs/csrc"
+KERNELS = ("int4", "mean", "minmax_uint8", "sign")
 LIBRARIES = [
     Library(
         name="bagua.codecs._native",
-        units=[(f"{CSRC}/dispatch.cpp", []), *((f"{CSRC}/minmax_uint8.cpp", isa) for isa in ISAS)],
-        depends=[f"{CSRC}/minmax_uint8.h", f"{CSRC}/vec.h"],
+        units=[(f"{CSRC}/dispatch.cpp", []), *((f"{CSRC}/{stem}.cpp", isa) for stem in KERNELS for isa in ISAS)],
+        depends=[f"{CSRC}/{header}.h" for header in ("abi", "blocks", "vec")],
     ),
 ]
 
@@ -111,10 +112,21 @@ class BuildLibraries(build_ext):
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_unit, range(len(library.units))))
-        # Linked beside the target and moved over it: a process may have the old library mapped.
         fresh = folder / target.name
         command([*compiler, *LDFLAGS, *objects, "-o", str(fresh)])
-        os.replace(shutil.copy2(fresh, target.with_suffix(".so.new")), target)
+        put_in_place(fresh, target)
+
+    def copy_extensions_to_source(self) -> None:
+        """For --inplace and editable installations; what they copy is gone for a moment."""
+        for ext in self.extensions:
+            path = Path(self.get_ext_filename(ext.name))
+            if Path(self.build_lib, path).exists():
+                put_in_place(Path(self.build_lib, path), path)
+
+
+def put_in_place(fresh: Path, target: Path) -> None:
+    """Copies a library in one step: a process may have the old one mapped, another may be about to load it."""
+    os.replace(shutil.copy2(fresh, target.with_suffix(f".so.{os.getpid()}")), target)
 
 
 def find_compiler() -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bagua import codecs
-from bagua.codecs import Codec, MinMaxUInt8
+from bagua.codecs import Codec, Int4, MinMaxUInt8, Sign, TopK
 
 CODECS: tuple[Codec, ...] = (
     codecs.get("identity"),
@@ -29,6 +29,10 @@ CODECS: tuple[Codec, ...] = (
     MinMaxUInt8(),
     MinMaxUInt8(block=512),
     MinMaxUInt8(block=None),
+    Int4(),
+    Sign(),
+    TopK(ratio=0.01),
+    TopK(ratio=0.001),
 )
 
 
@@ -68,8 +72,8 @@ def measure(sizes_mb: Sequence[float], peers: int, seconds: float) -> Iterator[d
     for size_mb in sizes_mb:
         n = int(size_mb * 1e6 / 4)
         for codec in CODECS:
-            # Only min-max has compiled kernels.
-            backends = codecs.available_backends() if isinstance(codec, MinMaxUInt8) else ("torch",)
+            # Top-k has no compiled kernels.
+            backends = codecs.available_backends() if not isinstance(codec, TopK) else ("torch",)
             for backend in backends:
                 with codecs.use_backend(backend):
                     for operation, call in operations(codec, n, peers):
@@ -107,12 +111,12 @@ def main(argv: list[str] | None = None) -> None:
     sizes = args.mb or ([1, 10] if args.quick else [1, 10, 100])
 
     torch.set_num_threads(1)
-    print(f"{'codec':<26} {'backend':<16} {'operation':<14} {'MB':>6} {'GB/s':>7} {'memcpy':>7} {'ratio':>6}")
+    print(f"{'codec':<32} {'backend':<16} {'operation':<14} {'MB':>6} {'GB/s':>7} {'memcpy':>7} {'ratio':>6}")
     results = []
     for row in measure(sizes, args.peers, 0.05 if args.quick else 0.3):
         results.append(row)
         print(
-            f"{row['codec']:<26} {row['backend']:<16} {row['operation']:<14} {row['size_mb']:>6g} "
+            f"{row['codec']:<32} {row['backend']:<16} {row['operation']:<14} {row['size_mb']:>6g} "
             f"{row['gb_per_s']:>7.1f} {row['memcpy_gb_per_s']:>7.1f} {row['ratio']:>6.2f}",
             flush=True,
         )

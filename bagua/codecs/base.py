@@ -153,23 +153,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def mean_of_rows(rows_RN: Tensor, out_N: Tensor, weight: float) -> None:
-    """``out_N = weight * sum of rows_RN``, summed in the order of the rows, in cache-sized chunks on CPU.
-
-    Shapes: rows_RN: [R, N] of any floating dtype and row stride; out_N: [N].
-    """
-    wide = sum_dtype(out_N.dtype)
-    for lo, hi in chunks(out_N.shape[0], 1, out_N.device):
-        out_C = out_N[lo:hi]
-        total_C = out_C if out_C.dtype == wide else torch.empty_like(out_C, dtype=wide)
-        total_C.copy_(rows_RN[0, lo:hi])
-        for row_N in rows_RN[1:]:
-            total_C.add_(row_N[lo:hi])
-        total_C.mul_(weight)
-        if total_C is not out_C:
-            out_C.copy_(total_C)
-
-
 def chunks(n: int, block: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Ranges that cover ``n`` elements, whole blocks each: one range, except on CPU."""
     size = max(CPU_CHUNK // block, 1) * block if device.type == "cpu" else max(n, 1)

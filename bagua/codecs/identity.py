@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Codec, check_dtype, check_rows, mean_of_rows, pad4
+from .base import Codec, check_dtype, check_rows, pad4
+from .mean import mean_of_rows
 
 
 @dataclass(frozen=True)

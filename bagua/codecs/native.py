@@ -10,55 +10,60 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .minmax_torch import TorchKernels
+from . import int4_torch, minmax_torch, sign_torch
 
 ENV = "BAGUA_CODEC_BACKEND"
 LIBRARY = Path(__file__).with_name("_native.so")
-_ABI = 1
+_ABI = 2
 _ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
 _NAMES = ("torch", "native", *(f"native-{isa}" for isa in _ISAS))
 
 _logger = logging.getLogger("bagua")
 _lock = threading.Lock()
-_active: Kernels | None = None
+_active: Backend | None = None
 
 
 class Kernels(Protocol):
-    """The three functions of min-max uint8, on fp32; see `TorchKernels` for the shapes."""
+    """The three functions of a block codec, on fp32.
 
-    name: str
-    staged: bool
+    ``head`` and ``codes`` are the bytes of a wire row where the header and the codes of the first block begin.
+    All blocks have ``block`` elements, but the last may be ragged.
+
+    Shapes:
+        x_RC, out_RC: [R, C] fp32, last dim contiguous; wire_RW: [R, W] uint8; out_C: [C] fp32.
+    """
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None: ...
     def decode(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None: ...
     def decode_mean(self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor) -> None: ...
 
 
+@dataclass(frozen=True)
+class Backend:
+    """The kernels of all codecs."""
+
+    name: str
+    staged: bool  # callers pass cache-sized chunks, for the sake of the scratch
+    blocks: Mapping[str, Kernels]  # by the name of the layout
+    mean: Callable[[Tensor, float, Tensor], None] | None  # out_N = weight * sum of rows_RN, both CPU; None: eager
+
+
 class NativeKernels:
-    """The compiled kernels of one instruction set."""
+    """The compiled kernels of one block codec and one instruction set."""
 
-    staged = False
-
-    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
-        self.name = f"native-{isa}"
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
-        prefix = "bagua_minmax_uint8_"
-        self._encode = getattr(library, f"{prefix}encode_{isa}")
-        self._encode.argtypes = [pointer, size, size, size, size, pointer, pointer, size]
-        self._decode = getattr(library, f"{prefix}decode_{isa}")
-        self._decode.argtypes = [pointer, pointer, size, size, size, size, pointer, size]
-        self._decode_mean = getattr(library, f"{prefix}decode_mean_{isa}")
-        self._decode_mean.argtypes = [pointer, pointer, size, size, size, size, ctypes.c_float, pointer]
-        for function in (self._encode, self._decode, self._decode_mean):
-            function.restype = None
+    def __init__(self, library: ctypes.CDLL, layout: str, isa: str) -> None:
+        self._encode = _function(library, f"{layout}_encode_{isa}", "psssspps")
+        self._decode = _function(library, f"{layout}_decode_{isa}", "ppssssps")
+        self._decode_mean = _function(library, f"{layout}_decode_mean_{isa}", "ppssssfp")
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
         """Writes header and codes of each block."""
@@ -79,7 +84,38 @@ class NativeKernels:
         self._decode_mean(wire + head, wire + codes, stride, rows, n, block, weight, out_C.data_ptr())
 
 
-_TORCH = TorchKernels()
+class NativeMean:
+    """The compiled weighted sums of rows of one instruction set."""
+
+    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+        self._functions = {
+            dtype: _function(library, f"mean_{str(dtype).removeprefix('torch.')}_{isa}", "psssfp")
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        }
+
+    def __call__(self, rows_RN: Tensor, weight: float, out_N: Tensor) -> None:
+        """out_N = weight * sum of rows_RN."""
+        rows, n = rows_RN.shape
+        stride = rows_RN.stride(0) * rows_RN.element_size()
+        self._functions[rows_RN.dtype](rows_RN.data_ptr(), stride, rows, n, weight, out_N.data_ptr())
+
+
+_TYPES = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "f": ctypes.c_float}
+_LAYOUTS = {
+    layout.name: kernels
+    for layout, kernels in (
+        (minmax_torch.LAYOUT, minmax_torch.MinMaxTorch()),
+        (int4_torch.LAYOUT, int4_torch.Int4Torch()),
+        (sign_torch.LAYOUT, sign_torch.SignTorch()),
+    )
+}
+_TORCH = Backend("torch", staged=True, blocks=_LAYOUTS, mean=None)
+
+
+def _function(library: ctypes.CDLL, name: str, types: str) -> Callable[..., None]:
+    function = getattr(library, f"bagua_{name}")
+    function.argtypes, function.restype = [_TYPES[letter] for letter in types], None
+    return function
 
 
 def backend() -> str:
@@ -114,12 +150,12 @@ def use_backend(name: str) -> Iterator[None]:
         _active = before
 
 
-def kernels(device: torch.device) -> Kernels:
+def kernels(device: torch.device) -> Backend:
     """The kernels for tensors on ``device``."""
     return _chosen() if device.type == "cpu" else _TORCH
 
 
-def _chosen() -> Kernels:
+def _chosen() -> Backend:
     global _active
     if _active is None:
         with _lock:
@@ -128,14 +164,14 @@ def _chosen() -> Kernels:
     return _active
 
 
-def _from_environment() -> Kernels:
+def _from_environment() -> Backend:
     name = os.environ.get(ENV)
     if name:
         return _find(name, ENV)
     found, problem = _native()
     if not found:
         _logger.warning(
-            "compiled codecs are not available (%s): 8-bit codecs use the slower torch path. To build them, "
+            "compiled codecs are not available (%s): codecs use slower torch paths. To build them, "
             "install g++ and reinstall bagua; %s=torch silences this.",
             problem,
             ENV,
@@ -144,7 +180,7 @@ def _from_environment() -> Kernels:
     return found[max(found, key=_NAMES.index)]
 
 
-def _find(name: str, source: str) -> Kernels:
+def _find(name: str, source: str) -> Backend:
     if name not in _NAMES:
         raise ValueError(f"{source}: unknown codec backend {name!r}; known: {', '.join(_NAMES)}")
     if name == "torch":
@@ -160,7 +196,7 @@ def _find(name: str, source: str) -> Kernels:
 
 
 @functools.cache
-def _native() -> tuple[dict[str, Kernels], str]:
+def _native() -> tuple[dict[str, Backend], str]:
     """The compiled kernels that this CPU runs, slowest first; if there are none, why."""
     if not LIBRARY.exists():
         return {}, f"{LIBRARY.name} was not built"
@@ -171,4 +207,9 @@ def _native() -> tuple[dict[str, Kernels], str]:
         return {}, f"{LIBRARY.name} cannot be loaded: {error}"
     if abi != _ABI:
         return {}, f"{LIBRARY.name} is of another version of bagua"
-    return {f"native-{isa}": NativeKernels(library, isa) for isa in _ISAS[: level + 1]}, ""
+    return {f"native-{isa}": _backend(library, isa) for isa in _ISAS[: level + 1]}, ""
+
+
+def _backend(library: ctypes.CDLL, isa: str) -> Backend:
+    blocks = {layout: NativeKernels(library, layout, isa) for layout in _LAYOUTS}
+    return Backend(f"native-{isa}", staged=False, blocks=blocks, mean=NativeMean(library, isa))

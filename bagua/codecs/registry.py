@@ -8,7 +8,10 @@ from typing import Any
 from .base import Codec
 from .half import Bf16, Fp16
 from .identity import Identity
+from .int4 import Int4
 from .minmax_uint8 import MinMaxUInt8
+from .sign import Sign
+from .top_k import TopK
 
 _factories: dict[str, Callable[..., Codec]] = {}
 
@@ -54,5 +57,5 @@ def available() -> tuple[str, ...]:
     return tuple(sorted(_factories))
 
 
-for _codec in (Identity, Bf16, Fp16, MinMaxUInt8):
+for _codec in (Identity, Bf16, Fp16, MinMaxUInt8, Int4, Sign, TopK):
     register(_codec.name, _codec)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bagua import codecs
-from bagua.codecs import Bf16, Codec, Fp16, Identity, MinMaxUInt8
+from bagua.codecs import Bf16, Codec, Fp16, Identity, Int4, MinMaxUInt8, Sign, TopK
 
 CODECS = (
     Identity(),
@@ -17,6 +17,12 @@ CODECS = (
     MinMaxUInt8(),
     MinMaxUInt8(block=96),
     MinMaxUInt8(block=None),
+    Int4(),
+    Int4(block=94),
+    Sign(),
+    Sign(block=88),
+    TopK(ratio=0.02),
+    TopK(ratio=0.1, block=96),
 )
 BACKENDS = codecs.available_backends()
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

@@ -110,13 +110,14 @@ def test_the_library_has_no_weak_symbols():
     weak = [name for _, kind, name in ours if kind in "VWu" and "bagua" in name]
     assert not weak, "one ISA's code could be used for another's"
     exported = {name.lstrip("_") for _, kind, name in ours if kind == "T" and "bagua" in name}
-    assert "bagua_minmax_uint8_encode_baseline" in exported
+    for name in ("minmax_uint8_encode", "int4_decode", "sign_decode_mean", "mean_float16"):
+        assert f"bagua_{name}_baseline" in exported
     shared = [name for _, kind, name in ours if kind in "VW" and name.startswith("_Z")]
     assert not shared
 
 
 def test_get_by_name_and_by_instance():
-    assert codecs.available() == ("bf16", "fp16", "identity", "minmax_uint8")
+    assert codecs.available() == ("bf16", "fp16", "identity", "int4", "minmax_uint8", "sign", "top_k")
     for name in codecs.available():
         assert codecs.get(name).name == name
     assert codecs.get("minmax_uint8", block=512) == MinMaxUInt8(block=512)
@@ -125,7 +126,9 @@ def test_get_by_name_and_by_instance():
 
 
 def test_get_says_what_is_known():
-    with pytest.raises(ValueError, match=r"unknown codec 'int8'; known: bf16, fp16, identity, minmax_uint8"):
+    with pytest.raises(
+        ValueError, match=r"unknown codec 'int8'; known: bf16, fp16, identity, int4, minmax_uint8, sign, top_k"
+    ):
         codecs.get("int8")
     with pytest.raises(ValueError, match="unknown codec 8"):
         codecs.get(8)  # type: ignore[arg-type]

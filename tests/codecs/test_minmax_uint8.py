@@ -75,7 +75,7 @@ def numbers() -> st.SearchStrategy[float]:
     return st.one_of(st.floats(width=32), st.floats(-1, 1, width=32), special, special, odd)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     data=st.data(),
     rows=st.integers(1, 3),

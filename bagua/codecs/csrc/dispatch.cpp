@@ -1,4 +1,4 @@
-#include "minmax_uint8.h"
+#include "abi.h"
 
 int32_t bagua_codecs_abi() { return BAGUA_CODECS_ABI; }
 

@@ -2,24 +2,13 @@
 //
 // Every backend does the same IEEE fp32 operations in the same order, so wires and decoded values are equal bit
 // for bit on all of them; ranks with different CPUs stay in step. Hence no fused multiply-add.
-#include "minmax_uint8.h"
-
 #include <float.h>
 
-#include "vec.h"
+#include "blocks.h"
 
 namespace {
 
-constexpr float kTinyRange = 0x1p-100f;  // below it 255 / range may overflow and range / 255 lose digits
-constexpr float kUp = 0x1p100f, kDown = 0x1p-100f;
-constexpr int64_t kStreamFrom = 32ll << 20;  // output bytes from which caching the output is of no use
 constexpr int64_t kRowsAtOnce = 64;
-
-inline float fp32_at(const uint8_t* p) {
-  float a;
-  memcpy(&a, p, sizeof a);
-  return a;
-}
 
 struct Bounds {
   float lo, hi;
@@ -52,7 +41,7 @@ Bounds min_max(const float* x, int64_t n) {
 }
 
 // False if there was a NaN; the codes are then of no use.
-template <bool kTiny>
+template <bool kSmall>
 bool quantise(const float* x, int64_t n, float lo, float scale, uint8_t* codes) {
   VI seen{};
   int64_t i = 0;
@@ -60,7 +49,7 @@ bool quantise(const float* x, int64_t n, float lo, float scale, uint8_t* codes) 
     VI q[4];
     for (int k = 0; k < 4; ++k) {
       VF d = load(x + i + k * W) - lo;
-      if (kTiny) d = d * kUp;
+      if (kSmall) d = d * kUp;
       __builtin_prefetch(x + i + n + k * W);  // the next block, while this one is in L1
       q[k] = round_to_code(d * scale);
       seen |= q[k];
@@ -71,7 +60,7 @@ bool quantise(const float* x, int64_t n, float lo, float scale, uint8_t* codes) 
   for (int k = 0; k < W; ++k) any |= seen[k];
   for (; i < n; ++i) {
     float d = x[i] - lo;
-    if (kTiny) d = d * kUp;
+    if (kSmall) d = d * kUp;
     const int32_t q = round_to_code(d * scale);
     any |= q;
     codes[i] = (uint8_t)q;
@@ -84,7 +73,7 @@ void encode_block(const float* x, int64_t n, uint8_t* head, uint8_t* codes) {
   const float range = b.hi - b.lo;
   bool finite = range >= 0.0f && range <= FLT_MAX;
   if (finite) {
-    const bool tiny = range < kTinyRange;
+    const bool tiny = range < kTiny;
     const float wide = tiny ? range * kUp : range;
     const float scale = wide > 0.0f ? 255.0f / wide : 0.0f;
     finite = tiny ? quantise<true>(x, n, b.lo, scale, codes) : quantise<false>(x, n, b.lo, scale, codes);
@@ -104,23 +93,23 @@ struct Step {
 Step step_of(const uint8_t* head) {
   const float lo = fp32_at(head);
   const float range = fp32_at(head + 4) - lo;
-  const bool tiny = range > 0.0f && range < kTinyRange;
+  const bool tiny = range > 0.0f && range < kTiny;
   return {lo, (tiny ? range * kUp : range) / 255.0f, tiny ? kDown : 1.0f};
 }
 
-template <bool kTiny, bool kStream>
+template <bool kSmall, bool kStream>
 void decode_block(const uint8_t* codes, int64_t n, Step s, float* out) {
   int64_t i = 0;
   const auto one = [&](int64_t j) {
     float d = (float)codes[j] * s.step;
-    if (kTiny) d = d * s.down;
+    if (kSmall) d = d * s.down;
     out[j] = s.lo + d;
   };
   if (kStream)
     for (; i < n && (uintptr_t)(out + i) % sizeof(VF) != 0; ++i) one(i);
   for (; i + W <= n; i += W) {
     VF d = widen(codes + i) * s.step;
-    if (kTiny) d = d * s.down;
+    if (kSmall) d = d * s.down;
     const VF y = s.lo + d;
     kStream ? stream(out + i, y) : store(out + i, y);
   }
@@ -128,7 +117,7 @@ void decode_block(const uint8_t* codes, int64_t n, Step s, float* out) {
 }
 
 // Adds up to kRowsAtOnce rows of one block. out = (out or base) + sum_r q_r * step_r, times weight.
-template <bool kTiny>
+template <bool kSmall>
 void add_rows(const uint8_t* codes, int64_t stride, int64_t rows, int64_t n, const Step* s, const float* base,
               float weight, float* out) {
   int64_t i = 0;
@@ -139,7 +128,7 @@ void add_rows(const uint8_t* codes, int64_t stride, int64_t rows, int64_t n, con
     for (int64_t r = 0; r < rows; ++r, q += stride)
       for (int k = 0; k < 4; ++k) {
         VF d = widen(q + k * W) * s[r].step;
-        if (kTiny) d = d * s[r].down;
+        if (kSmall) d = d * s[r].down;
         acc[k] = acc[k] + d;
       }
     for (int k = 0; k < 4; ++k) store(out + i + k * W, acc[k] * weight);
@@ -148,7 +137,7 @@ void add_rows(const uint8_t* codes, int64_t stride, int64_t rows, int64_t n, con
     float acc = base ? *base : out[i];
     for (int64_t r = 0; r < rows; ++r) {
       float d = (float)codes[r * stride + i] * s[r].step;
-      if (kTiny) d = d * s[r].down;
+      if (kSmall) d = d * s[r].down;
       acc = acc + d;
     }
     out[i] = acc * weight;
@@ -172,8 +161,6 @@ void mean_block(const uint8_t* head, const uint8_t* codes, int64_t stride, int64
     add(codes + first * stride, stride, count, n, s, first == 0 ? &base : nullptr, w, out);
   }
 }
-
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 }  // namespace
 

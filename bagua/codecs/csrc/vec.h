@@ -21,6 +21,8 @@ constexpr int W = 4;
 
 typedef float VF __attribute__((vector_size(4 * W)));
 typedef int32_t VI __attribute__((vector_size(4 * W)));
+typedef int32_t V4 __attribute__((vector_size(16)));
+typedef uint16_t VH __attribute__((vector_size(2 * W)));
 typedef uint8_t VB __attribute__((vector_size(W)));
 
 inline VF load(const float* p) {
@@ -36,26 +38,78 @@ inline VF splat(float a) { return a - VF{}; }
 inline VF vmin(VF a, VF b) { return a < b ? a : b; }  // b where either is NaN
 inline VF vmax(VF a, VF b) { return a > b ? a : b; }
 
-// W bytes to W floats.
-inline VF widen(const uint8_t* p) {
+// W bytes to W integers.
+inline VI widen_int(const uint8_t* p) {
 #if defined(__AVX512F__)
-  return (VF)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+  return (VI)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 #elif defined(__AVX2__)
-  return (VF)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+  return (VI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #elif defined(__SSE2__)
   int32_t four;
   memcpy(&four, p, sizeof four);
   const __m128i zero = _mm_setzero_si128();
   const __m128i half = _mm_unpacklo_epi8(_mm_cvtsi32_si128(four), zero);
-  return (VF)_mm_cvtepi32_ps(_mm_unpacklo_epi16(half, zero));
+  return (VI)_mm_unpacklo_epi16(half, zero);
 #else
   VB b;
   memcpy(&b, p, sizeof b);
-  return __builtin_convertvector(b, VF);
+  return __builtin_convertvector(b, VI);
 #endif
 }
 
-// 0..255 rounded half to even; NaN gives bits outside the low byte.
+inline VF to_float(VI v) { return __builtin_convertvector(v, VF); }
+
+// W bytes to W floats.
+inline VF widen(const uint8_t* p) { return to_float(widen_int(p)); }
+
+// W 16-bit integers to W 32-bit ones.
+inline VI widen16(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (VI)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return (VI)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__SSE2__)
+  return (VI)_mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i*)p), _mm_setzero_si128());
+#else
+  VH h;
+  memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, VI);
+#endif
+}
+
+// The sign bits of W floats, the first in the lowest bit.
+inline uint32_t sign_bits(VF v) {
+#if defined(__AVX512F__)
+  return (uint32_t)_mm512_movepi32_mask((__m512i)v);
+#elif defined(__AVX2__)
+  return (uint32_t)_mm256_movemask_ps((__m256)v);
+#elif defined(__SSE2__)
+  return (uint32_t)_mm_movemask_ps((__m128)v);
+#else
+  uint32_t bits = 0;
+  for (int k = 0; k < W; ++k) bits |= (uint32_t)(((VI)v)[k] < 0) << k;
+  return bits;
+#endif
+}
+
+// The largest of W integers.
+inline int32_t largest(VI v) {
+  V4 part[W / 4];
+  memcpy(part, &v, sizeof part);
+  V4 m = part[0];
+  for (int k = 1; k < W / 4; ++k) m = part[k] > m ? part[k] : m;
+#if defined(__SSE2__)
+  const V4 a = (V4)_mm_shuffle_epi32((__m128i)m, 0x4E);
+  m = a > m ? a : m;
+  const V4 b = (V4)_mm_shuffle_epi32((__m128i)m, 0xB1);
+  m = b > m ? b : m;
+#else
+  for (int k = 1; k < 4; ++k) m[0] = m[k] > m[0] ? m[k] : m[0];
+#endif
+  return m[0];
+}
+
+// -255..255 rounded half to even; NaN gives bits outside the low byte.
 inline int32_t round_to_code(float a) {
   const float shifted = a + 12582912.0f;  // 1.5 * 2^23: the last place is worth 1
   int32_t bits;

@@ -1,0 +1,85 @@
+"""Codecs that give each block of a row a header of its own and each element a code of fixed width."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from . import native
+from .base import Codec, chunks, pad4
+from .layout import Layout
+
+
+@dataclass(frozen=True)
+class BlockCodec(Codec):
+    """A wire row is the headers of all blocks, then the codes of all elements, then zeros that pad it.
+
+    What is done to one block is in the kernels of ``layout``, on fp32: rows of other dtypes go through fp32.
+
+    Args:
+        block: elements of a block; None: the whole row is one block.
+    """
+
+    linear: ClassVar[bool] = False
+    lossless: ClassVar[bool] = False
+    layout: ClassVar[Layout]
+
+    block: int | None
+
+    @abstractmethod
+    def __post_init__(self) -> None:
+        """Raises ValueError unless ``block`` suits the layout: every whole block fills whole bytes."""
+
+    def wire_bytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
+        """Exact bytes of one row, see `Codec.wire_bytes`."""
+        return pad4(self._at(n, n)[1])
+
+    def _at(self, i: int, n: int) -> tuple[int, int]:
+        """Bytes of a row of ``n`` elements where header and codes of the block that begins at ``i`` are."""
+        block, header = self.block or max(n, 1), self.layout.header_bytes
+        return -(-i // block) * header, -(-n // block) * header + -(-i * self.layout.code_bits // 8)
+
+    def _encode(self, x_RN: Tensor, wire_RW: Tensor) -> None:
+        backend, n = native.kernels(x_RN.device), x_RN.shape[1]
+        for lo, hi in self._parts(x_RN, backend.staged):
+            x_RC = x_RN if hi - lo == n else x_RN[:, lo:hi]
+            backend.blocks[self.layout.name].encode(x_RC.to(torch.float32), wire_RW, *self._at(lo, n), self.block or n)
+        end = self._at(n, n)[1]
+        if end < wire_RW.shape[1]:
+            wire_RW[:, end:].zero_()
+
+    def _decode(self, wire_RW: Tensor, out_RN: Tensor) -> None:
+        backend, n = native.kernels(wire_RW.device), out_RN.shape[1]
+        for lo, hi in self._parts(out_RN, backend.staged):
+            out_RC = out_RN if hi - lo == n else out_RN[:, lo:hi]
+            y_RC = _fp32_like(out_RC)
+            backend.blocks[self.layout.name].decode(wire_RW, *self._at(lo, n), self.block or n, y_RC)
+            if y_RC is not out_RC:
+                out_RC.copy_(y_RC)
+
+    def _decode_mean(self, wire_RW: Tensor, out_N: Tensor, weight: float) -> None:
+        backend, n = native.kernels(wire_RW.device), out_N.shape[0]
+        for lo, hi in self._parts(out_N, backend.staged):
+            out_C = out_N if hi - lo == n else out_N[lo:hi]
+            y_C = _fp32_like(out_C)
+            kernels, (head, codes) = backend.blocks[self.layout.name], self._at(lo, n)
+            kernels.decode_mean(wire_RW, head, codes, self.block or n, weight, y_C)
+            if y_C is not out_C:
+                out_C.copy_(y_C)
+
+    def _parts(self, x: Tensor, staged: bool) -> Iterable[tuple[int, int]]:
+        """Ranges of whole blocks of ``x``: one range, unless scratch is needed."""
+        n = x.shape[-1]
+        if not staged and x.dtype == torch.float32:
+            return ((0, n),)
+        return chunks(n, self.block or n, x.device)
+
+
+def _fp32_like(x: Tensor) -> Tensor:
+    """``x`` itself if it is fp32, else scratch of its shape."""
+    return x if x.dtype == torch.float32 else torch.empty(x.shape, dtype=torch.float32, device=x.device)

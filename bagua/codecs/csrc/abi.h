@@ -1,0 +1,46 @@
+// C ABI of the kernels. Each function exists once for each instruction set, told apart by the suffix BAGUA_ISA
+// (baseline, avx2, avx512); dispatch.cpp says which of them the machine can run.
+//
+// A wire row of a block codec is the header of each block, then the codes of all elements. `head` points at the
+// first row's header and `codes` at its first code, both rows lie `wire_stride` bytes apart. Wires may have any
+// alignment. Strides of fp32 arrays count elements. `block` >= 1 and may exceed n.
+#pragma once
+
+#include <stdint.h>
+
+#define BAGUA_CODECS_ABI 2
+
+#define BAGUA_JOIN2(a, b) a##_##b
+#define BAGUA_JOIN(a, b) BAGUA_JOIN2(a, b)
+#define BAGUA_FN(name) BAGUA_JOIN(name, BAGUA_ISA)
+#define BAGUA_API extern "C" __attribute__((visibility("default")))
+
+BAGUA_API int32_t bagua_codecs_abi();
+BAGUA_API int32_t bagua_codecs_isa();  // 0 baseline, 1 avx2, 2 avx512: the highest that this CPU runs
+
+#ifdef BAGUA_ISA
+// decode_mean: out[i] = weight * sum of the decoded rows, in the order of the rows.
+#define BAGUA_BLOCK_CODEC(codec)                                                                                 \
+  BAGUA_API void BAGUA_FN(bagua_##codec##_encode)(const float* x, int64_t x_stride, int64_t rows, int64_t n,     \
+                                                  int64_t block, uint8_t* head, uint8_t* codes,                  \
+                                                  int64_t wire_stride);                                          \
+  BAGUA_API void BAGUA_FN(bagua_##codec##_decode)(const uint8_t* head, const uint8_t* codes,                     \
+                                                  int64_t wire_stride, int64_t rows, int64_t n, int64_t block,   \
+                                                  float* out, int64_t out_stride);                               \
+  BAGUA_API void BAGUA_FN(bagua_##codec##_decode_mean)(const uint8_t* head, const uint8_t* codes,                \
+                                                       int64_t wire_stride, int64_t rows, int64_t n,             \
+                                                       int64_t block, float weight, float* out)
+
+BAGUA_BLOCK_CODEC(minmax_uint8);  // header min, max; one byte for each element
+BAGUA_BLOCK_CODEC(int4);          // header absmax; one nibble for each element, `block` even
+BAGUA_BLOCK_CODEC(sign);          // header scale; one bit for each element, `block` a multiple of 8
+
+// out[i] = weight * sum of rows[r][i], in the order of the rows; the stride counts bytes, rows >= 1.
+#define BAGUA_MEAN(type)                                                                                         \
+  BAGUA_API void BAGUA_FN(bagua_mean_##type)(const uint8_t* first, int64_t stride, int64_t rows, int64_t n,      \
+                                             float weight, float* out)
+
+BAGUA_MEAN(float32);
+BAGUA_MEAN(bfloat16);
+BAGUA_MEAN(float16);
+#endif

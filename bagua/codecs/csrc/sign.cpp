@@ -1,0 +1,127 @@
+// One bit for each element and the mean magnitude of each block, compiled once for each instruction set.
+//
+// The magnitudes of a block are summed in kLanes interleaved partial sums, element i in sum i % kLanes, each in
+// the order of the elements; then sum k takes in sum k + half for half = kLanes / 2, ..., 1. sign_torch.py does
+// the same, so all backends give the same bits.
+#include "blocks.h"
+
+namespace {
+
+constexpr int kLanes = 64, kVectors = kLanes / W;
+constexpr int32_t kMagnitude = 0x7fffffff;
+
+// Writes the sign bits, returns the sum of the magnitudes.
+float encode_bits(const float* x, int64_t n, uint8_t* bits) {
+  VF acc[kVectors] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    uint64_t word = 0;
+    for (int k = 0; k < kVectors; ++k) {
+      const VF v = load(x + i + k * W);
+      acc[k] = acc[k] + (VF)((VI)v & kMagnitude);
+      word |= (uint64_t)sign_bits(v) << (k * W);
+    }
+    memcpy(bits + i / 8, &word, sizeof word);
+  }
+  float lanes[kLanes];
+  memcpy(lanes, acc, sizeof lanes);
+  uint64_t word = 0;
+  for (int64_t k = 0; i + k < n; ++k) {
+    const int32_t v = bits_of(x[i + k]);
+    lanes[k] = lanes[k] + float_of(v & kMagnitude);
+    word |= (uint64_t)(v < 0) << k;
+  }
+  memcpy(bits + i / 8, &word, (size_t)(n - i + 7) / 8);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int k = 0; k < half; ++k) lanes[k] = lanes[k] + lanes[k + half];
+  return lanes[0];
+}
+
+void encode_block(const float* x, int64_t n, uint8_t* head, uint8_t* bits) {
+  const float sum = encode_bits(x, n, bits);
+  float scale = sum / (float)n;
+  if (bits_of(scale) >= kInfinity) {
+    scale = __builtin_nanf("");
+    memset(bits, 0, (size_t)(n + 7) / 8);
+  }
+  memcpy(head, &scale, sizeof scale);
+}
+
+// W bits from bit i, which is a multiple of W; higher ones may hold anything.
+inline int32_t bits_at(const uint8_t* bits, int64_t i) {
+  if (W < 16) return bits[i / 8] >> (i % 8);
+  uint16_t two;
+  memcpy(&two, bits + i / 8, sizeof two);
+  return two;
+}
+
+// plus where the bit is clear, minus where it is set.
+inline VF choose(int32_t bits, VF plus, VF minus) {
+#if defined(__AVX512F__)
+  return (VF)_mm512_mask_blend_ps((__mmask16)bits, (__m512)plus, (__m512)minus);
+#else
+  VI each;
+  for (int k = 0; k < W; ++k) each[k] = 1 << k;
+  return ((bits - VI{}) & each) == each ? minus : plus;
+#endif
+}
+
+inline bool bit_at(const uint8_t* bits, int64_t i) { return bits[i / 8] >> (i % 8) & 1; }
+
+template <bool kStream>
+void decode_block(const uint8_t* bits, int64_t n, float scale, float* out) {
+  const VF plus = splat(scale), minus = -plus;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const VF y = choose(bits_at(bits, i), plus, minus);
+    kStream ? stream(out + i, y) : store(out + i, y);
+  }
+  for (; i < n; ++i) out[i] = bit_at(bits, i) ? -scale : scale;
+}
+
+void mean_block(const uint8_t* head, const uint8_t* bits, int64_t stride, int64_t rows, int64_t n, float weight,
+                float* out) {
+  int64_t i = 0;
+  for (; i + 4 * W <= n; i += 4 * W) {
+    VF acc[4] = {};
+    for (int64_t r = 0; r < rows; ++r) {
+      const VF plus = splat(fp32_at(head + r * stride)), minus = -plus;
+      for (int k = 0; k < 4; ++k) acc[k] = acc[k] + choose(bits_at(bits + r * stride, i + k * W), plus, minus);
+    }
+    for (int k = 0; k < 4; ++k) store(out + i + k * W, acc[k] * weight);
+  }
+  for (; i < n; ++i) {
+    float acc = 0.0f;
+    for (int64_t r = 0; r < rows; ++r) {
+      const float scale = fp32_at(head + r * stride);
+      acc = acc + (bit_at(bits + r * stride, i) ? -scale : scale);
+    }
+    out[i] = acc * weight;
+  }
+}
+
+}  // namespace
+
+void BAGUA_FN(bagua_sign_encode)(const float* x, int64_t x_stride, int64_t rows, int64_t n, int64_t block,
+                                 uint8_t* head, uint8_t* codes, int64_t wire_stride) {
+  for (int64_t r = 0; r < rows; ++r, x += x_stride, head += wire_stride, codes += wire_stride)
+    for (int64_t i = 0; i < n; i += block)
+      encode_block(x + i, least(block, n - i), head + i / block * 4, codes + i / 8);
+}
+
+void BAGUA_FN(bagua_sign_decode)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows,
+                                 int64_t n, int64_t block, float* out, int64_t out_stride) {
+  const bool large = rows * n * 4 >= kStreamFrom;
+  for (int64_t r = 0; r < rows; ++r, out += out_stride, head += wire_stride, codes += wire_stride)
+    for (int64_t i = 0; i < n; i += block) {
+      const auto decode = large && aligned(out + i) ? decode_block<true> : decode_block<false>;
+      decode(codes + i / 8, least(block, n - i), fp32_at(head + i / block * 4), out + i);
+    }
+  if (large) stream_end();
+}
+
+void BAGUA_FN(bagua_sign_decode_mean)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows,
+                                      int64_t n, int64_t block, float weight, float* out) {
+  for (int64_t i = 0; i < n; i += block)
+    mean_block(head + i / block * 4, codes + i / 8, wire_stride, rows, least(block, n - i), weight, out + i);
+}
