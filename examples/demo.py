@@ -86,6 +86,7 @@ class Run:
         self.random_state = torch.get_rng_state()
         self.trained: nn.Module = self.model
         self.last_gradient: LastGradient | None = None
+        self.exposed_so_far = 0.0
         if name == DDP:
             self.last_gradient = LastGradient(self.model)
             self.trained = DistributedDataParallel(self.model, bucket_cap_mb=args.bucket_bytes / 2**20)
@@ -106,7 +107,9 @@ class Run:
             if self.last_gradient is not None:
                 self.exposed_s.append(backward_ended - self.last_gradient.at)
             else:
-                self.exposed_s.append(bagua.stats(self.model).last.exposed_s)
+                total = bagua.stats(self.model).total.exposed_s
+                self.exposed_s.append(total - self.exposed_so_far)
+                self.exposed_so_far = total
             say(f"{self.name}: step {step}/{len(self.loader)}")
         self.scheduler.step()
         self.random_state = torch.get_rng_state()
@@ -117,17 +120,18 @@ class Run:
 
     def row(self) -> Row:
         """Return what came out."""
-        sent = bagua.stats(self.model).last if self.name != DDP else None
+        stats = bagua.stats(self.model) if self.name != DDP else None
         dense_bytes = sum(param.numel() * param.element_size() for param in self.model.parameters())
         dense_mb = 2 * (self.size - 1) / self.size * dense_bytes / 1e6
+        mb = stats.total.bytes_sent / stats.steps / 1e6 if stats else dense_mb
         warmup = len(self.loader) if len(self.step_s) > len(self.loader) else 0  # the first epoch
         return Row(
             algorithm=self.name,
             test_accuracy=self.accuracy(),
-            step_ms=1000 * statistics.median(self.step_s[warmup:]),
-            mb_per_step=sent.bytes_sent / 1e6 if sent else dense_mb,
-            compression_ratio=sent.compression_ratio if sent else 1.0,
-            exposed_ms=1000 * statistics.median(self.exposed_s[warmup:]),
+            step_ms=1000 * statistics.mean(self.step_s[warmup:]),
+            mb_per_step=mb,
+            compression_ratio=dense_mb / mb,
+            exposed_ms=1000 * statistics.mean(self.exposed_s[warmup:]),
             steps=len(self.step_s),
         )
 

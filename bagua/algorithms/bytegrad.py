@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import ClassVar
 
-from bagua import codecs
-from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness
+from bagua.algorithms.base import Algorithm, Exactness
+from bagua.algorithms.gradient_allreduce import GradientAllReduce
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
-from bagua.exchanges import Exchange, mix
 
 __all__ = ["ByteGrad"]
 
 
 @register
 @dataclass(frozen=True)
-class ByteGrad(Algorithm):
+class ByteGrad(GradientAllReduce):
     """Every rank steps with the same 8-bit approximation of the mean gradient.
 
     Each rank quantises its gradient, rank r averages everyone's part r and quantises the mean; both times the
-    error of an element is at most 0.51/255 of the range (max - min) of its block.
+    error of an element is at most 0.51/255 of the range (max - min) of its block. The same recipe as
+    `GradientAllReduce` with another codec and another default for nodes.
 
     Args:
         hierarchical: full precision within a node, 8 bit between nodes. None (default) does so where it can act,
@@ -41,34 +40,8 @@ class ByteGrad(Algorithm):
     summary: ClassVar[str] = "mean of all gradients in 8 bits"
     exactness: ClassVar[Exactness] = Exactness.LOSSY
 
-    hierarchical: bool | None = None
-    average: bool = True
     codec: str | Codec = "minmax_uint8"
-    error_feedback: bool = field(default=False)
-
-    def __post_init__(self) -> None:
-        codecs.get(self.codec)
-        _ = self.exchange  # refuse what does not mix now, not in the middle of a run
-
-    @cached_property
-    def exchange(self) -> Exchange:
-        """Scatter, average, gather."""
-        return mix(
-            "complete",
-            self.codec,
-            hierarchical=bool(self.hierarchical),
-            error_feedback=self.error_feedback,
-            average=self.average,
-        )
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Hierarchical by default where there is a hierarchy."""
         return fit_hierarchy(self, nodes, default=True)
-
-    def on_ready(self, ctx: Context, bucket: Bucket) -> None:
-        """Launch at once."""
-        ctx.launch(self.exchange, bucket)
-
-    def on_backward_end(self, ctx: Context) -> None:
-        """The optimizer needs the means."""
-        ctx.wait()

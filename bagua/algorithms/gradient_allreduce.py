@@ -9,6 +9,7 @@ from typing import ClassVar
 from bagua.algorithms.base import Algorithm, Bucket, Context
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
+from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 
 __all__ = ["GradientAllReduce"]
@@ -23,8 +24,11 @@ class GradientAllReduce(Algorithm):
         hierarchical: sum within each node first, then among the nodes' leaders; None means False.
         average: mean if true, else sum. With sums, call backward once per step, or use `bagua.no_sync` for all
             passes but the last: a sum that is summed again counts twice.
+        codec: "identity" (exact), "bf16" or "fp16" (summed in that type), or any lossy codec, which is what
+            `ByteGrad` is with "minmax_uint8".
+        error_feedback: add what a lossy codec lost in one step to the next; for 4 bits and less it is needed.
 
-    Bytes: 2 (R-1)/R times the gradients, sent per rank.
+    Bytes: 2 (R-1)/R times the encoded gradients, sent per rank.
     Source: arXiv:2107.01499 (Bagua), section 2.
     """
 
@@ -33,11 +37,22 @@ class GradientAllReduce(Algorithm):
 
     hierarchical: bool | None = None
     average: bool = True
+    codec: str | Codec = "identity"
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.exchange  # refuse what does not mix now, not in the middle of a run
 
     @cached_property
     def exchange(self) -> Exchange:
-        """All-reduce, maybe among leaders only."""
-        return mix("complete", "identity", hierarchical=bool(self.hierarchical), average=self.average)
+        """The mean of all ranks through the codec, maybe among leaders only."""
+        return mix(
+            "complete",
+            self.codec,
+            hierarchical=bool(self.hierarchical),
+            error_feedback=self.error_feedback,
+            average=self.average,
+        )
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """`hierarchical=True` has nothing to do on one node, or with one rank on each."""

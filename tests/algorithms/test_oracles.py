@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bagua import topologies
+from bagua import codecs, topologies
 from bagua.algorithms import ByteGrad, Decentralized, GradientAllReduce, LocalSGD, LowPrecisionDecentralized, Warmup
 from tests.algorithms.quadratic import N, follow, start, targets
 from tests.rank_threads import run_teams
@@ -183,6 +183,26 @@ def test_warmup_hands_over(first: str, then: str, steps: int) -> None:
         tolerance = 0.1 if "bytegrad" in (first, then) else 1e-5
         for rank, (seen, _) in enumerate(results):
             assert np.abs(seen[step] - x[rank]).max() < tolerance, (rank, step, name)
+
+
+@pytest.mark.parametrize("codec", ["int4", "sign", "top_k"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_error_feedback_makes_coarse_codecs_train(codec: str, size: int) -> None:
+    """The mean over the last steps follows the exact run; without feedback sign and top-k stay away from it."""
+    options = {"codec": codec if codec != "top_k" else codecs.TopK(0.25), "error_feedback": True}
+    want = gradient_allreduce(size)[-1, 0]
+    results = run_teams(size, follow, GradientAllReduce(**options), STEPS)
+    assert all(np.array_equal(seen, results[0][0]) for seen, _ in results)
+    start_distance = np.linalg.norm(start() - want)
+    assert np.linalg.norm(results[0][0][-1] - want) < 0.35 * start_distance
+
+
+@pytest.mark.parametrize(("codec", "bits"), [("bf16", 8), ("fp16", 11)])
+def test_half_precision_all_reduce(codec: str, bits: int) -> None:
+    want = gradient_allreduce(3)
+    results = run_teams(3, follow, GradientAllReduce(codec=codec), STEPS)
+    top = 2 * max(np.abs(targets(3, step)).max() for step in range(STEPS)) + np.abs(want).max()
+    assert 0 < worst(results, want) <= 3 * top * 2.0**-bits
 
 
 def test_bytes_per_step_are_what_available_says() -> None:
