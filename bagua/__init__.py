@@ -11,10 +11,24 @@ from __future__ import annotations
 
 from importlib import metadata as _metadata
 
-from bagua import algorithms, codecs, exchanges, topologies
+from bagua import algorithms, codecs, exchanges, optim, topologies
 from bagua.algorithms import Algorithm, Context
 from bagua.comm.world import destroy_process_group, init_process_group
-from bagua.engine import Stats, StepStats, detach, distribute, load_state_dict, no_sync, state_dict, stats
+from bagua.engine import (
+    Guard,
+    Quality,
+    Stats,
+    StepStats,
+    abort,
+    average,
+    detach,
+    distribute,
+    load_state_dict,
+    no_sync,
+    resume,
+    state_dict,
+    stats,
+)
 from bagua.errors import CommunicationError, RankMismatchError
 from bagua.simulation import Simulation, simulate
 
@@ -22,11 +36,15 @@ __all__ = [
     "Algorithm",
     "CommunicationError",
     "Context",
+    "Guard",
+    "Quality",
     "RankMismatchError",
     "Simulation",
     "Stats",
     "StepStats",
+    "abort",
     "algorithms",
+    "average",
     "codecs",
     "destroy_process_group",
     "detach",
@@ -35,6 +53,8 @@ __all__ = [
     "init_process_group",
     "load_state_dict",
     "no_sync",
+    "optim",
+    "resume",
     "simulate",
     "state_dict",
     "stats",

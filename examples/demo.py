@@ -79,7 +79,7 @@ class Run:
         self.name, self.test_set = name, data[1]
         self.model = digits.DigitsNet()
         self.loader = digits.make_loader(data[0], args.batch_size, args.seed, rank, self.size)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer = digits.make_optimizer(name, self.model.parameters(), None)
         self.step_s: list[float] = []
         self.exposed_s: list[float] = []
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, args.epochs)
@@ -91,7 +91,8 @@ class Run:
             self.last_gradient = LastGradient(self.model)
             self.trained = DistributedDataParallel(self.model, bucket_cap_mb=args.bucket_bytes / 2**20)
         else:
-            bagua.distribute(self.model, self.optimizer, name, bucket_bytes=args.bucket_bytes)
+            options = digits.make_options(name)
+            bagua.distribute(self.model, self.optimizer, name, bucket_bytes=args.bucket_bytes, **options)
 
     def epoch(self, number: int, say: Callable[[str], None]) -> None:
         """Train for one epoch."""
@@ -119,7 +120,9 @@ class Run:
         return digits.accuracy(self.model, self.test_set, torch.device("cpu"))
 
     def row(self) -> Row:
-        """Return what came out."""
+        """Return what came out; ranks that hold different weights take their mean first."""
+        if self.name != DDP and digits.replicas_differ(self.name):
+            bagua.average(self.model)
         stats = bagua.stats(self.model) if self.name != DDP else None
         dense_bytes = sum(param.numel() * param.element_size() for param in self.model.parameters())
         dense_mb = 2 * (self.size - 1) / self.size * dense_bytes / 1e6

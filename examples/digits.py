@@ -14,7 +14,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -57,6 +59,29 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
     return dataset(x_train, y_train), dataset(x_test, y_test)
 
 
+def make_optimizer(algorithm: str, params: Iterable[torch.nn.Parameter], lr: float | None) -> torch.optim.Optimizer:
+    """Return SGD with momentum, or the optimizer that belongs to `algorithm`, whose momentum travels compressed."""
+    rate = 2e-3 if lr is None else lr
+    if algorithm == "qadam":
+        return bagua.optim.QAdam(params, lr=rate, warmup_steps=60)
+    if algorithm == "one_bit_lamb":
+        return bagua.optim.OneBitLamb(params, lr=5 * rate, warmup_steps=60)
+    if algorithm == "zero_one_adam":
+        return bagua.optim.ZeroOneAdam(params, lr=rate, var_freeze_step=60, local_step_scaler=200)
+    return torch.optim.SGD(params, lr=0.1 if lr is None else lr, momentum=0.9)
+
+
+def make_options(algorithm: str) -> dict[str, Any]:
+    """Return options that fit a run of some hundred steps, where the defaults are meant for many thousands."""
+    return {"diloco": {"communication_interval": 8}, "async": {"sync_interval_ms": 10}}.get(algorithm, {})
+
+
+def replicas_differ(algorithm: str) -> bool:
+    """Whether ranks hold different weights in the course of the training."""
+    row = next(row for row in bagua.algorithms.available() if row.name == algorithm)
+    return row.exactness in ("decentralized", "asynchronous")
+
+
 def make_loader(data: TensorDataset, batch_size: int, seed: int, rank: int, size: int) -> DataLoader:
     """Return this rank's shard in batches; call `loader.sampler.set_epoch(epoch)` before each epoch."""
     sampler = DistributedSampler(data, num_replicas=size, rank=rank, seed=seed, drop_last=True)
@@ -95,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
                         help=f"one of: {', '.join(names)} (default: %(default)s)")  # fmt: skip
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=None, help="default: 0.1 with SGD, 0.002 with the others")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hierarchical", action="store_true", default=None, help="exact within a node")
     parser.add_argument("--bucket-bytes", type=int, default=None, help="gradients exchanged at once")
@@ -117,10 +142,11 @@ def main(argv: list[str] | None = None) -> None:
     train, test = load_data()
     loader = make_loader(train, args.batch_size, args.seed, rank, size)
     model = DigitsNet().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    optimizer = make_optimizer(args.algorithm, model.parameters(), args.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
+    options = make_options(args.algorithm)
     model = bagua.distribute(
-        model, optimizer, args.algorithm, hierarchical=args.hierarchical, bucket_bytes=args.bucket_bytes
+        model, optimizer, args.algorithm, hierarchical=args.hierarchical, bucket_bytes=args.bucket_bytes, **options
     )
 
     started = time.perf_counter()
@@ -143,6 +169,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{start}epoch {epoch + 1}/{args.epochs}  loss {mean_loss:.4f}  test {right:.2%}", flush=True)
     seconds = time.perf_counter() - started
 
+    if replicas_differ(args.algorithm):
+        bagua.average(model)
     stats = bagua.stats(model)
     right = accuracy(model, test, device)
     if rank == 0:

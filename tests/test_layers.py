@@ -18,13 +18,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "codecs": set(),
     "topologies": set(),
     "exchanges": {"comm", "codecs", "topologies"},
-    "algorithms": {"exchanges", "comm", "codecs", "topologies"},
+    "optim": set(),
+    "algorithms": {"exchanges", "comm", "codecs", "topologies", "optim"},
     "engine": {"algorithms", "exchanges", "comm", "codecs", "errors"},
     "simulation": {"comm", "algorithms", "engine"},
     "distributed": {"public", "errors"},
     "cli": {"public", "errors", "distributed"},
-    "torch_api": {"public", "errors", "algorithms", "comm", "engine", "distributed"},
-    "__init__": {"comm", "codecs", "topologies", "exchanges", "algorithms", "engine", "errors", "simulation"},
+    "torch_api": {"public", "errors", "algorithms", "comm", "engine", "distributed", "optim"},
+    "__init__": {"comm", "codecs", "topologies", "exchanges", "algorithms", "engine", "errors", "optim", "simulation"},
 }
 # The packages below the engine that may talk to torch.distributed at all.
 TALKS = {"comm"}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from bagua.comm.groups import Groups
 from bagua.exchanges import Exchange
 
-__all__ = ["Algorithm", "Bucket", "Context", "Exactness", "Lane", "Payload", "Ticket"]
+__all__ = ["Algorithm", "BackgroundLane", "Bucket", "Context", "Exactness", "Gate", "Lane", "Payload", "Ticket"]
 
 
 class Payload(Enum):
@@ -56,6 +56,10 @@ class Bucket(Protocol):
         """The payload: [N], one dtype; each parameter's gradient (or the parameter itself) is a view of it."""
         ...
 
+    def split(self, flat: Tensor) -> Sequence[Tensor]:
+        """Return each parameter's part of `flat`, a tensor like the payload, in the parameter's shape."""
+        ...
+
 
 class Ticket(Protocol):
     """One launched exchange."""
@@ -63,6 +67,15 @@ class Ticket(Protocol):
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not; on a GPU: whether its result may be used without waiting."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, once it is done."""
+        ...
+
+    def wait(self) -> None:
+        """Block until it is done. `Context.wait` also raises and keeps count; prefer it."""
         ...
 
 
@@ -73,6 +86,51 @@ class Lane(Protocol):
     def groups(self) -> Groups:
         """The lane's own groups."""
         ...
+
+
+class Gate(Protocol):
+    """Where the jobs of a background lane wait for the other ranks'."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody will ever pass again, since a rank has left."""
+        ...
+
+    @property
+    def remark(self) -> str:
+        """Why, or which rank is late; "" if there is nothing to say."""
+        ...
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the remark tells of trouble."""
+        ...
+
+    def enter(self, give_up: Callable[[], bool]) -> bool:
+        """Wait, in `before` of a launch, for all ranks to enter as often as this one has; true if they all did.
+
+        False if a rank gave up or has left, and then on all ranks.
+
+        Args:
+            give_up: asked now and then; true calls this meeting off, unless all have entered already.
+        """
+        ...
+
+
+class BackgroundLane(Lane, Protocol):
+    """A lane that may wait for other ranks as long as it has to, while training goes on."""
+
+    @property
+    def gate(self) -> Gate:
+        """Jobs hold it and not the lane, so that the lane of a dropped module can end."""
+        ...
+
+    def abandon(self) -> None:
+        """Give the lane up after an error; other ranks no longer wait for this one."""
+        ...
+
+
+_T = TypeVar("_T")
 
 
 class Context(Protocol):
@@ -122,7 +180,8 @@ class Context(Protocol):
             exchange: prepared in `setup`.
             bucket: whose state is used.
             x: what is exchanged in place, like `bucket.flat`; the bucket's payload by default.
-            before: runs on the lane just before the exchange, in order, also with a single rank.
+            before: runs on the lane just before the exchange, in order, also with a single rank; if it returns
+                False, neither the exchange nor `after` runs (see to it that all ranks agree).
             after: likewise just after it.
             step: what the exchange takes for the step, if not `ctx.step`.
             lane: one from `new_lane`; `wait` does not wait for it, ask the ticket.
@@ -139,20 +198,50 @@ class Context(Protocol):
         """
         ...
 
+    def background_lane(self) -> BackgroundLane:
+        """Open a lane for exchanges that nobody waits for. As `new_lane`, but always a thread, on a GPU too.
+
+        When the lane ends, on whichever rank first, its gate opens no more.
+        """
+        ...
+
     @property
     def launched(self) -> bool:
         """Whether something was launched since the last `wait`."""
         ...
 
     def tensor(self, name: str, bucket: Bucket, like: Tensor | None = None) -> Tensor:
-        """Return the tensor `name` of `bucket`: [N], made on first use, a copy of `like` or zeros.
+        """Return the tensor `name` of `bucket`: made on first use, a copy of `like` (any shape and type) or zeros [N].
 
-        It lives as long as the algorithm is bound, and is part of `bagua.state_dict`.
+        It lives as long as the algorithm is bound, and is part of `bagua.state_dict`. Make those that are not like
+        the payload in `setup`, so that `bagua.load_state_dict` finds their place.
         """
         ...
 
     def scratch(self, name: str, bucket: Bucket) -> Tensor:
         """Return a tensor like `bucket.flat` of undefined content that is kept, but not saved."""
+        ...
+
+    def keep(self, name: str, make: Callable[[], _T]) -> _T:
+        """Return the object `name`, made on first use. It lives as long as the algorithm is bound; not saved."""
+        ...
+
+    @property
+    def paused(self) -> bool:
+        """Whether the user wants nothing to begin in the background; see `bagua.abort`."""
+        ...
+
+    def report(self, name: str, value: float) -> None:
+        """Add a value to the series `name` in `bagua.stats(module).extra`: count, last, mean and maximum."""
+        ...
+
+    def notice(self, text: str, urgent: bool = False) -> None:
+        """Tell the user, in the log and in `bagua.stats(module).notices`; a text is told once.
+
+        Args:
+            text: what to know.
+            urgent: a warning, else an information.
+        """
         ...
 
     def at(self, step: int, algorithm: Algorithm) -> None:
@@ -208,6 +297,17 @@ class Algorithm:
         """
         return self, ""
 
+    def check(self, params: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse what the algorithm cannot train, in `distribute`, before anything has changed.
+
+        Args:
+            params: the trainable parameters by name.
+            optimizers: those given to `distribute`.
+
+        Raises:
+            ValueError: names what is missing.
+        """
+
     @property
     def hierarchical_groups(self) -> bool:
         """Whether lanes need groups within and between nodes."""
@@ -232,3 +332,9 @@ class Algorithm:
 
     def on_step_end(self, ctx: Context) -> None:
         """Every optimizer has made its step."""
+
+    def on_pause(self, ctx: Context) -> None:
+        """Leave nothing under way in the background: before `abort`, `average`, a hand-over or the end."""
+
+    def on_load(self, ctx: Context) -> None:
+        """The user puts back saved weights: forget what is under way."""

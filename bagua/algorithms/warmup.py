@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
+
+import torch
 
 from bagua.algorithms.base import Algorithm, Context, Payload
 from bagua.algorithms.registry import get
@@ -57,6 +60,11 @@ class Warmup(Algorithm):
         """Fit both."""
         (first, remark), (then, other) = (part.for_nodes(nodes) for part in self._parts)
         return replace(self, first=first, then=then), "; ".join(filter(None, (remark, other)))
+
+    def check(self, params: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Both must agree."""
+        for part in self._parts:
+            part.check(params, optimizers)
 
     def setup(self, ctx: Context) -> None:
         """Schedule the hand-over and start with `first`."""

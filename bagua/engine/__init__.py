@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from bagua.engine.attach import detach, distribute, load_state_dict, no_sync, state_dict, stats
-from bagua.engine.stats import Stats, StepStats
+from bagua.engine.attach import abort, average, detach, distribute, load_state_dict, no_sync, resume, state_dict, stats
+from bagua.engine.quality import Guard, Quality
+from bagua.engine.stats import Series, Stats, StepStats
 
-__all__ = ["Stats", "StepStats", "detach", "distribute", "load_state_dict", "no_sync", "state_dict", "stats"]
+__all__ = [
+    "Guard",
+    "Quality",
+    "Series",
+    "Stats",
+    "StepStats",
+    "abort",
+    "average",
+    "detach",
+    "distribute",
+    "load_state_dict",
+    "no_sync",
+    "resume",
+    "state_dict",
+    "stats",
+]

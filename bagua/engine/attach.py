@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import weakref
@@ -23,10 +24,11 @@ from bagua.engine.handshake import shake_hands
 from bagua.engine.lane import make_lane
 from bagua.engine.params import Inventory, as_optimizers, take_inventory
 from bagua.engine.plan import default_bucket_bytes
+from bagua.engine.quality import Guard
 from bagua.engine.replicate import replicate_optimizers, replicate_tensors
 from bagua.engine.stats import Stats
 
-__all__ = ["detach", "distribute", "load_state_dict", "no_sync", "state_dict", "stats"]
+__all__ = ["abort", "average", "detach", "distribute", "load_state_dict", "no_sync", "resume", "state_dict", "stats"]
 
 _STOP_S = 1.0  # at the end of the process, for a lane that is still busy
 _log = logging.getLogger("bagua")
@@ -60,6 +62,7 @@ def distribute(
     process_group: Any = None,
     bucket_bytes: int | None = None,
     hierarchical: bool | None = None,
+    guard: Guard | None = None,
     **algorithm_options: Any,
 ) -> _M:
     """Train `module` data-parallel from now on. Collective: call it on all ranks with the same arguments.
@@ -76,6 +79,7 @@ def distribute(
             switching, the group as before.
         bucket_bytes: payload that is exchanged at once; None takes BAGUA_DEFAULT_BUCKET_SIZE or 10 MiB.
         hierarchical: exact within a node, the algorithm's exchange between nodes; None is the algorithm's default.
+        guard: measure every so often what compression loses, and fall back when it is too much; None does neither.
         **algorithm_options: options of the named algorithm.
 
     Returns:
@@ -99,8 +103,11 @@ def distribute(
             algorithm_options["hierarchical"] = hierarchical
         chosen = algorithms.get(algorithm, **algorithm_options)
         bucket_bytes = _checked_bucket_bytes(bucket_bytes)
+        if not isinstance(guard, Guard | None):
+            raise TypeError(f"guard: expected a bagua.Guard or None, got {type(guard).__name__}")
         items = as_optimizers(optimizers)
         inventory = take_inventory(module, items)
+        chosen.check(inventory.trainable, items)
     except (ValueError, TypeError) as error:
         problem = error  # the other ranks must hear of it before it is raised
     device = inventory.device if inventory is not None else _any_device(module)
@@ -109,6 +116,7 @@ def distribute(
     options = {
         "algorithm": repr(chosen),
         "bucket_bytes": str(bucket_bytes),
+        "guard": repr(guard),
         "optimizers": ", ".join(f"{type(item).__name__} of {len(item.param_groups)} groups" for item in items),
     }
     agreement = shake_hands(team, signature, options, problem)
@@ -123,7 +131,9 @@ def distribute(
         order = known if known is not None and set(known) == set(inventory.trainable) else None
         detach(module)
     key = team.next_lane()
-    groups = team.open(f"lane/{key}", chosen.hierarchical_groups, agreement.nodes)
+    fallback = guard.fallback_on(agreement.nodes) if guard is not None else None
+    hierarchical_groups = chosen.hierarchical_groups or (fallback is not None and fallback.hierarchical_groups)
+    groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes)
     replicate_tensors(
         [*inventory.trainable.values(), *inventory.frozen.values(), *inventory.buffers.values()],
         groups.world,
@@ -134,9 +144,12 @@ def distribute(
     for meter in groups.meters:
         meter.sent = meter.received = 0  # what follows is training
     lane = make_lane(groups, inventory.device)
-    engine = Engine(chosen, inventory, items, team, lane, bucket_bytes, key, order, (remark,) if remark else ())
+    notices = (remark,) if remark else ()
+    engine = Engine(chosen, inventory, items, team, lane, bucket_bytes, key, order, notices, guard)
     _attachments[module] = _attach(module, engine, items, process_group)
     before_exit(_stop_lanes)
+    atexit.unregister(_stop_lanes)
+    atexit.register(_stop_lanes)  # for scripts that did without bagua.init_process_group()
     _log.debug("rank %d: %s distributed with %r", team.rank, type(module).__name__, chosen)
     return module
 
@@ -174,6 +187,41 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         backward.sync = before
+
+
+def abort(module: nn.Module) -> None:
+    """Let nothing run in the background any more on this rank, until `resume`: for evaluation, say.
+
+    For algorithms that exchange beside training ("async"). What is under way is called off, or completed if all
+    ranks take part already; the ranks agree which it is. Other ranks are not waited for and train on. Call it between
+    steps. Replicas stay as they are; see `average`.
+
+    Raises:
+        ValueError: `module` is not distributed.
+    """
+    _attachment(module).engine.pause(True)
+
+
+def resume(module: nn.Module) -> None:
+    """Undo `abort`; no effect without one. Waits for nobody.
+
+    Raises:
+        ValueError: `module` is not distributed.
+    """
+    _attachment(module).engine.pause(False)
+
+
+def average(module: nn.Module) -> None:
+    """Give every rank the mean of all ranks' weights: before evaluating or saving one model. Collective.
+
+    For algorithms whose replicas differ; no effect where they are equal anyway. Ranks may be at different steps.
+    Buffers are left alone.
+
+    Raises:
+        ValueError: `module` is not distributed.
+        CommunicationError: a rank did not come within the group's timeout; names it, and nothing was changed.
+    """
+    _attachment(module).engine.average()
 
 
 def stats(module: nn.Module) -> Stats:

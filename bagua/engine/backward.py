@@ -57,6 +57,7 @@ class Backward:
         self._arrived = bytearray(len(params))
         self._used = bytearray(len(params))  # since the last synchronised pass, no_sync passes included
         self._num_arrived = 0
+        self.exchanged = False  # in this pass; if not, no rank may wait for another's set of used parameters
         self._order: list[int] = []
         self._buckets: Sequence[Bucket] = ()
         self._views: list[Tensor] = []
@@ -116,7 +117,7 @@ class Backward:
             self._waiting = [0] * len(self._buckets)
             self._announce()
         self._on_end()
-        if kept:
+        if kept and self.exchanged:
             self._settle(kept)
         self._used = bytearray(len(self._params))
         self.count += 1
@@ -133,6 +134,7 @@ class Backward:
         torch.autograd.Variable._execution_engine.queue_callback(backward_ended)  # pyright: ignore
         if not self.open:
             self.open = True
+            self.exchanged = False
             self._arrived = bytearray(len(self._params))
             self._num_arrived = 0
             self._order = []

@@ -31,14 +31,7 @@ class Bucket:
         first = self.params[0]
         numel = sum(param.numel() for param in self.params)
         self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
-        self.views: list[Tensor] = []
-        offset = 0
-        for param in self.params:
-            part = self.flat[offset : offset + param.numel()]
-            # autograd gives gradients the strides of a dense parameter; equal strides make the copy a plain one
-            dense = _is_dense(param)
-            self.views.append(part.as_strided(param.size(), param.stride()) if dense else part.view(param.size()))
-            offset += param.numel()
+        self.views = self.split(self.flat)
         if payload is Payload.PARAM:
             with torch.no_grad():
                 for param, view in zip(self.params, self.views, strict=True):
@@ -49,6 +42,18 @@ class Bucket:
     def nbytes(self) -> int:
         """Size of the payload."""
         return self.flat.numel() * self.flat.element_size()
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of `flat`, in the parameter's shape and, where that is dense, strides."""
+        views: list[Tensor] = []
+        offset = 0
+        for param in self.params:
+            part = flat[offset : offset + param.numel()]
+            # autograd gives gradients the strides of a dense parameter; equal strides make the copy a plain one
+            dense = _is_dense(param)
+            views.append(part.as_strided(param.size(), param.stride()) if dense else part.view(param.size()))
+            offset += param.numel()
+        return views
 
     def describe(self) -> str:
         """For messages: the index and the first and last names."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bagua.algorithms.base import Algorithm, Payload
+from bagua.algorithms.base import Algorithm, Exactness, Payload
 from bagua.algorithms.base import Bucket as BucketView
 from bagua.algorithms.base import Lane as LaneView
 from bagua.algorithms.base import Ticket as TicketView
@@ -18,17 +20,21 @@ from bagua.comm.groups import Groups
 from bagua.comm.team import Team, decode, encode
 from bagua.engine.backward import Backward
 from bagua.engine.bucket import Bucket
-from bagua.engine.lane import Lane, StreamLane, Ticket, make_lane
+from bagua.engine.gate import Gate
+from bagua.engine.lane import BackgroundLane, Lane, StreamLane, Ticket, make_lane
 from bagua.engine.params import Inventory
 from bagua.engine.plan import Entry, Plan, make_plan
+from bagua.engine.quality import Guard, Probe
 from bagua.engine.state import check_header, load_states, pack
-from bagua.engine.stats import Stats, Tally
+from bagua.engine.stats import Series, Stats, Tally
 from bagua.engine.usage import UsageBoard
 from bagua.errors import CommunicationError
-from bagua.exchanges import Exchange, State
+from bagua.exchanges import AllReduce, Exchange, State
 
 __all__ = ["Engine"]
 
+_log = logging.getLogger("bagua")
+_PATIENCE_S = 60.0  # how long a lane in the background waits for a rank before it names it; it then waits on
 _ROLL_CALL_S = 3.0  # how long a failed rank waits for the others to fail too, before it names those that did not
 
 
@@ -41,6 +47,7 @@ class Engine:
         key: a name that is new for the team and equal on all ranks.
         order: parameter names in the order in which gradients become ready, if that is known already.
         notices: what the user should know of the options.
+        guard: when to measure what compression loses, and what to do about it.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class Engine:
         key: str,
         order: Sequence[str] | None = None,
         notices: Sequence[str] = (),
+        guard: Guard | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.inventory = inventory
@@ -61,6 +69,8 @@ class Engine:
         self.lane = lane
         self.bucket_bytes = bucket_bytes
         self.notices = tuple(notices)
+        self._warned = False  # of quality, if nothing takes over
+        self._probe = Probe(guard) if guard is not None else None
         self.buckets: list[Bucket] = []
         self.step = 0
         self._key = key
@@ -77,6 +87,9 @@ class Engine:
         self._schedule: dict[int, Algorithm] = {}
         self._tensors: dict[tuple[str, int], Tensor] = {}
         self._scratch: dict[tuple[str, int], Tensor] = {}
+        self._kept: dict[str, Any] = {}
+        self._extra: dict[str, Series] = {}
+        self.paused = False
         self._order = list(order) if order is not None else None
         self._forward_seen = False  # in this step
         self._failed = False
@@ -126,6 +139,22 @@ class Engine:
             self._scratch[key] = torch.empty_like(bucket.flat)
         return self._scratch[key]
 
+    def keep(self, name: str, make: Callable[[], Any]) -> Any:
+        """An object of the algorithm."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+    def report(self, name: str, value: float) -> None:
+        """One more value of a series."""
+        self._extra[name] = self._extra.get(name, Series()).plus(value)
+
+    def notice(self, text: str, urgent: bool = False) -> None:
+        """Log and keep."""
+        if text not in self.notices:
+            self.notices += (text,)
+            _log.log(logging.WARNING if urgent else logging.INFO, "rank %d: %s", self.team.rank, text)
+
     def at(self, step: int, algorithm: Algorithm) -> None:
         """Schedule a hand-over."""
         self._schedule[step] = algorithm
@@ -150,14 +179,30 @@ class Engine:
 
     def new_lane(self) -> Lane:
         """Open another lane."""
+        lane = make_lane(self._open_groups(), self.inventory.device)
+        self._more_lanes.append(lane)
+        return lane
+
+    def background_lane(self) -> BackgroundLane:
+        """Open a lane with a gate."""
+        if self.lane.groups.world.backend not in ("gloo", "nccl"):
+            raise ValueError(
+                f"{type(self.algorithm).__name__}: exchanges beside training depend on time, which is not simulated"
+            )
+        groups, team = self._open_groups(), self.team
+        patience_s = min(_PATIENCE_S, team.timeout.total_seconds())
+        gate = Gate(team.store, f"gate/{self._key}/{self._num_lanes}", team.rank, team.size, patience_s)
+        lane = BackgroundLane(groups, gate, self.inventory.device)
+        self._more_lanes.append(lane)
+        return lane
+
+    def _open_groups(self) -> Groups:
         self._num_lanes += 1
         groups = self.team.open(
             f"lane/{self._key}/{self._num_lanes}", self.algorithm.hierarchical_groups, self.lane.groups.nodes
         )
-        lane = make_lane(groups, self.inventory.device)
-        self._more_lanes.append(lane)
         self._tally.watch(groups.meters)
-        return lane
+        return groups
 
     def launch(
         self,
@@ -182,18 +227,24 @@ class Engine:
         groups, now, alone = chosen.groups, self.step if step is None else step, self.team.size == 1
         tensor = own.flat if x is None and not alone else x
 
+        probe = self._probe if exchange.lossy and self._probe is not None and self._probe.due(self.step) else None
+
         def run() -> None:
-            if before is not None:
-                before()
+            if before is not None and before() is False:
+                return
             if not alone:
                 assert tensor is not None
-                exchange.run(tensor, state, groups, now)
+                if probe is None:
+                    exchange.run(tensor, state, groups, now)
+                else:
+                    probe.run(exchange, tensor, state, groups, now)
             if after is not None:
                 after()
 
         self._tally.launched(own.nbytes)
         label = f"{exchange.name} step {self.step} {own.describe()}"
         self._launched = self._launched or lane is None
+        self.backward.exchanged = self.backward.exchanged or lane is None
         if alone and before is None and after is None:
             ticket = Ticket(label)
             ticket.finish(0.0)
@@ -254,11 +305,32 @@ class Engine:
         self._stepped.clear()
         if self.buckets:
             self.algorithm.on_step_end(self)
+            self._check_quality()
         self.step += 1
         self._forward_seen = False
         if self.step in self._schedule:
             self.bind(self._schedule.pop(self.step))
         self._tally.step_ended()
+
+    def _check_quality(self) -> None:
+        probe = self._probe
+        if probe is None or not probe.due(self.step) or self.team.size == 1:
+            return
+        if self.algorithm.exactness is Exactness.DECENTRALIZED and self.algorithm.payload is Payload.PARAM:
+            flats, groups, step = [bucket.flat for bucket in self.buckets], self.groups, self.step
+            run = partial(probe.compare_weights, flats, groups, step)
+            self._tickets.append(self.lane.submit(run, f"consensus step {step}"))
+            self.wait()
+        reason = probe.measured(self.step)
+        if not reason:
+            return
+        fallback = probe.guard.fallback_on(self.groups.nodes)
+        what = f"; {fallback!r} takes over" if fallback is not None else ""
+        if what or not self._warned:
+            self._warned = True
+            self.notice(f"step {self.step}, {self.algorithm.name}: {reason}{what}", urgent=self.team.rank == 0)
+        if fallback is not None:
+            self.bind(fallback)
 
     def _on_first(self, seen: list[int]) -> None:
         """End of the first pass: agree on rank 0's order and make the buckets."""
@@ -310,6 +382,7 @@ class Engine:
         for names in plan.buckets:
             if len({params[name].dtype for name in names}) != 1:
                 raise ValueError(f"plan: the bucket of {names[0]!r} mixes dtypes")
+        self._close_more_lanes()
         self._release_buckets()
         self.buckets = [
             Bucket(index, names, [params[name] for name in names], payload) for index, names in enumerate(plan.buckets)
@@ -355,6 +428,7 @@ class Engine:
         """
         self.wait()
         check_header(data, self._circumstances())
+        self.algorithm.on_load(self)
         self._order = data["order"]
         for step in sorted(step for step in self._schedule if step <= data["step"]):
             self.bind(self._schedule.pop(step))
@@ -379,25 +453,55 @@ class Engine:
             last=last,
             total=total,
             notices=self.notices,
+            quality=self._probe.last if self._probe is not None else None,
+            extra=dict(self._extra),
         )
 
+    # -- what users ask for --------------------------------------------------------------------------------------
+
+    def pause(self, paused: bool) -> None:
+        """Stop what runs in the background, or let it run again."""
+        self.paused = paused
+        if paused:
+            self.algorithm.on_pause(self)
+
+    def average(self) -> None:
+        """Make the replicas' weights equal to their mean."""
+        self._check_alive()
+        self.algorithm.on_pause(self)
+        if self.algorithm.payload is not Payload.PARAM or self.team.size == 1:
+            return
+        # Before the exchange, so that a rank that stays away is named and breaks nothing.
+        self.team.meet("bagua.average()", b"")
+        exchange = AllReduce()
+        for bucket in self.buckets:
+            self._states.setdefault((exchange, bucket.index), {})
+            self.launch(exchange, bucket)
+        self.wait()
+
     def close(self) -> None:
-        """Wait for the lane, give the parameters storage of their own again, and end the lane."""
+        """Wait for the lanes, give the parameters storage of their own again, and end the lanes."""
         try:
             if not self._failed:
                 self.end_backward()
                 self.wait()
         finally:
-            self._release_buckets()
             self._close_more_lanes()
+            self._release_buckets()
             self.lane.close()
 
     def stop(self, timeout_s: float) -> None:
         """End the lanes at the end of the process."""
+        for lane in self._more_lanes:
+            if isinstance(lane, BackgroundLane):
+                lane.gate.closing.set()  # all at once, before waiting for each
         for lane in (self.lane, *self._more_lanes):
             lane.stop(timeout_s)
 
     def _close_more_lanes(self) -> None:
+        if self.buckets and not self._failed:
+            self.algorithm.on_pause(self)
+        self._kept.clear()
         for lane in self._more_lanes:
             lane.close()
         self._more_lanes.clear()

@@ -8,13 +8,15 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.autograd.profiler import record_function
 
 from bagua.comm.groups import Groups
+from bagua.engine.gate import Gate
 
-__all__ = ["InlineLane", "Lane", "StreamLane", "ThreadLane", "Ticket", "make_lane"]
+__all__ = ["BackgroundLane", "InlineLane", "Lane", "StreamLane", "ThreadLane", "Ticket", "make_lane"]
 
 Run = Callable[[], None]
 
@@ -33,15 +35,15 @@ class Ticket:
         """Whether it has ended, well or not."""
         return self._done.is_set()
 
-    def execute(self, run: Run) -> None:
-        """Run it here and now, keeping error and duration."""
-        started = time.perf_counter()
+    def execute(self, run: Run, gate: Gate | None = None) -> None:
+        """Run it here and now, keeping error and duration. The time spent at `gate` is not the exchange's."""
+        started = time.perf_counter() - (gate.waited_s if gate else 0.0)
         try:
             with record_function(f"bagua::run {self.label}"):
                 run()
         except BaseException as error:  # surfaces in the thread that waits, whatever it is
             self.error = error
-        self.finish(time.perf_counter() - started)
+        self.finish(time.perf_counter() - started - (gate.waited_s if gate else 0.0))
 
     def finish(self, seconds: float) -> None:
         """Mark as ended."""
@@ -102,13 +104,13 @@ class InlineLane(Lane):
 class ThreadLane(Lane):
     """One worker thread, for collectives that block (gloo)."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, gate: Gate | None = None) -> None:
         super().__init__(groups)
         self._queue: queue.SimpleQueue[tuple[Run, Ticket] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._queue,), name="bagua-lane", daemon=True)
+        self._thread = threading.Thread(target=_work, args=(self._queue, gate), name="bagua-lane", daemon=True)
         self._thread.start()
         # The thread holds the queue, not the lane: a lane nobody holds is collected, and its thread ends.
-        self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._finalizer = weakref.finalize(self, _end, self._queue, gate)
         self._finalizer.atexit = False
 
     def submit(self, run: Run, label: str) -> Ticket:
@@ -133,20 +135,64 @@ class ThreadLane(Lane):
             self.abandon()
 
 
-def _work(jobs: queue.SimpleQueue[tuple[Run, Ticket] | None]) -> None:
+def _end(jobs: queue.SimpleQueue[tuple[Run, Ticket] | None], gate: Gate | None) -> None:
+    if gate is not None:
+        gate.closing.set()
+    jobs.put(None)
+
+
+def _work(jobs: queue.SimpleQueue[tuple[Run, Ticket] | None], gate: Gate | None) -> None:
     broken: BaseException | None = None
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             run, ticket = job
             del job
             if broken is None:
-                ticket.execute(run)
+                ticket.execute(run, gate)
                 broken = ticket.error
             else:
                 ticket.error = broken
                 ticket.finish(0.0)
             # A blocked `get` must not keep the last job's tensors, nor through them a dropped model, alive.
             del run, ticket
+    if gate is not None:
+        gate.leave()
+
+
+class BackgroundLane(ThreadLane):
+    """A thread that may wait as long as it has to, on a GPU too: neither the CPU nor the stream of the training
+    thread ever waits for it.
+
+    Attributes:
+        gate: where jobs wait for the other ranks' lanes. A job must hold the gate and not the lane, or a dropped
+            lane would never end.
+    """
+
+    def __init__(self, groups: Groups, gate: Gate, device: torch.device) -> None:
+        super().__init__(groups, gate)
+        self.gate = gate
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def submit(self, run: Run, label: str) -> Ticket:
+        """Queue for the thread; on a GPU behind what the current stream has done so far."""
+        if self._stream is None:
+            return super().submit(run, label)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        return super().submit(partial(_on_stream, self._stream, ready, run), label)
+
+    def abandon(self) -> None:
+        """Leave the gate too, so that no rank waits for this one."""
+        self._finalizer()
+        super().abandon()
+
+
+def _on_stream(stream: torch.cuda.Stream, ready: torch.cuda.Event, run: Run) -> None:
+    with torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        run()
+        stream.synchronize()  # done means over, so that nobody needs an event
 
 
 class StreamLane(Lane):
@@ -173,9 +219,10 @@ class StreamLane(Lane):
         return ticket
 
     def wait(self, ticket: Ticket) -> None:
-        """Make the current stream wait; the calling thread goes on."""
-        assert isinstance(ticket, _StreamTicket)
-        if ticket.error is None:
+        """Make the current stream wait; the calling thread goes on. For a ticket of another lane, wait here."""
+        if not isinstance(ticket, _StreamTicket):
+            ticket.wait()
+        elif ticket.error is None:
             torch.cuda.current_stream(self._device).wait_event(ticket.ended)
 
 

@@ -72,7 +72,9 @@ def load_states(
         where = f"state dict: {entry['name']} of bucket {entry['bucket']}"
         if not 0 <= entry["bucket"] < len(buckets):
             raise ValueError(f"{where}: there is no such bucket")
-        if entry["value"].shape != buckets[entry["bucket"]].flat.shape:
+        key, flat = (entry["name"], entry["bucket"]), buckets[entry["bucket"]].flat
+        made = tensors.get(key)
+        if entry["value"].shape != (flat if made is None else made).shape:
             raise ValueError(f"{where} has shape {list(entry['value'].shape)}")
     for entry in data["tensors"]:
         key = (entry["name"], entry["bucket"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bagua.comm.groups import Meter
 from bagua.engine.lane import Ticket, _StreamTicket
+from bagua.engine.quality import Quality
 
-__all__ = ["Stats", "StepStats", "Tally"]
+__all__ = ["Series", "Stats", "StepStats", "Tally"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,27 @@ class StepStats:
 
 
 @dataclass(frozen=True)
+class Series:
+    """Values that an algorithm reported under one name.
+
+    Attributes:
+        count: how many.
+        last, mean, max: of all of them.
+    """
+
+    count: int = 0
+    last: float = 0.0
+    mean: float = 0.0
+    max: float = 0.0
+
+    def plus(self, value: float) -> Series:
+        """With one more value."""
+        count = self.count + 1
+        mean = self.mean + (value - self.mean) / count
+        return Series(count, value, mean, value if self.count == 0 else max(self.max, value))
+
+
+@dataclass(frozen=True)
 class Stats:
     """What `bagua.stats` returns: a snapshot.
 
@@ -56,7 +78,9 @@ class Stats:
         scratch_bytes: memory held for wires and staging.
         last: the last step that communicated.
         total: all steps.
-        notices: options that cannot act here, and why; each was logged once.
+        notices: options that cannot act here, and why, and what went otherwise than asked; each was logged once.
+        extra: what the algorithm reports beside, by name; see the algorithm.
+        quality: what compression lost when the `Guard` last measured it.
     """
 
     algorithm: str
@@ -67,6 +91,8 @@ class Stats:
     last: StepStats
     total: StepStats
     notices: tuple[str, ...] = ()
+    extra: Mapping[str, Series] = field(default_factory=dict)
+    quality: Quality | None = None
 
 
 @dataclass

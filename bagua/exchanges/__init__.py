@@ -8,6 +8,7 @@ from bagua.exchanges.difference_gossip import DifferenceGossip
 from bagua.exchanges.gossip import Gossip
 from bagua.exchanges.hierarchical import Hierarchical
 from bagua.exchanges.mix import mix
+from bagua.exchanges.power_sgd import PowerSGD
 from bagua.exchanges.scatter_gather import ScatterGather
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Exchange",
     "Gossip",
     "Hierarchical",
+    "PowerSGD",
     "ScatterGather",
     "State",
     "mix",

@@ -41,6 +41,11 @@ class AllReduce(Exchange):
         """all_reduce, with the codec unless it is the identity."""
         return "all_reduce" if self.codec.lossless else f"all_reduce[{self.codec.name}]"
 
+    @property
+    def lossy(self) -> bool:
+        """Unless the codec is the identity."""
+        return not self.codec.lossless
+
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N], any N."""
         group = groups.world

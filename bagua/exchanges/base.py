@@ -38,6 +38,11 @@ class Exchange(ABC):
         """Whether every rank ends with the same values, made from all ranks' values."""
         return True
 
+    @property
+    def lossy(self) -> bool:
+        """Whether the result is an approximation of the exact mean (or sum) of all ranks."""
+        return False
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """Make the state for a bucket like `x_N`. Called once, when the algorithm is bound, on all ranks."""
         return {}

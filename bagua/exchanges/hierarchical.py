@@ -49,6 +49,16 @@ class Hierarchical(Exchange):
         """As the inner exchange."""
         return self.inner.complete
 
+    @property
+    def lossy(self) -> bool:
+        """As the inner exchange."""
+        return self.inner.lossy
+
+    @property
+    def average(self) -> bool:
+        """As the inner exchange."""
+        return getattr(self.inner, "average", True)
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """The inner exchange's state on leaders, nothing elsewhere."""
         return self.inner.init(x_N, _among_leaders(groups)) if groups.inter is not None else {}
@@ -61,7 +71,7 @@ class Hierarchical(Exchange):
         if groups.inter is not None:
             if not self.inner.complete:
                 x_N.mul_(1.0 / groups.intra.size)
-            elif getattr(self.inner, "average", True):
+            elif self.average:
                 x_N.mul_(groups.inter.size / groups.world.size)
             self.inner.run(x_N, state, _among_leaders(groups), step)
         broadcast_(groups.intra, x_N)

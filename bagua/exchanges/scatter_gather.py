@@ -50,6 +50,11 @@ class ScatterGather(Exchange):
         """scatter_gather, the codec, and whether errors are fed back."""
         return f"scatter_gather[{self.codec.name}{', error feedback' if self.error_feedback else ''}]"
 
+    @property
+    def lossy(self) -> bool:
+        """Unless the codec is the identity."""
+        return not self.codec.lossless
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """Zero residuals; nothing without error feedback or with a single rank."""
         if not self.error_feedback or groups.size == 1:

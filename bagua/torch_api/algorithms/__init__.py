@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from bagua.torch_api.algorithms import bytegrad, decentralized, gradient_allreduce
+from bagua.torch_api.algorithms import async_model_average, bytegrad, decentralized, gradient_allreduce, q_adam
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 
-__all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "bytegrad", "decentralized", "gradient_allreduce"]
+__all__ = [
+    "Algorithm",
+    "AlgorithmImpl",
+    "GlobalAlgorithmRegistry",
+    "async_model_average",
+    "bytegrad",
+    "decentralized",
+    "gradient_allreduce",
+    "q_adam",
+]

@@ -1,0 +1,205 @@
+"""Asynchronous model averaging: weights are averaged beside training, and nobody waits."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from bagua.algorithms.base import Algorithm, BackgroundLane, Context, Exactness, Gate, Payload, Ticket
+from bagua.algorithms.gradient_allreduce import GradientAllReduce
+from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.registry import register
+from bagua.algorithms.warmup import Warmup
+from bagua.exchanges import Exchange, mix
+
+__all__ = ["AsyncModelAverage"]
+
+
+@register
+@dataclass(frozen=True)
+class AsyncModelAverage(Algorithm):
+    """x_i <- x_i + (mean of all x_j as they were - x_i as it was), whenever such a mean has become ready.
+
+    Every rank steps with its own gradients. A round of averaging: at the end of a step a rank takes a snapshot of
+    its weights and goes on training. A thread waits until every rank has taken its own, averages the snapshots and
+    subtracts this rank's. The rank adds the difference at the end of the step in which it finds it ready, so steps
+    made meanwhile are kept, and no weight changes between a forward and its backward pass. The differences of a
+    round sum to zero: averaging never moves the mean of the replicas, only gradients do.
+
+    No rank ever waits for another. One that is slow, evaluates, has paused (`bagua.abort`) or was killed delays
+    the rounds and not the training of others; once one has ended, the others go on without averaging and
+    `bagua.stats(module).notices` says so. So does a failed exchange, with a warning; `bagua.distribute` starts anew.
+
+    Ranks hold different weights: call `bagua.average` before you evaluate, save or switch. A round that is under
+    way is no part of `bagua.state_dict`; loading drops it. `bagua.abort` and `bagua.resume` need not be called at
+    the same steps everywhere.
+
+    Reports, in `bagua.stats(module).extra`: "round_s", seconds from a snapshot to its mean, of each round;
+    "staleness_steps", steps that this rank made between taking the snapshot and adding the difference.
+
+    Args:
+        sync_interval_ms: pause between the end of a round and the next snapshot; 0 averages without pause.
+        warmup_steps: training steps of gradient all-reduce before that.
+        hierarchical: sum within each node first; None means False.
+
+    Bytes: 2 (R-1)/R times the weights per round; `bytes_per_rank` assumes a round in every step. Memory: two
+        copies of the weights.
+    Source: the original's asynchronous model average (its documentation).
+    Differs: no lock, so no wait for a round either; rounds that a rank cannot join are called off instead of
+        blocking; `abort` and `resume` are no barriers; warm-up counts training steps only.
+    """
+
+    name: ClassVar[str] = "async"
+    summary: ClassVar[str] = "weights averaged in the background every so often, local gradients; nobody waits"
+    exactness: ClassVar[Exactness] = Exactness.ASYNCHRONOUS
+
+    sync_interval_ms: float = 500
+    warmup_steps: int = 0
+    hierarchical: bool | None = None
+
+    def __post_init__(self) -> None:
+        interval, steps = self.sync_interval_ms, self.warmup_steps
+        if isinstance(interval, bool) or not isinstance(interval, int | float) or not 0 <= interval < math.inf:
+            raise ValueError(f"sync_interval_ms: expected a number of milliseconds >= 0, got {interval!r}")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"warmup_steps: expected a number of steps >= 0, got {steps!r}")
+
+    @property
+    def payload(self) -> Payload:
+        """Weights; gradients while it warms up."""
+        return Payload.GRAD if self.warmup_steps else Payload.PARAM
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """The mean of all ranks."""
+        return mix("complete", "identity", hierarchical=bool(self.hierarchical))
+
+    def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
+        """`hierarchical=True` has nothing to do on one node, or with one rank on each."""
+        return fit_hierarchy(self, nodes, default=False)
+
+    def setup(self, ctx: Context) -> None:
+        """Hand over to the warm-up, or open the lane."""
+        if self.warmup_steps:
+            first = GradientAllReduce(hierarchical=self.hierarchical)
+            Warmup(self.warmup_steps, first, replace(self, warmup_steps=0)).setup(ctx)
+            return
+        super().setup(ctx)
+        if ctx.groups.size > 1:
+            ctx.keep("rounds", _Rounds).lane = ctx.background_lane()
+
+    def on_step_end(self, ctx: Context) -> None:
+        """Add the difference if it is there; begin the next round if it is time. Never waits."""
+        rounds = ctx.keep("rounds", _Rounds)
+        lane = rounds.lane
+        if lane is None:
+            return
+        if rounds.pending is not None and all(ticket.done for ticket in rounds.pending.tickets):
+            _take_over(ctx, rounds)
+        if lane.gate.remark:
+            ctx.notice(f"async: {lane.gate.remark}; training goes on without averaging", lane.gate.urgent)
+        due = time.monotonic() >= rounds.ended + self.sync_interval_ms / 1000
+        if rounds.pending is None and due and not (lane.gate.over or rounds.broken or ctx.paused):
+            rounds.pending = self._begin(ctx, lane.gate, lane)
+
+    def on_pause(self, ctx: Context) -> None:
+        """Withdraw from the round under way, or complete it if all ranks are in it already."""
+        rounds = ctx.keep("rounds", _Rounds)
+        if rounds.pending is not None:
+            rounds.pending.settle()
+            _take_over(ctx, rounds)
+
+    def on_load(self, ctx: Context) -> None:
+        """The difference under way belongs to other weights."""
+        rounds = ctx.keep("rounds", _Rounds)
+        if rounds.pending is not None:
+            rounds.pending.settle()
+            rounds.pending = None
+
+    def _begin(self, ctx: Context, gate: Gate, lane: BackgroundLane) -> _Round:
+        this = _Round(ctx.step, time.monotonic())
+        for bucket in ctx.buckets:
+            snapshot, mean = ctx.scratch("snapshot", bucket), ctx.scratch("mean", bucket)
+            snapshot.copy_(bucket.flat)
+            first = gate if bucket.index == 0 else None
+            this.tickets.append(
+                ctx.launch(
+                    self.exchange,
+                    bucket,
+                    mean,
+                    before=partial(_join, this, first, snapshot, mean),
+                    after=partial(_leave, this, snapshot, mean),
+                    lane=lane,
+                )
+            )
+        return this
+
+
+@dataclass(eq=False)
+class _Round:
+    """One round, as this rank sees it. The lane holds it too, so it must lead neither to the lane nor the context."""
+
+    step: int
+    began: float
+    ended: float = 0.0
+    tickets: list[Ticket] = field(default_factory=list)
+    on: bool = False  # every rank takes part; written by the lane, read once the tickets are done
+    unwanted: threading.Event = field(default_factory=threading.Event)
+
+    def settle(self) -> None:
+        """Return when it is over or called off. Bounded by the group's timeout: all ranks' lanes are in it, or none."""
+        self.unwanted.set()
+        for ticket in self.tickets:
+            ticket.wait()
+
+
+@dataclass(eq=False)
+class _Rounds:
+    """What the training thread knows."""
+
+    lane: BackgroundLane | None = None
+    pending: _Round | None = None
+    ended: float = -math.inf  # when the last one was over; the same moment on all ranks, so that they stay in phase
+    broken: bool = False
+
+
+def _join(this: _Round, gate: Gate | None, snapshot: Tensor, mean: Tensor) -> bool:
+    """On the lane, before an exchange."""
+    if gate is not None:
+        this.on = gate.enter(this.unwanted.is_set)
+    if this.on:
+        mean.copy_(snapshot)
+    return this.on
+
+
+def _leave(this: _Round, snapshot: Tensor, mean: Tensor) -> None:
+    """On the lane, after an exchange: `mean` becomes the difference."""
+    mean.sub_(snapshot)
+    this.ended = time.monotonic()
+
+
+def _take_over(ctx: Context, rounds: _Rounds) -> None:
+    """In the training thread, when all tickets are done."""
+    this, rounds.pending = rounds.pending, None
+    assert this is not None and rounds.lane is not None
+    for ticket in this.tickets:
+        if ticket.error is not None:
+            rounds.broken = True
+            rounds.lane.abandon()
+            reason = f"{type(ticket.error).__name__}: {ticket.error}"
+            ctx.notice(f"async: averaging failed, training goes on without it: {reason}", urgent=True)
+            return
+    if not this.on:
+        return
+    for bucket, ticket in zip(ctx.buckets, this.tickets, strict=True):
+        ctx.wait(ticket)  # done already; it keeps the books
+        bucket.flat.add_(ctx.scratch("mean", bucket))
+    rounds.ended = this.ended
+    ctx.report("round_s", this.ended - this.began)
+    ctx.report("staleness_steps", ctx.step - this.step)

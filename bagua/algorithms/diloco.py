@@ -1,0 +1,194 @@
+"""DiLoCo: train alone, then let an outer optimizer step with the mean of the ways that the ranks have gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bagua import codecs
+from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, Payload
+from bagua.algorithms.decentralized import check_interval
+from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.registry import register
+from bagua.codecs import Codec
+from bagua.exchanges import Exchange, mix
+
+__all__ = ["DiLoCo"]
+
+
+@register
+@dataclass(frozen=True)
+class DiLoCo(Algorithm):
+    """Every H steps: d = mean(anchor - x); an outer optimizer moves the anchor by d; x = anchor.
+
+    The optimizers given to `distribute` are the inner ones and step with local gradients. The outer one is SGD
+    with momentum: v = mu v + d; anchor -= lr (d + mu v), or lr v without Nesterov. The anchor is the same, bit
+    for bit, on all ranks. It starts as the weights at hand, which must be equal: after `distribute`, or after a
+    synchronous algorithm in `Warmup(steps, "gradient_allreduce", "diloco")`.
+
+    All ranks must make the same number of optimizer steps; a GradScaler that skips a step on one rank only breaks
+    that. A round that has not ended when training does, or when another algorithm takes over, is dropped;
+    `bagua.average` makes the weights of all ranks equal.
+
+    Args:
+        communication_interval: H, inner steps between two outer steps; the papers use 100 to 500.
+        outer_lr, outer_momentum, nesterov: the outer optimizer.
+        codec: what ranks send of d: "identity", "bf16", "minmax_uint8", "int4", or any codec.
+        error_feedback: add what a lossy, non-linear codec lost in one round to the next.
+        fragments: bucket i belongs to fragment i mod `fragments`, and fragment f takes its outer step
+            H/fragments steps after fragment f - 1, so that the network is used evenly. Must divide H.
+        delay: take d, go on training, and make the outer step so many inner steps later (at most H/fragments).
+            The exchange is hidden behind these steps.
+        mixing: a in x = (1 - a) anchor + a x; what is kept of the inner steps made during the delay. None is 0
+            without a delay and 0.5 with one, as in the paper.
+        hierarchical: sum within each node first; None means False.
+
+    Bytes: those of the exchange, once per H steps; peaks are 1/fragments of a round.
+    Source: arXiv:2311.08105 (DiLoCo), algorithm 1; arXiv:2501.18512 (Streaming DiLoCo), algorithm 2: fragments,
+        delay, mixing; with `delay` = H and `mixing` = 0 the delayed variant of arXiv:2502.12996.
+    Differs: fragments are made of buckets, not of layers. Anchor and momentum are kept in fp32 for weights of 16 bits.
+    """
+
+    name: ClassVar[str] = "diloco"
+    summary: ClassVar[str] = "outer momentum SGD on the mean weight change of every few dozen local steps"
+    exactness: ClassVar[Exactness] = Exactness.DECENTRALIZED
+    payload_kind: ClassVar[Payload] = Payload.PARAM
+
+    communication_interval: int = 64
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+    codec: str | Codec = "identity"
+    error_feedback: bool = False
+    fragments: int = 1
+    delay: int = 0
+    mixing: float | None = None
+    hierarchical: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_interval("communication_interval", self.communication_interval)
+        check_interval("fragments", self.fragments)
+        if self.communication_interval % self.fragments:
+            raise ValueError(
+                f"fragments: {self.fragments} does not divide communication_interval={self.communication_interval}"
+            )
+        if isinstance(self.delay, bool) or not isinstance(self.delay, int) or not 0 <= self.delay <= self._spacing:
+            raise ValueError(
+                f"delay: expected 0 to communication_interval / fragments = {self._spacing} steps, got {self.delay!r}"
+            )
+        _check_number("outer_lr", self.outer_lr, 0.0, None)
+        if not self.outer_lr:
+            raise ValueError("outer_lr: 0 would keep the weights where they are")
+        _check_number("outer_momentum", self.outer_momentum, 0.0, 1.0)
+        if self.mixing is not None:
+            _check_number("mixing", self.mixing, 0.0, 1.0)
+        if self.nesterov and not self.outer_momentum:
+            raise ValueError("nesterov: True needs outer_momentum > 0; pass nesterov=False for plain outer SGD")
+        _ = self.exchange
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """The mean of all ranks."""
+        return mix(
+            "complete",
+            codecs.get(self.codec),
+            hierarchical=bool(self.hierarchical),
+            error_feedback=self.error_feedback,
+        )
+
+    @property
+    def _spacing(self) -> int:
+        """Steps from one fragment's round to the next one's."""
+        return self.communication_interval // self.fragments
+
+    def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
+        """`hierarchical=True` has nothing to do on one node, or with one rank on each."""
+        return fit_hierarchy(self, nodes, default=False)
+
+    def bytes_per_rank(self, n: int, size: int) -> float:
+        """The exchange's, spread over the interval."""
+        return self.exchange.bytes_per_rank(n, size) / self.communication_interval
+
+    def setup(self, ctx: Context) -> None:
+        """Keep the weights as the first anchor.
+
+        Raises:
+            ValueError: there are fewer buckets than fragments.
+        """
+        if len(ctx.buckets) < self.fragments:
+            raise ValueError(
+                f"fragments={self.fragments}, but the parameters fill {len(ctx.buckets)} bucket(s) only; "
+                "lower bucket_bytes or fragments"
+            )
+        ctx.prepare(self.exchange)
+        for bucket in ctx.buckets:
+            wide = bucket.flat.element_size() >= 4
+            anchor = ctx.tensor("anchor", bucket, bucket.flat if wide else bucket.flat.float())
+            if self.outer_momentum:
+                ctx.tensor("momentum", bucket, anchor).zero_()
+            if self.delay:
+                ctx.tensor("delta", bucket)
+                ctx.tensor("launched_at", bucket, torch.zeros(1, dtype=torch.int64))
+
+    def on_step_end(self, ctx: Context) -> None:
+        """Finish the round that is due, then begin the one that is due; at once without a delay."""
+        step = ctx.step + 1
+        if self.delay:
+            begun = step - self.delay
+            late = [each for each in self._due(ctx, begun) if int(ctx.tensor("launched_at", each)) == begun]
+            if late:
+                ctx.wait()  # for these only: a delay is never longer than the space between two rounds
+                self._outer_step(ctx, late)
+        due = self._due(ctx, step)
+        for bucket in due:
+            # Here, not on the lane: the inner steps that follow move the weights. The anchor is first rounded to the
+            # type of the weights: d must not hold what the last `x = anchor` rounded off, or the anchor would stick
+            # to the grid of 16-bit numbers.
+            d = self._delta(ctx, bucket).copy_(ctx.tensor("anchor", bucket)).sub_(bucket.flat)
+            ctx.launch(self.exchange, bucket, d)
+            if self.delay:
+                ctx.tensor("launched_at", bucket).fill_(step)
+        if due and not self.delay:
+            ctx.wait()
+            self._outer_step(ctx, due)
+
+    def _due(self, ctx: Context, step: int) -> list[Bucket]:
+        """The buckets whose round begins at the end of step `step`."""
+        into, between = divmod(step % self.communication_interval, self._spacing)
+        fragment = (into - 1) % self.fragments
+        return [] if between or step < 1 else [each for each in ctx.buckets if each.index % self.fragments == fragment]
+
+    def _outer_step(self, ctx: Context, buckets: list[Bucket]) -> None:
+        kept = self.mixing if self.mixing is not None else 0.5 if self.delay else 0.0
+        lr, mu = self.outer_lr, self.outer_momentum
+        for bucket in buckets:
+            anchor, d = ctx.tensor("anchor", bucket), self._delta(ctx, bucket)
+            momentum = ctx.tensor("momentum", bucket).mul_(mu).add_(d) if mu else d
+            if self.nesterov:
+                anchor.add_(d, alpha=-lr).add_(momentum, alpha=-lr * mu)
+            else:
+                anchor.add_(momentum, alpha=-lr)
+            if kept:
+                bucket.flat.mul_(kept).add_(anchor, alpha=1 - kept)
+            else:
+                bucket.flat.copy_(anchor)
+
+    def _delta(self, ctx: Context, bucket: Bucket) -> Tensor:
+        """The way from the weights to the anchor: [N]; saved if a later step needs it."""
+        return ctx.tensor("delta", bucket) if self.delay else ctx.scratch("delta", bucket)
+
+
+def _check_number(name: str, value: object, low: float, high: float | None) -> None:
+    """Refuse what is no number in [low, high).
+
+    Raises:
+        ValueError: names the option.
+    """
+    top = float("inf") if high is None else high
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < top:
+        wanted = f">= {low:g}" if high is None else f"in [{low:g}, {high:g})"
+        raise ValueError(f"{name}: expected a number {wanted}, got {value!r}")

@@ -1,0 +1,111 @@
+"""Gradients of low rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+from torch import Tensor
+
+from bagua import exchanges
+from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness
+from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.registry import register
+from bagua.exchanges import Exchange, Hierarchical
+
+__all__ = ["PowerSGD"]
+
+_TYPICAL = (1024, 1024)  # the matrix for which `bytes_per_rank` speaks
+
+
+@register
+@dataclass(frozen=True)
+class PowerSGD(Algorithm):
+    """Every rank steps with the same low-rank approximation of the mean gradient, matrix by matrix.
+
+    A parameter counts as a matrix [first dimension, all others] (dimensions of one element left out). Vectors
+    and small matrices are averaged exactly (`bagua.exchanges.PowerSGD`). The gradients of the first steps change
+    fast and are better left alone: `Warmup(1000, "gradient_allreduce", "power_sgd")`.
+
+    Args:
+        rank: rank of the approximation; 1 to 4 for convolutional nets, 4 to 32 for transformers.
+        error_feedback: add what one step lost to the next; one fp32 element of state per compressed element.
+            Without it most models do not converge.
+        min_compression: compress a matrix only if that makes it at least so many times smaller.
+        hierarchical: sum within each node first, low rank among the nodes' leaders. None (default) does so
+            where there are several nodes of which one has several ranks.
+
+    Bytes: 2 (R-1)/R times 4 r (n + m) bytes for a matrix of n x m elements, instead of 4 n m. The figure of
+        `available()` is that of 1024 x 1024 matrices, r/512 of an all-reduce; for a model of your own see
+        `bagua.stats`.
+    Source: arXiv:1905.13727 (PowerSGD), algorithms 1 and 2; one round of power iteration, warm start.
+    Differs: QR instead of Gram-Schmidt; the steps of a bucket run straight on the lane, one all-reduce for all P
+        and one for all Q, so any number of buckets may be under way.
+    """
+
+    name: ClassVar[str] = "power_sgd"
+    summary: ClassVar[str] = "mean of all gradients at low rank, with error feedback"
+    exactness: ClassVar[Exactness] = Exactness.LOSSY
+
+    rank: int = 4
+    error_feedback: bool = True
+    min_compression: float = 2.0
+    hierarchical: bool | None = None
+
+    def __post_init__(self) -> None:
+        # Refuse bad options now, not in the middle of a run.
+        exchanges.PowerSGD((_TYPICAL,), self.rank, self.error_feedback, self.min_compression)
+        object.__setattr__(self, "min_compression", float(self.min_compression))
+
+    def exchange_for(self, bucket: Bucket) -> Exchange:
+        """The exchange that knows the matrices of `bucket`."""
+        return _exchange(self, tuple(_matrix_shape(param) for param in bucket.params))
+
+    def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
+        """Hierarchical by default where there is a hierarchy."""
+        return fit_hierarchy(self, nodes, default=True)
+
+    @property
+    def hierarchical_groups(self) -> bool:
+        """As the option says."""
+        return bool(self.hierarchical)
+
+    def bytes_per_rank(self, n: int, size: int) -> float:
+        """A typical figure: as if all `n` elements lay in matrices of 1024 x 1024."""
+        typical = math.prod(_TYPICAL)
+        return _exchange(self, (_TYPICAL,)).bytes_per_rank(typical, size) / typical * n
+
+    def setup(self, ctx: Context) -> None:
+        """One exchange for each bucket, for its shapes."""
+        for bucket in ctx.buckets:
+            ctx.prepare(self.exchange_for(bucket), bucket)
+
+    def on_ready(self, ctx: Context, bucket: Bucket) -> None:
+        """Launch at once."""
+        ctx.launch(self.exchange_for(bucket), bucket)
+
+    def on_backward_end(self, ctx: Context) -> None:
+        """The optimizer needs the means."""
+        ctx.wait()
+
+
+@lru_cache(maxsize=1024)
+def _exchange(algorithm: PowerSGD, shapes: tuple[tuple[int, int], ...]) -> Exchange:
+    exchange = exchanges.PowerSGD(shapes, algorithm.rank, algorithm.error_feedback, algorithm.min_compression)
+    return Hierarchical(exchange) if algorithm.hierarchical else exchange
+
+
+def _matrix_shape(param: Tensor) -> tuple[int, int]:
+    """(n, m) of a parameter as it lies in its bucket: the outermost dimension in memory, and the others."""
+    sizes = list(_sizes_in_memory(param))
+    return (sizes[0], math.prod(sizes[1:])) if len(sizes) > 1 else (1, math.prod(sizes))
+
+
+def _sizes_in_memory(param: Tensor) -> Iterator[int]:
+    """Sizes from the outermost dimension inwards, without those of one element. A transposed weight lies transposed."""
+    for _, size in sorted(zip(param.stride(), param.size(), strict=True), key=lambda each: -each[0]):
+        if size != 1:
+            yield size

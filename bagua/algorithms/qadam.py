@@ -1,0 +1,148 @@
+"""Quantised momentum of Adam: 8 bits, or 1 bit with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from bagua import codecs
+from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness
+from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.registry import register
+from bagua.codecs import Codec
+from bagua.exchanges import Exchange, mix
+from bagua.optim import QAdam as QAdamOptimizer
+from bagua.optim import TwoStage
+
+__all__ = ["MomentumAverage", "QAdam"]
+
+
+@dataclass(frozen=True)
+class MomentumAverage(Algorithm):
+    """Exact mean gradients while the optimizer warms up, then means of quantised momenta.
+
+    The buckets hold gradients. Once the optimizer says so, each of them is turned into the momentum that it would
+    give, m_i = b1 m + (1 - b1) g_i, which is exchanged and turned back: see `bagua.optim.TwoStage`. All of that
+    runs on the lane, beside the backward pass.
+    """
+
+    optimizer_class: ClassVar[type[TwoStage]] = TwoStage
+    exactness: ClassVar[Exactness] = Exactness.LOSSY
+
+    hierarchical: bool | None = None
+    codec: str | Codec = "minmax_uint8"
+    error_feedback: bool | None = None
+
+    def __post_init__(self) -> None:
+        codecs.get(self.codec)
+        _ = self.exchange
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """That of the momenta."""
+        codec = codecs.get(self.codec)
+        feedback = loses_much(codec) if self.error_feedback is None else self.error_feedback
+        return mix("complete", codec, hierarchical=bool(self.hierarchical), error_feedback=feedback)
+
+    @cached_property
+    def exact(self) -> Exchange:
+        """That of the warm-up."""
+        return mix("complete", "identity")
+
+    def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
+        """Hierarchical by default where there is a hierarchy."""
+        return fit_hierarchy(self, nodes, default=True)
+
+    def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Exactly one optimizer of the right class holds all parameters."""
+        wanted = self.optimizer_class.__name__
+        found = [optimizer for optimizer in optimizers if isinstance(optimizer, self.optimizer_class)]
+        if len(found) != 1:
+            given = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+            raise ValueError(f"optimizers: {self.name!r} needs exactly one bagua.optim.{wanted}, got {given}")
+        held = {param for group in found[0].param_groups for param in group["params"]}
+        missing = [name for name, param in params.items() if param not in held]
+        if missing:
+            raise ValueError(
+                f"optimizers: {self.name!r} needs all trainable parameters in its {wanted}, "
+                f"which lacks {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+            )
+
+    def optimizer(self, ctx: Context) -> TwoStage:
+        """The one of the right class.
+
+        Raises:
+            RuntimeError: it has been deleted since `distribute`.
+        """
+        for each in ctx.optimizers:
+            if isinstance(each, self.optimizer_class):
+                return each
+        raise RuntimeError(f"{self.name}: the {self.optimizer_class.__name__} given to distribute() no longer exists")
+
+    def setup(self, ctx: Context) -> None:
+        """Prepare both exchanges; the optimizer may have got state from rank 0 just now."""
+        ctx.prepare(self.exact)
+        ctx.prepare(self.exchange)
+        self.optimizer(ctx).recount()
+
+    def on_ready(self, ctx: Context, bucket: Bucket) -> None:
+        """Launch at once."""
+        optimizer = self.optimizer(ctx)
+        if not optimizer.compressing or ctx.groups.world.size == 1:
+            ctx.launch(self.exact, bucket)
+            return
+        params, views = bucket.params, bucket.split(bucket.flat)
+        ctx.launch(
+            self.exchange,
+            bucket,
+            before=lambda: optimizer.to_momentum(params, views),
+            after=lambda: optimizer.to_gradient(params, views),
+        )
+
+    def on_backward_end(self, ctx: Context) -> None:
+        """The optimizer needs the means."""
+        ctx.wait()
+
+
+@register
+@dataclass(frozen=True)
+class QAdam(MomentumAverage):
+    """Adam whose workers average 8-bit (or 1-bit) momenta. Needs the optimizer `bagua.optim.QAdam`.
+
+    For the optimizer's `warmup_steps` steps every rank steps with the exact mean gradient, as Adam. Then the
+    second moment is fixed, and the ranks average quantised momenta:
+
+        m = mean over ranks of Q(b1 m + (1 - b1) g_i),    x -= lr / (1 - b1^k) * m / (sqrt(v) / c + eps)
+
+    The mean is handed to the optimizer as the gradient (m_new - b1 m) / (1 - b1), so weight decay is added there,
+    exactly; clipping of gradients works on the mean, and so does a `GradScaler` (with a loss scale the gradient
+    dominates what is quantised). A parameter that no rank used keeps its momentum, as with Adam. The warm-up is
+    over when the optimizer has made its steps, resumed ones included.
+
+    Args:
+        hierarchical: full precision within a node, quantised between nodes. None (default) does so where it can
+            act, that is with several nodes of which one has several ranks.
+        codec: the codec of the momenta: "minmax_uint8" by default, "sign" for 1 bit.
+        error_feedback: add what one step lost to the next. None (default) does so for codecs with less than 8
+            bits per element, which do not converge without.
+
+    Bytes: after the warm-up about 2 (R-1)/R bytes per element sent with 8 bits, 2 (R-1)/(8 R) with 1 bit; during
+        the warm-up four times what 8 bits cost, an all-reduce in fp32.
+    Source: arXiv:2102.02888 (1-bit Adam), algorithm 1; arXiv:2107.01499 section 3 and the original's QAdam.
+    Differs: see `bagua.optim.QAdam` for the step; the original exchanged m itself and lost weight decay.
+    """
+
+    name: ClassVar[str] = "qadam"
+    summary: ClassVar[str] = "Adam with momenta averaged in 8 bits (or 1) after a warm-up"
+    optimizer_class: ClassVar[type[TwoStage]] = QAdamOptimizer
+
+
+def loses_much(codec: Codec) -> bool:
+    """Whether `codec` spends less than 8 bits per fp32 element, so that its errors must be fed back."""
+    many = 1 << 20
+    return not codec.linear and not codec.lossless and codec.wire_bytes(many) < many

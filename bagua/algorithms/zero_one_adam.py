@@ -1,0 +1,66 @@
+"""0/1 Adam: 1-bit momenta, fewer and fewer exact steps, then local steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from bagua.algorithms.base import Bucket, Context
+from bagua.algorithms.qadam import MomentumAverage
+from bagua.algorithms.registry import register
+from bagua.codecs import Codec
+from bagua.optim import TwoStage
+from bagua.optim import ZeroOneAdam as ZeroOneAdamOptimizer
+from bagua.optim.zero_one_adam import StepKind
+
+__all__ = ["ZeroOneAdam"]
+
+
+@register
+@dataclass(frozen=True)
+class ZeroOneAdam(MomentumAverage):
+    """Adam whose workers average 1-bit momenta, and later only 1-bit sums of several steps.
+
+    Needs the optimizer `bagua.optim.ZeroOneAdam`, whose options say which steps are exact, quantised or local.
+    Exact and quantised steps overlap with the backward pass, as those of `QAdam`. Within an interval of local
+    steps the ranks' weights differ; at its end, after the optimizer's step, they average what they moved by.
+
+    Args:
+        hierarchical: full precision within a node, quantised between nodes. None (default) does so where it can
+            act, that is with several nodes of which one has several ranks.
+        codec: the codec of momenta and sums; "sign" by default, "minmax_uint8" for 8 bits.
+        error_feedback: add what one exchange lost to the next. None (default) does so for codecs with less than
+            8 bits per element, which do not converge without.
+
+    Bytes: about 2 (R-1)/(8 R) bytes per element for each exchange that is not exact; one exchange per interval.
+    Source: arXiv:2202.06009 (0/1 Adam), algorithm 1.
+    Differs: see `bagua.optim.ZeroOneAdam`.
+    """
+
+    name: ClassVar[str] = "zero_one_adam"
+    summary: ClassVar[str] = "Adam with momenta averaged in 1 bit, then every few steps only"
+    optimizer_class: ClassVar[type[TwoStage]] = ZeroOneAdamOptimizer
+
+    codec: str | Codec = "sign"
+
+    def on_ready(self, ctx: Context, bucket: Bucket) -> None:
+        """Nothing is exchanged in local steps."""
+        optimizer = self.optimizer(ctx)
+        assert isinstance(optimizer, ZeroOneAdamOptimizer)
+        if optimizer.kind(optimizer.num_steps + 1) in (StepKind.EXACT, StepKind.MOMENTUM):
+            super().on_ready(ctx, bucket)
+
+    def on_step_end(self, ctx: Context) -> None:
+        """At the end of an interval the ranks meet."""
+        optimizer = self.optimizer(ctx)
+        assert isinstance(optimizer, ZeroOneAdamOptimizer)
+        if optimizer.kind(optimizer.num_steps) is not StepKind.MEET:
+            return
+        means = [ctx.scratch("drift", bucket) for bucket in ctx.buckets]
+        for bucket, flat in zip(ctx.buckets, means, strict=True):
+            optimizer.mean_momenta(bucket.params, bucket.split(flat))
+            ctx.launch(self.exchange, bucket, flat)
+        ctx.wait()
+        for bucket, flat in zip(ctx.buckets, means, strict=True):
+            optimizer.meet(bucket.params, bucket.split(flat))
+        optimizer.interval_ends()

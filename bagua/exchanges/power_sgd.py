@@ -1,0 +1,234 @@
+"""The mean of all ranks through low-rank matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bagua.comm.collectives import all_reduce_
+from bagua.comm.groups import Groups
+from bagua.exchanges.base import Exchange, State
+
+__all__ = ["PowerSGD"]
+
+_SEED = 1905_13727  # of the first right factors; any number, as long as it is the same on all ranks
+
+
+class _Matrix(NamedTuple):
+    """A part of the bucket that is compressed: [n, m] of rank r; where it starts in the bucket and the packed ones."""
+
+    start: int
+    n: int
+    m: int
+    r: int
+    dense: int
+    left: int
+    right: int
+
+
+class _Layout(NamedTuple):
+    """What is compressed, sorted so that left factors of one shape lie side by side, and what is not."""
+
+    matrices: tuple[_Matrix, ...]
+    rest: tuple[tuple[int, int], ...]
+    num_dense: int
+    num_left: int
+    num_right: int
+    num_rest: int
+
+
+@dataclass(frozen=True)
+class PowerSGD(Exchange):
+    """x = mean over ranks, with P Q^T of low rank in the place of each large matrix M of the bucket.
+
+    P = mean(M Q); P = orthonormalise(P); Q = mean(M^T P); M' = P Q^T. Q starts from the step before. All P of the
+    bucket ride one all-reduce, all Q and what is not compressed ride a second one. With error feedback,
+    M += e before and e = M - P (M^T P)^T after, with the rank's own M^T P: with the mean in its place the result
+    would be the same, but what tells the ranks apart would add up in e.
+
+    The work is done in fp32 (fp64 for fp64 payloads). Vectors, and matrices for which
+    `min_compression * r * (n + m) > n * m`, are averaged exactly. Householder QR yields orthonormal columns for
+    any P, so a zero or rank-deficient gradient cannot leave dead columns behind.
+
+    Args:
+        shapes: (n, m) of each parameter, in the order of the bucket; (1, n) for a vector.
+        rank: columns of P and Q; at most min(n, m) are used.
+        error_feedback: add what one step lost to the next.
+        min_compression: compress a matrix only if it becomes at least so many times smaller.
+
+    State: `right`, all Q^T; with error feedback `error`, one element for each one that is compressed.
+    Bytes: 2 (R-1)/R times 4 bytes for each element of P, Q and the rest, sent per rank.
+    Source: arXiv:1905.13727 (PowerSGD), algorithms 1 and 2.
+    Differs: QR instead of Gram-Schmidt.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    rank: int = 4
+    error_feedback: bool = True
+    min_compression: float = 2.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"rank: expected an integer >= 1, got {self.rank!r}")
+        ratio = self.min_compression
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio < math.inf:
+            raise ValueError(f"min_compression: expected a number > 0, got {ratio!r}")
+
+    @property
+    def name(self) -> str:
+        """power_sgd, the rank, and whether errors are fed back."""
+        return f"power_sgd[rank {self.rank}{', error feedback' if self.error_feedback else ''}]"
+
+    @property
+    def lossy(self) -> bool:
+        """Unless there is nothing to compress."""
+        return bool(self._layout.matrices)
+
+    @cached_property
+    def _layout(self) -> _Layout:
+        found: list[tuple[int, int, int, int]] = []
+        rest: list[tuple[int, int]] = []
+        start = 0
+        for n, m in self.shapes:
+            r = min(self.rank, n, m)
+            if min(n, m) > 1 and self.min_compression * r * (n + m) <= n * m:
+                found.append((n, r, m, start))
+            elif rest and rest[-1][1] == start:
+                rest[-1] = (rest[-1][0], start + n * m)
+            else:
+                rest.append((start, start + n * m))
+            start += n * m
+        matrices: list[_Matrix] = []
+        dense = left = right = 0
+        for n, r, m, at in sorted(found):
+            matrices.append(_Matrix(at, n, m, r, dense, left, right))
+            dense, left, right = dense + n * m, left + n * r, right + m * r
+        return _Layout(tuple(matrices), tuple(rest), dense, left, right, sum(b - a for a, b in rest))
+
+    def init(self, x_N: Tensor, groups: Groups) -> State:
+        """Random Q, the same on all ranks, and zero errors; nothing with a single rank.
+
+        Raises:
+            ValueError: `x_N` does not hold matrices of these shapes.
+        """
+        layout, dtype, device = self._layout, _work_dtype(x_N.dtype), x_N.device
+        self._check_numel(x_N.numel())
+        if groups.size == 1:
+            return {}
+        generator = torch.Generator().manual_seed(_SEED)
+        state = {"right": torch.randn(layout.num_right, generator=generator, dtype=torch.float64).to(device, dtype)}
+        if self.error_feedback:
+            state["error"] = torch.zeros(layout.num_dense, dtype=dtype, device=device)
+        return state
+
+    def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
+        """Shapes: x_N is [N], N the elements of all shapes; packed, P: all left factors, Q: right ones and rest."""
+        group, buffers, layout = groups.world, groups.buffers, self._layout
+        if group.size == 1 or x_N.numel() == 0:
+            return
+        dtype, device, weight = _work_dtype(x_N.dtype), x_N.device, 1.0 / group.size
+        p_P = buffers.get("left", (layout.num_left,), dtype, device)
+        q_Q = buffers.get("right_and_rest", (layout.num_right + layout.num_rest,), dtype, device)
+        rest = [x_N[start:stop] for start, stop in layout.rest]
+        targets = [x_N[each.start : each.start + each.n * each.m].view(each.n, each.m) for each in layout.matrices]
+        lefts, rights = _lefts(layout, p_P), _rights(layout, q_Q)
+        if targets:
+            matrices = self._take(targets, state, groups)
+            for matrix, right, left in zip(matrices, _rights(layout, state["right"]), lefts, strict=True):
+                torch.mm(matrix, right.t(), out=left)
+            all_reduce_(group, p_P.mul_(weight))
+            _orthonormalise_(layout, p_P)
+            for matrix, left, right in zip(matrices, lefts, rights, strict=True):
+                torch.mm(left.t(), matrix, out=right)
+            if self.error_feedback:
+                for matrix, left, right in zip(matrices, lefts, rights, strict=True):
+                    matrix.addmm_(left, right, alpha=-1)
+                # An overflowed step is skipped by the GradScaler; its NaN must not come back for ever.
+                state["error"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        _pack(q_Q[layout.num_right :], rest)
+        all_reduce_(group, q_Q.mul_(weight))
+        _unpack(q_Q[layout.num_right :], rest)
+        if targets:
+            new, old = q_Q[: layout.num_right], state["right"]
+            old.copy_(torch.where(new.isfinite(), new, old))
+        for target, left, right in zip(targets, lefts, rights, strict=True):
+            if target.dtype == dtype:
+                torch.mm(left, right, out=target)
+            else:
+                target.copy_(torch.mm(left, right, out=buffers.get("low_rank", tuple(target.shape), dtype, device)))
+
+    def bytes_per_rank(self, n: int, size: int) -> float:
+        """2 (R-1)/R times 4 bytes for P, Q and the rest.
+
+        Raises:
+            ValueError: `n` is not the number of elements of all shapes.
+        """
+        self._check_numel(n)
+        layout = self._layout
+        return 2 * (size - 1) / size * 4 * (layout.num_left + layout.num_right + layout.num_rest)
+
+    def _check_numel(self, n: int) -> None:
+        if n != sum(rows * columns for rows, columns in self.shapes):
+            raise ValueError(f"PowerSGD: {n} elements are not those of the shapes {list(self.shapes)}")
+
+    def _take(self, targets: Sequence[Tensor], state: State, groups: Groups) -> list[Tensor]:
+        """What is compressed, in the work dtype: gradient plus error (in the error's place), or the gradient."""
+        layout, dtype = self._layout, state["right"].dtype
+        if self.error_feedback:
+            matrices = _denses(layout, state["error"])
+            for matrix, target in zip(matrices, targets, strict=True):
+                matrix.add_(target)
+            return matrices
+        if targets[0].dtype == dtype:
+            return list(targets)
+        matrices = _denses(layout, groups.buffers.get("dense", (layout.num_dense,), dtype, targets[0].device))
+        for matrix, target in zip(matrices, targets, strict=True):
+            matrix.copy_(target)
+        return matrices
+
+
+def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _denses(layout: _Layout, flat: Tensor) -> list[Tensor]:
+    return [flat[each.dense : each.dense + each.n * each.m].view(each.n, each.m) for each in layout.matrices]
+
+
+def _lefts(layout: _Layout, flat: Tensor) -> list[Tensor]:
+    return [flat[each.left : each.left + each.n * each.r].view(each.n, each.r) for each in layout.matrices]
+
+
+def _rights(layout: _Layout, flat: Tensor) -> list[Tensor]:
+    # Q^T: products whose result is [m, r] with few columns take ten times as long on a CPU.
+    return [flat[each.right : each.right + each.m * each.r].view(each.r, each.m) for each in layout.matrices]
+
+
+def _orthonormalise_(layout: _Layout, p_P: Tensor) -> None:
+    """Make the columns of each left factor orthonormal; factors of one shape in one call."""
+    for (n, r), same in groupby(layout.matrices, key=lambda each: (each.n, each.r)):
+        group = list(same)
+        start = group[0].left
+        factors = p_P[start : start + len(group) * n * r].view(len(group), n, r)
+        factors.copy_(torch.linalg.qr(factors).Q)
+
+
+def _pack(flat: Tensor, parts: Sequence[Tensor]) -> None:
+    at = 0
+    for part in parts:
+        flat[at : at + part.numel()].copy_(part)
+        at += part.numel()
+
+
+def _unpack(flat: Tensor, parts: Sequence[Tensor]) -> None:
+    at = 0
+    for part in parts:
+        part.copy_(flat[at : at + part.numel()])
+        at += part.numel()

@@ -1,0 +1,172 @@
+"""LAMB that fixes its second moment and its scaling after a warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bagua.optim.checks import check_number
+from bagua.optim.two_stage import TwoStage, check_warmup, retire_unused, update_moments
+
+__all__ = ["OneBitLamb"]
+
+
+class OneBitLamb(TwoStage):
+    """LAMB for `warmup_steps` steps, then LAMB with fixed second moments. Made for the algorithm "one_bit_lamb".
+
+    Per parameter tensor ("layer"), with g the mean gradient:
+
+        m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  p = m / (sqrt(v) + eps),  u = p + weight_decay x
+        warm-up:    c = |x| / |u| within [min_coeff, max_coeff];  a = coeff_beta a + (1 - coeff_beta) c
+                    x -= lr c u
+        afterwards: p uses the v of the warm-up's end, while v is followed further with the gradient that the
+                    mean of the quantised momenta implies, (m - b1 m_before) / (1 - b1);
+                    f = max over elements of (sqrt(v_fixed) + eps) / (sqrt(v) + eps), brought closer to 1 by the
+                    part of weight decay in u, within [factor_min, factor_max] and within factor_threshold
+                    (relative) of the f before
+                    x -= lr a f u
+
+    c = 1 where |x| or |u| is 0. Layers count their own steps, so one that gets gradients late warms up late.
+    Elements whose v is 0 when it is fixed have never had a gradient; their p stays 0.
+
+    Args:
+        params: parameters or groups of them.
+        lr: step size; any scheduler may change it.
+        warmup_steps: steps with exact gradients; the same for all groups.
+        betas: decay of m and v.
+        eps: added to the root of v.
+        weight_decay: decoupled, within the scaled update.
+        max_coeff, min_coeff: bounds of c.
+        coeff_beta: decay of the running mean a of c.
+        factor_max, factor_min: bounds of f.
+        factor_threshold: how far f may move in one step.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it.
+
+    Source: arXiv:2104.06069 (1-bit LAMB), algorithm 2.
+    Differs: a starts with the first c instead of 0. The paper scales layers to a common magnitude before it
+        quantises them with one scale; codecs here have a scale for each block, so nothing is to be evened out.
+    """
+
+    common: ClassVar[tuple[str, ...]] = ("warmup_steps",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        warmup_steps: int = 100,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+    ) -> None:
+        defaults = {"lr": lr, "warmup_steps": warmup_steps, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta}
+        defaults |= {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
+        super().__init__(params, defaults)
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Refuse wrong options of a parameter group."""
+        super().check_options(options)
+        check_warmup(options)
+        check_number("min_coeff", options["min_coeff"])
+        check_number("max_coeff", options["max_coeff"], options["min_coeff"], open_low=True)
+        check_number("coeff_beta", options["coeff_beta"], 0, 1)
+        check_number("factor_min", options["factor_min"], 0, 1)
+        check_number("factor_max", options["factor_max"], 1)
+        check_number("factor_threshold", options["factor_threshold"], open_low=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for slot in (self.state[param] for param in group["params"] if param in self.state):
+                if slot["step"] >= group["warmup_steps"] and "coeff" not in slot:
+                    raise ValueError(
+                        f"state dict: made by another optimizer and at step {slot['step']}, when warmup_steps="
+                        f"{group['warmup_steps']} are over; layers have no scaling coefficient"
+                    )
+
+    @property
+    def compressing(self) -> bool:
+        """Whether the warm-up is over."""
+        return self.num_steps >= self.param_groups[0]["warmup_steps"]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Make one step; returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            live = self.live(group)
+            warm = [one for one in live if one[2]["step"] <= group["warmup_steps"]]
+            fixed = [one for one in live if one[2]["step"] > group["warmup_steps"]]
+            if warm:
+                self._step_warm(group, warm)
+            if fixed:
+                self._step_fixed(group, fixed)
+        return loss
+
+    def _step_warm(self, group: dict[str, Any], live: list[tuple[Tensor, Tensor, dict[str, Any]]]) -> None:
+        params, grads, slots = [one[0] for one in live], [one[1] for one in live], [one[2] for one in live]
+        firsts, seconds = [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
+        update_moments(grads, firsts, seconds, group["betas"])
+        updates = torch._foreach_div(firsts, _roots(seconds, group["eps"]))
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        sizes: list[float] = []
+        for slot, weight, update in zip(slots, _norms(params), _norms(updates), strict=True):
+            coeff = weight / update if weight > 0 and update > 0 else 1.0
+            coeff = min(max(coeff, group["min_coeff"]), group["max_coeff"])
+            before = slot.get("coeff", coeff)
+            slot["coeff"] = group["coeff_beta"] * before + (1 - group["coeff_beta"]) * coeff
+            sizes.append(-float(group["lr"]) * coeff)
+        torch._foreach_mul_(updates, sizes)
+        torch._foreach_add_(params, updates)
+
+    def _step_fixed(self, group: dict[str, Any], live: list[tuple[Tensor, Tensor, dict[str, Any]]]) -> None:
+        params, grads, slots = [one[0] for one in live], [one[1] for one in live], [one[2] for one in live]
+        for slot in slots:
+            if "exp_avg_sq_fresh" not in slot:
+                slot["exp_avg_sq_fresh"] = slot["exp_avg_sq"].clone(memory_format=torch.preserve_format)
+                retire_unused([slot["exp_avg_sq"]])
+                slot["factor"] = 1.0
+        firsts, fresh = [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq_fresh"] for slot in slots]
+        update_moments(grads, firsts, fresh, group["betas"])
+        roots = _roots([slot["exp_avg_sq"] for slot in slots], group["eps"])
+        updates = torch._foreach_div(firsts, roots)
+        torch._foreach_div_(roots, _roots(fresh, group["eps"]))
+        drifts = torch.stack([root.nan_to_num_(0.0, 0.0, 0.0).max() for root in roots]).tolist()
+        shares = [1.0] * len(slots)
+        if group["weight_decay"]:
+            alone = _norms(updates)
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+            shares = [min(1.0, a / b) if b > 0 else 1.0 for a, b in zip(alone, _norms(updates), strict=True)]
+        for slot, drift, share in zip(slots, drifts, shares, strict=True):
+            factor, reach = drift * share + (1 - share), group["factor_threshold"]
+            factor = min(max(factor, group["factor_min"]), group["factor_max"])
+            slot["factor"] = min(max(factor, slot["factor"] * (1 - reach)), slot["factor"] * (1 + reach))
+        torch._foreach_mul_(updates, [-float(group["lr"]) * slot["coeff"] * slot["factor"] for slot in slots])
+        torch._foreach_add_(params, updates)
+
+
+def _roots(moments: list[Tensor], eps: float) -> list[Tensor]:
+    roots = list(torch._foreach_sqrt(moments))
+    torch._foreach_add_(roots, eps)
+    return roots
+
+
+def _norms(tensors: Any) -> list[float]:
+    """One wait for the device instead of one per tensor."""
+    return torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))]).tolist()

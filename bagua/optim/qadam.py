@@ -1,0 +1,112 @@
+"""Adam that fixes its second moment after a warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bagua.optim.two_stage import TwoStage, check_warmup, retire_unused, update_moments
+
+__all__ = ["QAdam"]
+
+
+class QAdam(TwoStage):
+    """Adam for `warmup_steps` steps; then the second moment v stays as it is. Made for the algorithm "qadam".
+
+        g  = gradient + weight_decay x
+        m  = b1 m + (1 - b1) g
+        v  = b2 v + (1 - b2) g^2                                                        at steps k <= w
+        x -= lr / (1 - b1^k) * m / (sqrt(v) / sqrt(1 - b2^j) + eps)    j updates of v so far, w = warmup_steps
+
+    Steps are counted per parameter, as Adam counts them: a parameter that first gets a gradient late warms up
+    late. Elements whose v is exactly 0 when it is fixed have never had a gradient; they no longer move (their v
+    becomes infinite). During the warm-up the bits are those of `torch.optim.Adam(foreach=True)`; on CPU those of
+    `foreach=False` too. Alone it works as well: Adam whose v is fixed at some step.
+
+    Args:
+        params: parameters or groups of them.
+        lr: step size; any scheduler may change it.
+        warmup_steps: steps with exact gradients, in which v is learned; the same for all groups. Papers take
+            15 to 25 % of all steps; v must have settled, and so must the learning rate's own warm-up.
+        betas: decay of m and v.
+        eps: added to the root of v.
+        weight_decay: L2 regularisation, as `torch.optim.Adam` has it.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it.
+
+    Source: arXiv:2102.02888 (1-bit Adam), algorithm 1; the original's QAdamOptimizer.
+    Differs: the paper and the original let 1 - b2^k grow on although v no longer does, so that after a warm-up of
+        100 steps with b2 = 0.999 the step size grows by 3.2; here it is fixed together with v. The original
+        reused an old m at the step in which the stages change, and left weight decay out of m afterwards.
+    """
+
+    common: ClassVar[tuple[str, ...]] = ("warmup_steps",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        warmup_steps: int = 100,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            params,
+            {"lr": lr, "warmup_steps": warmup_steps, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+        )
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Refuse wrong options of a parameter group."""
+        super().check_options(options)
+        check_warmup(options)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up."""
+        return self.param_groups[0]["warmup_steps"]
+
+    @property
+    def compressing(self) -> bool:
+        """Whether the warm-up is over."""
+        return self.num_steps >= self.warmup_steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Make one step; returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        live = self.live(group)
+        if not live:
+            return
+        (beta1, beta2), warmup, lr = group["betas"], group["warmup_steps"], float(group["lr"])
+        params, grads, slots = [one[0] for one in live], [one[1] for one in live], [one[2] for one in live]
+        if group["weight_decay"]:
+            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+        firsts, seconds = [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
+        warm = [index for index, slot in enumerate(slots) if slot["step"] <= warmup]
+        fixed = [index for index, slot in enumerate(slots) if slot["step"] > warmup]
+        update_moments([grads[i] for i in warm], [firsts[i] for i in warm], [seconds[i] for i in warm], (beta1, beta2))
+        for i in warm:
+            slots[i]["num_updates"] += 1
+        if fixed:
+            retire_unused([slots[i]["exp_avg_sq"] for i in fixed if not slots[i].get("fixed")])
+            for i in fixed:
+                slots[i]["fixed"] = True
+            torch._foreach_lerp_([firsts[i] for i in fixed], [grads[i] for i in fixed], 1 - beta1)
+        roots = torch._foreach_sqrt(seconds)
+        torch._foreach_div_(roots, [(1 - beta2 ** slot["num_updates"]) ** 0.5 for slot in slots])
+        torch._foreach_add_(roots, group["eps"])
+        sizes = [(lr / (1 - beta1 ** slot["step"])) * -1 for slot in slots]
+        torch._foreach_addcdiv_(params, firsts, roots, sizes)

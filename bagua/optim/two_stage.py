@@ -1,0 +1,169 @@
+"""What the optimizers of this package share: Adam's state, two stages, and the momentum space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bagua.optim.checks import check_betas, check_number, check_steps
+
+__all__ = ["TwoStage"]
+
+
+class TwoStage(torch.optim.Optimizer):
+    """An optimizer with Adam's moments, which runs as usual first and keeps its second moment fixed afterwards.
+
+    While the second moment is fixed, a step is linear in the momentum, so the workers may average quantised
+    momenta instead of exact gradients. `to_momentum` and `to_gradient` are the way there and back:
+
+        m_i = b1 m + (1 - b1) g_i  ->  mean of Q(m_i)  ->  g = (mean - b1 m) / (1 - b1)
+
+    after which the optimizer's own `m <- b1 m + (1 - b1) g` gives that mean. So weight decay, gradient clipping
+    and loss scaling act on an averaged gradient, as with any other algorithm.
+
+    State of a parameter: `step` (an int), `exp_avg`, `exp_avg_sq`, under the names that `torch.optim.Adam` uses, and
+    `num_updates`, how often `exp_avg_sq` was updated. State dicts of Adam can be loaded. Parameters whose gradient
+    is None are skipped and their step does not count.
+    """
+
+    #: Options that hold for the optimizer as a whole and must be equal in all parameter groups.
+    common: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self.check_options(defaults)
+        super().__init__(params, defaults)
+        self.recount()
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Refuse what a parameter group must not hold.
+
+        Raises:
+            ValueError: names the option.
+        """
+        check_number("lr", options["lr"])
+        check_betas("betas", options["betas"])
+        check_number("eps", options["eps"])
+        check_number("weight_decay", options["weight_decay"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters.
+
+        Raises:
+            ValueError: an option is wrong, or differs from the other groups' and must not.
+        """
+        self.check_options({**self.defaults, **param_group})
+        for name in self.common:
+            if param_group.get(name, self.defaults[name]) != self.defaults[name]:
+                raise ValueError(
+                    f"{name}: must be the same in all parameter groups, got {param_group[name]!r} "
+                    f"beside {self.defaults[name]!r}"
+                )
+        super().add_param_group(param_group)
+        self._group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)  # a state dict of another Adam lacks what Adam has not
+        for slot in self.state.values():
+            slot["step"] = int(slot.get("step", 0))  # torch keeps it in a tensor
+            slot.setdefault("num_updates", slot["step"])  # torch updates the second moment at every step
+        self._group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
+        self.recount()
+
+    def recount(self) -> None:
+        """Learn the number of steps from the state; for those who put state in from outside."""
+        self._num_steps = max((slot.get("step", 0) for slot in self.state.values()), default=0)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps made so far: those of the parameter that made most."""
+        return self._num_steps
+
+    @property
+    def compressing(self) -> bool:
+        """Whether the next step takes a mean of quantised momenta."""
+        raise NotImplementedError(f"{type(self).__name__} must say when its momentum may be quantised")
+
+    def live(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
+        """The group's parameters that have a gradient, with it and their state; their step is counted up.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        found: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
+            slot = self.state[param]
+            if "exp_avg" not in slot:
+                slot["step"] = slot["num_updates"] = 0
+                slot["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                slot["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            slot["step"] += 1
+            self._num_steps = max(self._num_steps, slot["step"])
+            found.append((param, grad, slot))
+        return found
+
+    def _group(self, param: Tensor) -> dict[str, Any]:
+        return self.param_groups[self._group_of[param]]
+
+    def to_momentum(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """`values`, gradients of `params`, become the momenta that a step with them would give; in place."""
+        for beta1, moments, grads in self._by_beta1(params, values):
+            torch._foreach_lerp_(grads, moments, beta1)
+
+    def to_gradient(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """The inverse of `to_momentum`, in place."""
+        for beta1, moments, grads in self._by_beta1(params, values):
+            torch._foreach_sub_(grads, moments, alpha=beta1)
+            torch._foreach_mul_(grads, 1 / (1 - beta1))
+
+    def _by_beta1(
+        self, params: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Iterable[tuple[float, list[Tensor], list[Tensor]]]:
+        """A parameter without state yet has momentum 0: its gradient is as good as its momentum, and is left out."""
+        found: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        for param, value in zip(params, values, strict=True):
+            moment = self.state[param].get("exp_avg") if param in self.state else None
+            if moment is not None:
+                moments, grads = found.setdefault(self._group(param)["betas"][0], ([], []))
+                moments.append(moment)
+                grads.append(value)
+        return ((beta1, *lists) for beta1, lists in found.items())
+
+
+def retire_unused(moments: Sequence[Tensor]) -> None:
+    """Make elements of a second moment that is about to be fixed infinite where they are 0.
+
+    Such an element never had a gradient (a word that did not occur). Divided by `eps`, the noise of a quantised
+    momentum would throw it far away; divided by infinity it stays where it is.
+    """
+    for moment in moments:
+        moment.masked_fill_(moment == 0, torch.inf)
+
+
+def update_moments(
+    grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], betas: tuple[float, float]
+) -> None:
+    """Adam's m and v, in place; the same operations as torch's, so the same bits."""
+    if grads:
+        torch._foreach_lerp_(firsts, grads, 1 - betas[0])
+        torch._foreach_mul_(seconds, betas[1])
+        torch._foreach_addcmul_(seconds, grads, grads, 1 - betas[1])
+
+
+def check_warmup(options: dict[str, Any]) -> None:
+    """Refuse a warm-up of no step: there would be no second moment to keep.
+
+    Raises:
+        ValueError: names the option.
+    """
+    check_steps("warmup_steps", options["warmup_steps"])

@@ -1,0 +1,206 @@
+"""Adam that learns its second moment ever more seldom, and then makes steps without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bagua.optim.checks import check_steps
+from bagua.optim.two_stage import TwoStage, update_moments
+
+__all__ = ["StepKind", "ZeroOneAdam"]
+
+
+class StepKind(Enum):
+    """What the ranks share in one step."""
+
+    EXACT = "exact mean of gradients; the second moment is updated"
+    MOMENTUM = "mean of quantised momenta"
+    LOCAL = "nothing"
+    MEET = "mean of quantised drifts, after a local step"
+
+
+class ZeroOneAdam(TwoStage):
+    """0/1 Adam. Made for the algorithm "zero_one_adam", without which the ranks never meet.
+
+    Steps k = 1, 2, ... of the optimizer as a whole; l_k = lr / (1 - b1^k), D = sqrt(v / (1 - b2^j)) + eps after j
+    updates of v:
+
+        m = b1 m + (1 - b1) g,  g including weight_decay x;   v = b2 v + (1 - b2) g^2  at variance steps only
+        x -= l_k m / D
+
+    Variance steps: k_1 = 1; the distance to the next is 1 for the first `var_update_scaler` of them, 2 for as
+    many, then 4, 8, ...; the last is not later than `var_freeze_step`. They take the exact mean gradient, other
+    steps up to there a mean of quantised momenta.
+
+    After `var_freeze_step` the ranks meet in intervals of H steps: 1 for `local_step_scaler` steps, then 2 for as
+    many, then 4, ..., at most `local_step_clipper`. Within an interval each rank steps alone and sums its drift
+    u += l_k m. Where they meet, with L the sum of l_k, M the mean of the quantised u / L, and x_0 the weights at
+    the interval's start:
+
+        m = M,   x = x_0 - L M / D
+
+    Elements of v that are 0 have never had a gradient and do not move. Gradients within an interval are local:
+    use no `GradScaler` there, whose decision to skip a step differs by rank. Checkpoints within an interval
+    differ by rank too, weights included; save and load them on each rank.
+
+    Args:
+        params: parameters or groups of them.
+        lr: step size; any scheduler may change it.
+        betas: decay of m and v.
+        eps: added to the root of v.
+        weight_decay: L2 regularisation, as `torch.optim.Adam` has it.
+        var_freeze_step: the last step at which v may be updated, usually the end of the learning rate's warm-up.
+        var_update_scaler: kappa of the paper.
+        local_step_scaler: steps after which the interval doubles; the paper's policy is the number of steps in
+            which the learning rate halves.
+        local_step_clipper: the longest interval, a power of two; 1 for no local steps.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it.
+
+    Source: arXiv:2202.06009 (0/1 Adam), algorithm 1 and section 5 on policies.
+    Differs: the paper leaves out both bias corrections, which with seldom updates of v makes steps several times
+        larger than Adam's; it sends quantised momenta at variance steps too, where the exact mean is known anyway.
+        Intervals count steps instead of watching the learning rate. Sums are sent divided by L, so that errors
+        fed back have the scale of momenta throughout.
+    """
+
+    common: ClassVar[tuple[str, ...]] = (
+        "var_freeze_step",
+        "var_update_scaler",
+        "local_step_scaler",
+        "local_step_clipper",
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_768,
+        local_step_clipper: int = 16,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
+        defaults |= {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
+        super().__init__(params, {**defaults, "num_steps": 0})
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Refuse wrong options of a parameter group."""
+        super().check_options(options)
+        for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
+            check_steps(name, options[name])
+        if options["local_step_clipper"] & (options["local_step_clipper"] - 1):
+            raise ValueError(f"local_step_clipper: expected a power of two, got {options['local_step_clipper']}")
+
+    def recount(self) -> None:
+        """Steps are counted for all parameters at once: in local steps each rank may use others."""
+        super().recount()
+        self._num_steps = max(self._num_steps, *(group["num_steps"] for group in self.param_groups))
+
+    def kind(self, step: int) -> StepKind:
+        """What the ranks share in step `step`, counted from 1; the same on all ranks."""
+        options = self.param_groups[0]
+        if step <= options["var_freeze_step"]:
+            since, kappa = step - 1, options["var_update_scaler"]
+            doublings = (since // kappa + 1).bit_length() - 1
+            aligned = (since - kappa * (2**doublings - 1)) % 2**doublings == 0
+            return StepKind.EXACT if aligned else StepKind.MOMENTUM
+        since, scaler = step - 1 - options["var_freeze_step"], options["local_step_scaler"]
+        doublings = min(since // scaler, options["local_step_clipper"].bit_length() - 1)
+        interval, place = 2**doublings, since % scaler
+        if interval == 1:
+            return StepKind.MOMENTUM
+        # An interval ends with its stretch at the latest, so that every stretch begins with equal weights.
+        return StepKind.MEET if (place + 1) % interval == 0 or place == scaler - 1 else StepKind.LOCAL
+
+    @property
+    def compressing(self) -> bool:
+        """Whether the next step takes a mean of quantised momenta."""
+        return self.kind(self.num_steps + 1) is StepKind.MOMENTUM
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Make one step; returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        number = self._num_steps + 1
+        kind = self.kind(number)
+        for group in self.param_groups:
+            group["num_steps"] = number
+            size = float(group["lr"]) / (1 - group["betas"][0] ** number)
+            if kind in (StepKind.LOCAL, StepKind.MEET):
+                group["drift_size"] = group.get("drift_size", 0.0) + size
+            self._step_group(group, kind, size)
+        self._num_steps = number
+        return loss
+
+    def _step_group(self, group: dict[str, Any], kind: StepKind, size: float) -> None:
+        live = self.live(group)
+        if not live:
+            return
+        params, grads, slots = [one[0] for one in live], [one[1] for one in live], [one[2] for one in live]
+        if group["weight_decay"]:
+            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+        firsts = [slot["exp_avg"] for slot in slots]
+        if kind is StepKind.EXACT:
+            update_moments(grads, firsts, [slot["exp_avg_sq"] for slot in slots], group["betas"])
+            for slot in slots:
+                slot["num_updates"] += 1
+        else:
+            torch._foreach_lerp_(firsts, grads, 1 - group["betas"][0])
+        if kind in (StepKind.LOCAL, StepKind.MEET):
+            for param, slot in zip(params, slots, strict=True):
+                if "drift" not in slot:
+                    slot["anchor"] = param.detach().clone(memory_format=torch.preserve_format)
+                    slot["drift"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            torch._foreach_add_([slot["drift"] for slot in slots], firsts, alpha=size)
+        torch._foreach_addcdiv_(params, firsts, [_divisor(slot, group) for slot in slots], -size)
+
+    @torch.no_grad()
+    def mean_momenta(self, params: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Write u / L of `params` into `out`: each one's momentum, averaged over this rank's interval."""
+        for param, view in zip(params, out, strict=True):
+            drift = self.state[param].get("drift") if param in self.state else None
+            if drift is None:
+                view.zero_()
+            else:
+                torch.div(drift, self._group(param)["drift_size"], out=view)
+
+    @torch.no_grad()
+    def meet(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> None:
+        """End the interval of `params`: `means` are the means over the ranks of what `mean_momenta` gave.
+
+        A parameter that never had a gradient on this rank has no second moment anywhere, and stays.
+        """
+        for param, mean in zip(params, means, strict=True):
+            if param in self.state and "exp_avg" in self.state[param]:
+                slot, group = self.state[param], self._group(param)
+                slot.pop("drift", None)
+                param.copy_(slot.pop("anchor", param))
+                slot["exp_avg"].copy_(mean)
+                param.addcdiv_(mean, _divisor(slot, group), value=-group["drift_size"])
+
+    def interval_ends(self) -> None:
+        """After `meet` of all parameters."""
+        for group in self.param_groups:
+            group["drift_size"] = 0.0
+
+
+def _divisor(slot: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    correction = (1 - group["betas"][1] ** slot["num_updates"]) ** 0.5 or 1.0
+    root = slot["exp_avg_sq"].sqrt()
+    never = root == 0  # quantised momenta are not 0 there, and nothing tells how large they may be
+    return root.div_(correction).add_(group["eps"]).masked_fill_(never, torch.inf)

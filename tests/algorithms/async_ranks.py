@@ -1,0 +1,101 @@
+"""Ranks that train with "async" and end in many ways, forked from one process that has imported everything.
+
+    python tests/algorithms/async_ranks.py RANKS SCENARIO [SCENARIO ...]
+
+Prints a JSON object per scenario: exit codes and what was written to stderr. The last rank (with the word "first":
+rank 0, which serves the store) is the one that does what the scenario says while the others train on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bagua
+
+KEPT: list[object] = []
+
+
+def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
+    """One rank; it ends as any script does, with rounds in flight."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    words = scenario.split()
+    (dist if "plain" in words else bagua).init_process_group("gloo", timeout=timedelta(seconds=20))
+    model = nn.Linear(50, 50)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    bagua.distribute(model, optimizer, "async", sync_interval_ms=0)
+    KEPT.append(model)
+    odd = rank == (0 if "first" in words else size - 1)
+
+    def train(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            optimizer.zero_grad()
+            model(torch.randn(4, 50)).square().mean().backward()
+            optimizer.step()
+            time.sleep(0.001)
+
+    deadline = time.monotonic() + 20
+    while "round_s" not in bagua.stats(model).extra:
+        assert time.monotonic() < deadline
+        train(0.02)
+    if odd and "raise" in words:
+        raise ValueError("boom")
+    if odd and "killed" in words:
+        os._exit(9)
+    if odd and "detach" in words:
+        bagua.detach(model)
+    if not odd or "together" in words:
+        train(0.4)
+    if "plain" in words:
+        dist.destroy_process_group()
+    print("notices:", bagua.stats(model).notices if not odd else "", file=sys.stderr)
+
+
+def spawn(scenario: str, size: int) -> tuple[int, int] | None:
+    """Fork the ranks. In a rank: its number and the port. In the parent, when all have ended: None."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    outputs = [tempfile.TemporaryFile() for _ in range(size)]  # noqa: SIM115  (closed below)
+    pids: list[int] = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(outputs[rank].fileno(), 1)
+            os.dup2(outputs[rank].fileno(), 2)
+            signal.alarm(40)
+            return rank, port
+        pids.append(pid)
+    ends: dict[int, int] = {}
+    while len(ends) < size:
+        pid, status = os.wait()
+        ends[pid] = os.waitstatus_to_exitcode(status)
+    written = []
+    for output in outputs:
+        output.seek(0)
+        written.append(output.read().decode(errors="replace"))
+        output.close()
+    print(json.dumps({"scenario": scenario, "codes": [ends[pid] for pid in pids], "stderr": written}), flush=True)
+    return None
+
+
+torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports a lot on first use
+SIZE = int(sys.argv[1])
+for word in sys.argv[2:]:
+    mine = spawn(word, SIZE)
+    if mine is not None:
+        rank_main(word, mine[0], SIZE, mine[1])
+        break

@@ -1,0 +1,142 @@
+"""1-bit LAMB equals a plain numpy oracle of its paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bagua
+from bagua.algorithms import OneBitLamb
+from tests.algorithms.momentum import Plain, interrupted
+from tests.algorithms.quadratic import SHAPES, N, follow, start, targets
+from tests.rank_threads import run_teams
+
+STEPS, WARMUP, LR, B1, B2, EPS = 30, 12, 0.05, 0.9, 0.99, 1e-8
+BOUNDS = {"max_coeff": 5.0, "min_coeff": 0.2, "coeff_beta": 0.8}
+FACTORS = {"factor_max": 1.15, "factor_min": 0.85, "factor_threshold": 0.05}
+B = int(np.prod(SHAPES["b"]))
+LAYERS = [slice(0, B), slice(B, N)]
+
+
+def optimizer(params: Any, **options: Any) -> bagua.optim.OneBitLamb:
+    defaults = {"lr": LR, "warmup_steps": WARMUP, "betas": (B1, B2), **BOUNDS, **FACTORS}
+    return bagua.optim.OneBitLamb(params, **{**defaults, **options})
+
+
+def within(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def oracle(size: int, weight_decay: float) -> tuple[np.ndarray, np.ndarray]:
+    """Weights after each step; the factors of each layer after the warm-up."""
+    x, m, v = start(), np.zeros(N), np.zeros(N)
+    fixed, coeff, factor = np.zeros(N), [0.0, 0.0], [1.0, 1.0]
+    seen, factors = [], []
+    for k in range(1, STEPS + 1):
+        g = (x - targets(size, k - 1)).mean(0)
+        before, m = m, B1 * m + (1 - B1) * g
+        reconstructed = (m - B1 * before) / (1 - B1)
+        if k == WARMUP + 1:
+            fixed = v.copy()
+        v = B2 * v + (1 - B2) * reconstructed**2
+        x = x.copy()
+        for layer, at in enumerate(LAYERS):
+            p = m[at] / (np.sqrt(v[at] if k <= WARMUP else fixed[at]) + EPS)
+            u = p + weight_decay * x[at]
+            if k <= WARMUP:
+                c = within(np.linalg.norm(x[at]) / np.linalg.norm(u), BOUNDS["min_coeff"], BOUNDS["max_coeff"])
+                coeff[layer] = c if k == 1 else 0.8 * coeff[layer] + 0.2 * c
+            else:
+                f = ((np.sqrt(fixed[at]) + EPS) / (np.sqrt(v[at]) + EPS)).max()
+                share = min(1.0, np.linalg.norm(p) / np.linalg.norm(u)) if weight_decay else 1.0
+                f = within(f * share + 1 - share, FACTORS["factor_min"], FACTORS["factor_max"])
+                factor[layer] = within(f, factor[layer] * 0.95, factor[layer] * 1.05)
+                c = coeff[layer] * factor[layer]
+            x[at] -= LR * c * u
+        seen.append(x)
+        factors.append(list(factor))
+    return np.stack(seen), np.array(factors)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_without_loss_it_is_the_oracle(size: int, weight_decay: float) -> None:
+    algorithm = OneBitLamb(codec=Plain(), error_feedback=False)
+    results = run_teams(size, follow, algorithm, STEPS, lambda p: optimizer(p, weight_decay=weight_decay))
+    want, factors = oracle(size, weight_decay)
+    for seen, _ in results:
+        assert np.abs(seen - want).max() < 1e-4
+        assert np.array_equal(seen, results[0][0])
+    assert len(np.unique(factors)) > 5, "the bounds of this run let nothing through"
+
+
+def test_1_bit_follows_lamb() -> None:
+    size, steps = 4, 200
+    exact, coarse, lost = (
+        run_teams(size, follow, algorithm, steps, lambda p: optimizer(p, lr=0.01, warmup_steps=60))
+        for algorithm in (
+            OneBitLamb(codec="identity"),
+            OneBitLamb(),
+            OneBitLamb(error_feedback=False),
+        )
+    )
+    assert all(np.array_equal(seen, coarse[0][0]) for seen, _ in coarse)
+    apart = [np.linalg.norm(run[0][0] - exact[0][0], axis=1)[-40:].mean() for run in (coarse, lost)]
+    assert apart[0] < 0.15 * np.linalg.norm(start()), apart
+    assert coarse[0][1].total.bytes_sent < exact[0][1].total.bytes_sent
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 1], [0, 1, 2]])
+def test_hierarchical(nodes: list[int]) -> None:
+    algorithm = OneBitLamb(codec=Plain(), error_feedback=False, hierarchical=True)
+    results = run_teams(len(nodes), follow, algorithm, STEPS, optimizer, nodes=nodes)
+    assert max(np.abs(seen - oracle(len(nodes), 0.0)[0]).max() for seen, _ in results) < 1e-4
+
+
+@pytest.mark.parametrize("stop", [4, WARMUP, WARMUP + 1, WARMUP + 5])
+def test_resume_is_bit_identical(stop: int) -> None:
+    results = run_teams(3, interrupted, optimizer, OneBitLamb(), stop, WARMUP + 9)
+    for whole, resumed in results:
+        assert torch.equal(whole, resumed) and torch.equal(whole, results[0][0])
+
+
+def test_zero_weights_and_unused_elements() -> None:
+    """A layer of zeros takes steps of its own length; elements without gradients stay after the warm-up."""
+    param = nn.Parameter(torch.zeros(6))
+    own = optimizer([param], warmup_steps=3)
+    for _ in range(8):
+        param.grad = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0, 0.0])
+        own.step()
+    assert (param[:4] != 0).all() and torch.equal(param[4:], torch.zeros(2)) and param.isfinite().all()
+
+
+def test_state_of_another_optimizer_past_the_warm_up_is_refused() -> None:
+    param = nn.Parameter(torch.ones(3))
+    adam = torch.optim.Adam([param])
+    for _ in range(WARMUP):
+        param.grad = torch.ones(3)
+        adam.step()
+    with pytest.raises(ValueError, match="another optimizer.*step 12.*warmup_steps=12"):
+        optimizer([param]).load_state_dict(adam.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"warmup_steps": 0}, "warmup_steps"),
+        ({"min_coeff": -1.0}, "min_coeff"),
+        ({"min_coeff": 2.0, "max_coeff": 1.0}, "max_coeff"),
+        ({"coeff_beta": 1.5}, "coeff_beta"),
+        ({"factor_min": 2.0}, "factor_min"),
+        ({"factor_max": 0.5}, "factor_max"),
+        ({"factor_threshold": 0.0}, "factor_threshold"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        optimizer([nn.Parameter(torch.ones(2))], **options)

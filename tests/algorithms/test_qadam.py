@@ -1,0 +1,421 @@
+"""QAdam: Adam during the warm-up, then a plain numpy oracle of quantised momenta with a fixed second moment."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bagua
+from bagua.algorithms import GradientAllReduce, QAdam, Warmup
+from bagua.comm.team import Team
+from tests.algorithms.momentum import Plain, interrupted, train
+from tests.algorithms.quadratic import N, Quadratic, flat, follow, start, target, targets
+from tests.rank_threads import run_teams
+
+SIZES = [1, 2, 3, 4, 8]
+STEPS, WARMUP, LR, B1, B2, EPS = 26, 12, 0.05, 0.9, 0.99, 1e-8
+
+
+def optimizer(params: Any, **options: Any) -> bagua.optim.QAdam:
+    return bagua.optim.QAdam(params, **{"lr": LR, "warmup_steps": WARMUP, "betas": (B1, B2), **options})
+
+
+def oracle(size: int, steps: int = STEPS, weight_decay: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Weights after each step [steps, N]; largest momentum that a rank would send; divisors at the end."""
+    x, m, v, seen, sent = start(), np.zeros(N), np.zeros(N), [], []
+    divisor = np.zeros(N)
+    for k in range(1, steps + 1):
+        gradients = x - targets(size, k - 1)
+        sent.append(np.abs(B1 * m + (1 - B1) * gradients).max())
+        gradient = gradients.mean(0) + weight_decay * x
+        m = B1 * m + (1 - B1) * gradient
+        if k <= WARMUP:
+            v = B2 * v + (1 - B2) * gradient**2
+        divisor = np.sqrt(v) / np.sqrt(1 - B2 ** min(k, WARMUP)) + EPS
+        x = x - LR / (1 - B1**k) * m / divisor
+        seen.append(x)
+    return np.stack(seen), np.array(sent), divisor
+
+
+def all_equal(results: list) -> bool:
+    return all(np.array_equal(seen, results[0][0]) for seen, _ in results)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_the_optimizer_alone_is_adam_to_the_last_bit(foreach: bool, weight_decay: float) -> None:
+    """Groups with options of their own, missing gradients, a scheduler and a parameter in another memory layout."""
+    shapes = [(7, 5), (11,), (4, 3, 2, 2), ()]
+    generator = torch.Generator().manual_seed(1)
+    mine = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    mine[2].data = mine[2].data.to(memory_format=torch.channels_last)
+    theirs = [nn.Parameter(p.detach().clone()) for p in mine]
+    options = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": weight_decay}
+    ours = bagua.optim.QAdam([{"params": mine[:2]}, {"params": mine[2:], "lr": 0.1}], warmup_steps=30, **options)
+    adam = torch.optim.Adam([{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0.1}], foreach=foreach, **options)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (ours, adam)]
+    for step in range(30):
+        for index, (p, q) in enumerate(zip(mine, theirs, strict=True)):
+            p.grad = q.grad = None
+            if (step + index) % 4:
+                p.grad = torch.randn(p.shape, generator=generator)
+                q.grad = p.grad.clone()
+        assert ours.step(lambda: 3.0) == 3.0
+        adam.step()
+        for each in schedules:
+            each.step()
+        assert all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True)), step
+    assert ours.num_steps == 23
+
+
+def test_alone_after_the_warm_up_the_second_moment_is_fixed() -> None:
+    seen = run_teams(1, follow, GradientAllReduce(), STEPS, optimizer)[0][0]
+    assert np.abs(seen - oracle(1)[0]).max() < 1e-5
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_without_loss_it_is_the_oracle(size: int, weight_decay: float) -> None:
+    """Also with several buckets; during the warm-up bit-equal to torch's Adam on the mean gradient."""
+    results = run_teams(size, along, QAdam(codec=Plain(), error_feedback=False), weight_decay)
+    assert max(np.abs(seen - oracle(size, weight_decay=weight_decay)[0]).max() for seen, _ in results) < 2e-5
+    assert all_equal(results)
+    adam, _ = run_teams(size, along_adam, weight_decay)[0]
+    assert np.array_equal(results[0][0][:WARMUP], adam)
+
+
+def along(team: Team, algorithm: QAdam, weight_decay: float) -> Any:
+    return follow(team, algorithm, STEPS, lambda p: optimizer(p, weight_decay=weight_decay), bucket_bytes=100)
+
+
+def along_adam(team: Team, weight_decay: float) -> Any:
+    def adam(params: Any) -> torch.optim.Adam:
+        return torch.optim.Adam(params, lr=LR, betas=(B1, B2), eps=EPS, weight_decay=weight_decay)
+
+    return follow(team, GradientAllReduce(), WARMUP, adam, bucket_bytes=100)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_8_bits_stay_within_the_bound(size: int) -> None:
+    """em, ex bound the errors of m and x: em' = b1 em + (1 - b1) ex + e, ex' = ex + l em' / D, with e the error of
+    two quantisations, 0.51/255 of a range each."""
+    want, sent, divisor = oracle(size)
+    em, ex, bounds = np.zeros(N), np.zeros(N), []
+    for k in range(1, STEPS + 1):
+        if k > WARMUP:
+            error = 2 * 0.51 / 255 * 2 * (sent[k - 1] + em.max() + ex.max()) if size > 1 else 0
+            em = B1 * em + (1 - B1) * ex + error
+            ex = ex + LR / (1 - B1**k) * em / divisor
+        bounds.append(ex + 2e-5)
+    results = run_teams(size, follow, QAdam(), STEPS, optimizer)
+    for seen, _ in results:
+        assert (np.abs(seen - want) <= np.stack(bounds)).all()
+    assert all_equal(results)
+    if size > 1:
+        assert np.abs(results[0][0] - want).max() > 1e-5, "nothing was quantised"
+
+
+def test_1_bit_with_error_feedback_tracks_adam() -> None:
+    """Where exact momenta lead, give or take a tenth of the way; without feedback it stays over three times as far."""
+    size, steps = 4, 220
+    settle = {}
+    for name, algorithm in {
+        "exact": QAdam(codec="identity"),
+        "fed back": QAdam(codec="sign"),
+        "lost": QAdam(codec="sign", error_feedback=False),
+    }.items():
+        results = run_teams(size, follow, algorithm, steps, lambda p: optimizer(p, lr=0.02, warmup_steps=60))
+        assert all_equal(results)
+        settle[name] = results[0][0]
+    apart = {name: np.linalg.norm(seen[-60:] - settle["exact"][-60:], axis=1).mean() for name, seen in settle.items()}
+    assert apart["fed back"] < 0.1 * np.linalg.norm(start()), apart
+    assert apart["fed back"] < apart["lost"] / 3, apart
+
+
+def test_error_feedback_follows_the_codec() -> None:
+    assert "error feedback" in QAdam(codec="sign").exchange.name
+    assert "error feedback" not in QAdam().exchange.name
+    assert "error feedback" in QAdam(error_feedback=True).exchange.name
+    assert "error feedback" not in QAdam(codec="sign", error_feedback=False).exchange.name
+    assert QAdam(codec="sign").bytes_per_rank(1 << 20, 4) < QAdam().bytes_per_rank(1 << 20, 4) / 6
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 1], [0, 1, 2], [0, 0]])
+def test_hierarchical(nodes: list[int]) -> None:
+    """Nodes of unequal size weigh by their ranks; with one node nothing is quantised."""
+    size = len(nodes)
+    algorithm = QAdam(codec=Plain(), error_feedback=False, hierarchical=True)
+    results = run_teams(size, follow, algorithm, STEPS, optimizer, nodes=nodes)
+    assert max(np.abs(seen - oracle(size)[0]).max() for seen, _ in results) < 2e-5
+    coarse = run_teams(size, follow, QAdam(codec="sign"), STEPS, optimizer, nodes=nodes)
+    assert all_equal(results) and all_equal(coarse)
+
+
+@pytest.mark.parametrize("stop", [4, WARMUP - 1, WARMUP, WARMUP + 1, WARMUP + 5])
+@pytest.mark.parametrize("codec", ["minmax_uint8", "sign"])
+def test_resume_is_bit_identical(stop: int, codec: str) -> None:
+    results = run_teams(3, interrupted, optimizer, QAdam(codec=codec), stop, WARMUP + 9)
+    for whole, resumed in results:
+        assert torch.equal(whole, resumed) and torch.equal(whole, results[0][0])
+
+
+def switching(team: Team) -> list[np.ndarray]:
+    """Algorithms change in mid-training; the optimizer counts on."""
+    model, seen = Quadratic(), []
+    own = optimizer(model.parameters())
+    for number, algorithm in enumerate(["gradient_allreduce", QAdam(codec=Plain()), "gradient_allreduce", QAdam()]):
+        bagua.distribute(model, own, algorithm, process_group=team, bucket_bytes=100)
+        for step in range(7 * number, 7 * number + 7):
+            train(team, model, own, range(step, step + 1), none=True)
+            seen.append(flat(model).detach().double().numpy().copy())
+    bagua.detach(model)
+    return [np.stack(seen), np.array([own.num_steps])]
+
+
+def test_switching_algorithms() -> None:
+    """Exact gradients give the same steps as exact momenta, so all but the last part follow the oracle."""
+    results = run_teams(3, switching)
+    want = oracle(3, steps=28)[0]
+    for seen, count in results:
+        assert np.abs(seen[:21] - want[:21]).max() < 2e-5 and count[0] == 28
+        assert np.abs(seen - want).max() < 0.1
+        assert np.array_equal(seen, results[0][0])
+
+
+def test_within_warmup() -> None:
+    """The algorithm's own warm-up begins with the optimizer's steps, not with the hand-over."""
+    algorithm = Warmup(5, "gradient_allreduce", QAdam(codec=Plain()))
+    results = run_teams(2, follow, algorithm, STEPS, optimizer)
+    assert max(np.abs(seen - oracle(2)[0]).max() for seen, _ in results) < 2e-5
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, use: list[int]) -> torch.Tensor:
+        return torch.stack([self.parts[index](x) for index in use]).square().sum()
+
+
+def branches(team: Team, codec: str) -> list[torch.Tensor]:
+    """Part 0 everywhere; part 1 on rank 0 only, from step 6 on; part 2 nowhere after step 1."""
+    torch.manual_seed(0)
+    model = Branches()
+    own = bagua.optim.QAdam(model.parameters(), lr=0.01, warmup_steps=3)
+    bagua.distribute(model, own, QAdam(codec=codec), process_group=team, bucket_bytes=100)
+    unused = None
+    for step in range(12):
+        own.zero_grad()
+        use = [0] + ([1] if step >= 6 and team.rank == 0 else []) + ([2] if step < 2 else [])
+        model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step)), use).backward()
+        own.step()
+        if step == 2:
+            unused = model.parts[2].weight.detach().clone()
+    assert unused is not None and torch.equal(unused, model.parts[2].weight), "nobody used it: nobody moves it"
+    assert own.state[model.parts[2].weight]["step"] == 2
+    assert own.state[model.parts[1].weight]["step"] == 6, "late, on all ranks"
+    weights = [p.detach().clone() for p in model.parameters()]
+    bagua.detach(model)
+    return weights
+
+
+@pytest.mark.parametrize("codec", ["minmax_uint8", "sign"])
+def test_unused_parameters(codec: str) -> None:
+    results = run_teams(3, branches, codec)
+    for weights in results:
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(weights, results[0], strict=True))
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.rows[:4] * x).sum()
+
+
+def table(team: Team) -> torch.Tensor:
+    model = Table()
+    own = bagua.optim.QAdam(model.parameters(), lr=0.01, warmup_steps=3)
+    bagua.distribute(model, own, QAdam(codec="sign"), process_group=team)
+    for step in range(30):
+        own.zero_grad()
+        model(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).backward()
+        own.step()
+    bagua.detach(model)
+    return model.rows.detach().clone()
+
+
+def test_elements_that_never_had_a_gradient_stay() -> None:
+    """Rows of an embedding that do not occur: the sign codec has no zero, and v is 0 there."""
+    for rows in run_teams(2, table):
+        assert torch.equal(rows[4:], torch.ones(4, 4))
+        assert rows.isfinite().all() and (rows[:4] != 1).all() and (rows - 1).abs().max() < 0.01 * 30 * 10
+
+
+def clipped_and_scaled(team: Team, scale: float) -> np.ndarray:
+    """As with `GradScaler`: the loss is scaled, the gradient is unscaled and clipped before the step."""
+    model, seen = Quadratic(), []
+    own = optimizer(model.parameters())
+    bagua.distribute(model, own, QAdam(codec=Plain()), process_group=team)
+    for step in range(STEPS):
+        own.zero_grad()
+        (scale * model(torch.tensor(target(team.rank, step), dtype=torch.float32))).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad /= scale
+        nn.utils.clip_grad_norm_(model.parameters(), 3.0)
+        own.step()
+        seen.append(flat(model).detach().double().numpy().copy())
+    bagua.detach(model)
+    return np.stack(seen)
+
+
+def test_loss_scaling_and_clipping_act_on_the_mean() -> None:
+    plain, scaled = (run_teams(2, clipped_and_scaled, scale) for scale in (1.0, 1024.0))
+    assert np.abs(plain[0] - scaled[0]).max() < 1e-4
+    assert all(np.array_equal(one, scaled[0]) for one in scaled)
+    assert np.abs(plain[0] - oracle(2)[0]).max() > 1e-3, "nothing was clipped"
+
+
+def accumulated(team: Team, sync: bool) -> np.ndarray:
+    """Two backward passes for a step; their sum is what counts, whether the first is synchronised or not."""
+    model, seen = Quadratic(), []
+    own = optimizer(model.parameters())
+    bagua.distribute(model, own, QAdam(codec=Plain()), process_group=team)
+    for step in range(STEPS):
+        own.zero_grad()
+        loss = model(torch.tensor(target(team.rank, step), dtype=torch.float32)) / 2
+        if sync:
+            loss.backward(retain_graph=True)
+        else:
+            with bagua.no_sync(model):
+                loss.backward(retain_graph=True)
+        loss.backward()
+        own.step()
+        seen.append(flat(model).detach().double().numpy().copy())
+    bagua.detach(model)
+    return np.stack(seen)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_several_backward_passes(sync: bool) -> None:
+    for seen in run_teams(2, accumulated, sync):
+        assert np.abs(seen - oracle(2)[0]).max() < 2e-5
+
+
+def test_state_dicts() -> None:
+    """Copies go on alike; Adam's state is understood, and Adam understands ours."""
+    param = nn.Parameter(torch.ones(5))
+    own = optimizer([param])
+
+    def go(on: torch.optim.Optimizer, steps: int) -> torch.Tensor:
+        (only,) = on.param_groups[0]["params"]
+        for step in range(steps):
+            only.grad = torch.sin(torch.arange(5.0) + step)
+            on.step()
+        return only.detach().clone()
+
+    go(own, WARMUP + 3)
+    twins = [copy.deepcopy(own), pickle.loads(pickle.dumps(own))]
+    want = go(own, 4)
+    for twin in twins:
+        assert twin.num_steps == WARMUP + 3 and torch.equal(go(twin, 4), want)
+
+    theirs = nn.Parameter(torch.ones(5))
+    adam = torch.optim.Adam([theirs], lr=LR)
+    go(adam, 40)
+    param = nn.Parameter(theirs.detach().clone())
+    own = optimizer([param])
+    own.load_state_dict(adam.state_dict())
+    assert own.num_steps == 40 and own.compressing and own.warmup_steps == WARMUP
+    before = param.detach().clone()
+    go(own, 1)
+    assert 0 < (param - before).abs().max() < 2 * LR, "v is of 40 steps, and corrected for 40"
+    adam.load_state_dict(own.state_dict())
+    go(adam, 1)
+
+
+class Other(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda m: torch.optim.Adam(m.parameters()), ("qadam", "bagua.optim.QAdam", "Adam")),
+        (lambda m: [bagua.optim.QAdam(p.parameters()) for p in (m.one, m.two)], ("exactly one", "QAdam, QAdam")),
+        (lambda m: bagua.optim.QAdam(m.one.parameters()), ("all trainable", "two.weight", "two.bias")),
+        (lambda m: [], ("exactly one", "none")),
+    ],
+)
+def test_wrong_optimizers_are_refused_in_distribute(make: Any, words: tuple[str, ...]) -> None:
+    def refused(team: Team) -> str:
+        model = Other()
+        with pytest.raises(ValueError) as error:
+            bagua.distribute(model, make(model), "qadam", process_group=team)
+        with pytest.raises(ValueError, match="not distributed"):
+            bagua.stats(model)
+        return str(error.value)
+
+    threads = threading.active_count()
+    for message in run_teams(2, refused):
+        assert all(word in message for word in words), message
+    assert threading.active_count() <= threads
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -1.0}, ("lr", "-1")),
+        ({"lr": float("nan")}, ("lr", "nan")),
+        ({"warmup_steps": 0}, ("warmup_steps", "0")),
+        ({"warmup_steps": 2.5}, ("warmup_steps", "2.5")),
+        ({"warmup_steps": True}, ("warmup_steps", "True")),
+        ({"betas": (0.9, 1.0)}, ("betas", "1.0")),
+        ({"betas": 0.9}, ("betas", "0.9")),
+        ({"eps": -1e-8}, ("eps", "-1e-08")),
+        ({"weight_decay": "much"}, ("weight_decay", "much")),
+    ],
+)
+def test_bad_options_of_the_optimizer(options: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        bagua.optim.QAdam([nn.Parameter(torch.ones(2))], **options)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_groups_share_the_warm_up() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": [nn.Parameter(torch.ones(2))], "warmup_steps": 7}]
+    with pytest.raises(ValueError, match="warmup_steps.*same.*7.*100"):
+        bagua.optim.QAdam(groups)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    param = nn.Parameter(torch.ones(2, 2))
+    param.grad = torch.eye(2).to_sparse()
+    with pytest.raises(RuntimeError, match="QAdam.*sparse"):
+        bagua.optim.QAdam([param]).step()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: QAdam(codec="nothing"), ("'nothing'",)),
+        (lambda: QAdam(codec="bf16", error_feedback=True), ("error_feedback", "bf16")),
+    ],
+)
+def test_bad_options_of_the_algorithm(make: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        make()
+    assert all(word in str(error.value) for word in words), str(error.value)
