@@ -41,10 +41,11 @@ class Row:
     Attributes:
         algorithm: registry name, or "torch DDP".
         test_accuracy: fraction of the test images.
-        step_ms: median of a whole training step.
+        step_ms: mean time of a whole training step.
         mb_per_step: megabytes (10^6 bytes) sent by a rank; for DDP those of a ring all-reduce.
-        compression_ratio: how many times less that is than a ring all-reduce in full precision.
-        exposed_ms: median time a step waits for communication. Bagua: `bagua.stats`; DDP: from the last
+        compression_ratio: how many times less that is than a ring all-reduce in full precision; None if nothing was
+            sent, in a run shorter than an algorithm's interval.
+        exposed_ms: mean time a step waits for communication. Bagua: `bagua.stats`; DDP: from the last
             gradient to the end of `backward()`.
         steps: training steps.
     """
@@ -53,7 +54,7 @@ class Row:
     test_accuracy: float
     step_ms: float
     mb_per_step: float
-    compression_ratio: float
+    compression_ratio: float | None
     exposed_ms: float
     steps: int
 
@@ -133,7 +134,7 @@ class Run:
             test_accuracy=self.accuracy(),
             step_ms=1000 * statistics.mean(self.step_s[warmup:]),
             mb_per_step=mb,
-            compression_ratio=dense_mb / mb,
+            compression_ratio=dense_mb / mb if mb else None,
             exposed_ms=1000 * statistics.mean(self.exposed_s[warmup:]),
             steps=len(self.step_s),
         )
@@ -147,11 +148,11 @@ class Run:
 def table(rows: list[Row]) -> str:
     """Return the rows as text."""
     head = ("algorithm", "test accuracy", "step ms", "MB/step", "compression", "exposed ms")
-    lines = ["{:<22}{:>14}{:>10}{:>10}{:>13}{:>12}".format(*head)]
+    lines = ["{:<28}{:>14}{:>10}{:>10}{:>13}{:>12}".format(*head)]
     for row in rows:
         lines.append(
-            f"{row.algorithm:<22}{row.test_accuracy:>14.2%}{row.step_ms:>10.1f}{row.mb_per_step:>10.3f}"
-            f"{row.compression_ratio:>12.2f}x{row.exposed_ms:>12.2f}"
+            f"{row.algorithm:<28}{row.test_accuracy:>14.2%}{row.step_ms:>10.1f}{row.mb_per_step:>10.3f}"
+            f"{f'{row.compression_ratio:.2f}x' if row.compression_ratio else '-':>13}{row.exposed_ms:>12.2f}"
         )
     return "\n".join(lines)
 
@@ -171,7 +172,7 @@ def plot(rows: list[Row], size: int, folder: Path) -> None:
         figure, (left, right) = plt.subplots(1, 2, figsize=size_in, sharey=True, layout="constrained")
         left.barh(places, [row.mb_per_step for row in rows], color=colours, height=0.56)
         for place, row in zip(places, rows, strict=True):
-            ratio = f"  ({row.compression_ratio:.1f}x less)" if row.compression_ratio > 1.05 else ""
+            ratio = f"  ({row.compression_ratio:.1f}x less)" if (row.compression_ratio or 0) > 1.05 else ""
             left.text(row.mb_per_step, place, f" {row.mb_per_step:.2f}{ratio}", va="center")
         left.set_title("Sent per step and rank, MB", loc="left")
         left.set_yticks(places, names)
@@ -184,7 +185,7 @@ def plot(rows: list[Row], size: int, folder: Path) -> None:
                    label="waiting for communication")  # fmt: skip
         for place, row in zip(places, rows, strict=True):
             right.text(row.step_ms, place, f" {row.step_ms:.1f}, waiting {row.exposed_ms:.1f}", va="center")
-        right.set_title("Median training step, ms", loc="left")
+        right.set_title("Mean training step, ms", loc="left")
         right.set_xlim(0, 1.55 * max(row.step_ms for row in rows))
         figure.legend(loc="outside lower right", frameon=False)
         for axes in (left, right):
@@ -253,7 +254,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="All algorithms on handwritten digits, beside DDP.")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for results (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="processes to start (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--bucket-bytes", type=int, default=512 * 1024)
     parser.add_argument("--seed", type=int, default=0)

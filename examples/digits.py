@@ -176,8 +176,8 @@ def main(argv: list[str] | None = None) -> None:
     if rank == 0:
         print(f"{stats.algorithm} on {size} rank{'s' * (size > 1)}: {right:.2%} of the test images right")
         print(
-            f"{stats.steps} steps in {seconds:.1f} s; {stats.total.bytes_sent / stats.steps / 1e6:.3f} MB sent per step "
-            f"and rank; compression {stats.total.compression_ratio:.2f}"
+            f"{stats.steps} steps in {seconds:.1f} s; {stats.total.bytes_sent / stats.steps / 1e6:.3f} MB sent per "
+            f"step and rank; compression {stats.total.compression_ratio:.2f}"
         )
         for notice in stats.notices:
             print(f"note: {notice}")

@@ -68,8 +68,9 @@ def distribute(
     """Train `module` data-parallel from now on. Collective: call it on all ranks with the same arguments.
 
     The same module object comes back, its `state_dict` keys unchanged. Parameters, buffers and optimizer state
-    become equal to rank 0's. Calling it again switches the algorithm, in the middle of training if need be.
-    Gradients are synchronised within `backward()`, hidden behind it; the loop needs no other change.
+    become equal to rank 0's. Calling it again switches the algorithm, in the middle of training if need be; where
+    the replicas of the one before differ, parameters become their mean. Gradients are synchronised within
+    `backward()`, hidden behind it; the loop needs no other change.
 
     Args:
         module: on its device already, all trainable parameters there.
@@ -119,7 +120,8 @@ def distribute(
         "guard": repr(guard),
         "optimizers": ", ".join(f"{type(item).__name__} of {len(item.param_groups)} groups" for item in items),
     }
-    agreement = shake_hands(team, signature, options, problem)
+    ready = previous is not None and not previous.engine.failed
+    agreement = shake_hands(team, signature, options, problem, ready)
     assert inventory is not None and chosen is not None and bucket_bytes is not None
     chosen, remark = chosen.for_nodes(agreement.nodes)
     if remark and team.rank == 0:
@@ -129,6 +131,8 @@ def distribute(
     if previous is not None:
         known = previous.engine.learned_order
         order = known if known is not None and set(known) == set(inventory.trainable) else None
+        if agreement.all_ready:
+            previous.engine.average()  # rank 0's weights are about to become everyone's: let them be the mean
         detach(module)
     key = team.next_lane()
     fallback = guard.fallback_on(agreement.nodes) if guard is not None else None

@@ -309,6 +309,7 @@ class Engine:
         self.step += 1
         self._forward_seen = False
         if self.step in self._schedule:
+            self._average_weights()  # what takes over starts from equal replicas, and no rank's work is lost
             self.bind(self._schedule.pop(self.step))
         self._tally.step_ended()
 
@@ -473,6 +474,11 @@ class Engine:
             return
         # Before the exchange, so that a rank that stays away is named and breaks nothing.
         self.team.meet("bagua.average()", b"")
+        self._average_weights()
+
+    def _average_weights(self) -> None:
+        if self.algorithm.payload is not Payload.PARAM or self.team.size == 1:
+            return
         exchange = AllReduce()
         for bucket in self.buckets:
             self._states.setdefault((exchange, bucket.index), {})
@@ -512,6 +518,11 @@ class Engine:
         self.buckets = []
 
     # -- failure -----------------------------------------------------------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        """Whether an exchange has failed, after which nothing can be exchanged any more."""
+        return self._failed
 
     def _check_alive(self) -> None:
         if self._failed:

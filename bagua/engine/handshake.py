@@ -18,13 +18,15 @@ class Agreement:
 
     Attributes:
         nodes: ranks by node.
+        all_ready: every rank has an engine on the module that still works.
     """
 
     nodes: tuple[tuple[int, ...], ...]
+    all_ready: bool
 
 
 def shake_hands(
-    team: Team, signature: list[list[str]], options: dict[str, str], problem: Exception | None
+    team: Team, signature: list[list[str]], options: dict[str, str], problem: Exception | None, ready: bool
 ) -> Agreement:
     """Meet all ranks; raise on all of them if one has a problem or they want different things. Collective.
 
@@ -33,6 +35,7 @@ def shake_hands(
         signature: rows of (kind, name, shape, dtype), compared in order.
         options: what else must be equal, by name.
         problem: why this rank cannot go on, if so; raised here, reported elsewhere.
+        ready: whether an earlier engine of the module can still exchange on this rank.
 
     Raises:
         RankMismatchError: another rank has a problem, or the first difference found; names rank and tensor.
@@ -43,6 +46,7 @@ def shake_hands(
         "node": team.node,
         "digest": hashlib.sha256(full).hexdigest(),
         "options": options,
+        "ready": ready,
         "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
     }
     briefs = [decode(message) for message in team.meet("bagua.distribute()", encode(brief))]
@@ -63,7 +67,8 @@ def shake_hands(
         for rank, other in enumerate(lists):
             if other != lists[0]:
                 raise RankMismatchError(_first_difference(lists[0], other, rank))
-    return Agreement(team.discover_nodes([other["node"] for other in briefs]))
+    nodes = team.discover_nodes([other["node"] for other in briefs])
+    return Agreement(nodes, all(other["ready"] for other in briefs))
 
 
 def _first_difference(ours: list[list[str]], theirs: list[list[str]], rank: int) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bagua.optim.checks import check_number
-from bagua.optim.two_stage import TwoStage, check_warmup, retire_unused, update_moments
+from bagua.optim.two_stage import TwoStage, check_warmup, update_moments, with_floor
 
 __all__ = ["OneBitLamb"]
 
@@ -30,7 +30,6 @@ class OneBitLamb(TwoStage):
                     x -= lr a f u
 
     c = 1 where |x| or |u| is 0. Layers count their own steps, so one that gets gradients late warms up late.
-    Elements whose v is 0 when it is fixed have never had a gradient; their p stays 0.
 
     Args:
         params: parameters or groups of them.
@@ -43,6 +42,7 @@ class OneBitLamb(TwoStage):
         coeff_beta: decay of the running mean a of c.
         factor_max, factor_min: bounds of f.
         factor_threshold: how far f may move in one step.
+        variance_floor: share of its tensor's mean that v has at least where it is fixed and followed; see `QAdam`.
 
     Raises:
         ValueError: an argument is wrong; the message names it.
@@ -69,8 +69,10 @@ class OneBitLamb(TwoStage):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
+        variance_floor: float = 0.01,
     ) -> None:
         defaults = {"lr": lr, "warmup_steps": warmup_steps, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"variance_floor": variance_floor}
         defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta}
         defaults |= {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
         super().__init__(params, defaults)
@@ -140,13 +142,15 @@ class OneBitLamb(TwoStage):
         for slot in slots:
             if "exp_avg_sq_fresh" not in slot:
                 slot["exp_avg_sq_fresh"] = slot["exp_avg_sq"].clone(memory_format=torch.preserve_format)
-                retire_unused([slot["exp_avg_sq"]])
+                slot["floor"] = float(slot["exp_avg_sq"].mean()) * group["variance_floor"]
+                slot["exp_avg_sq"].copy_(with_floor(slot["exp_avg_sq"], group["variance_floor"]))
                 slot["factor"] = 1.0
         firsts, fresh = [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq_fresh"] for slot in slots]
         update_moments(grads, firsts, fresh, group["betas"])
         roots = _roots([slot["exp_avg_sq"] for slot in slots], group["eps"])
         updates = torch._foreach_div(firsts, roots)
-        torch._foreach_div_(roots, _roots(fresh, group["eps"]))
+        followed = [each.clamp_min(slot["floor"]) for each, slot in zip(fresh, slots, strict=True)]
+        torch._foreach_div_(roots, _roots(followed, group["eps"]))
         drifts = torch.stack([root.nan_to_num_(0.0, 0.0, 0.0).max() for root in roots]).tolist()
         shares = [1.0] * len(slots)
         if group["weight_decay"]:

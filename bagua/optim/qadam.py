@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bagua.optim.two_stage import TwoStage, check_warmup, retire_unused, update_moments
+from bagua.optim.two_stage import TwoStage, check_warmup, update_moments, with_floor
 
 __all__ = ["QAdam"]
 
@@ -22,8 +22,7 @@ class QAdam(TwoStage):
         x -= lr / (1 - b1^k) * m / (sqrt(v) / sqrt(1 - b2^j) + eps)    j updates of v so far, w = warmup_steps
 
     Steps are counted per parameter, as Adam counts them: a parameter that first gets a gradient late warms up
-    late. Elements whose v is exactly 0 when it is fixed have never had a gradient; they no longer move (their v
-    becomes infinite). During the warm-up the bits are those of `torch.optim.Adam(foreach=True)`; on CPU those of
+    late. During the warm-up the bits are those of `torch.optim.Adam(foreach=True)`; on CPU those of
     `foreach=False` too. Alone it works as well: Adam whose v is fixed at some step.
 
     Args:
@@ -34,13 +33,17 @@ class QAdam(TwoStage):
         betas: decay of m and v.
         eps: added to the root of v.
         weight_decay: L2 regularisation, as `torch.optim.Adam` has it.
+        variance_floor: when v is fixed, elements below this share of their tensor's mean are raised to it. Without,
+            a weight that hardly had a gradient until then is thrown far away by its first ordinary one. Elements
+            that are exactly 0 never had a gradient; they no longer move (their v becomes infinite).
 
     Raises:
         ValueError: an argument is wrong; the message names it.
 
     Source: arXiv:2102.02888 (1-bit Adam), algorithm 1; the original's QAdamOptimizer.
     Differs: the paper and the original let 1 - b2^k grow on although v no longer does, so that after a warm-up of
-        100 steps with b2 = 0.999 the step size grows by 3.2; here it is fixed together with v. The original
+        100 steps with b2 = 0.999 the step size grows by 3.2; here it is fixed together with v. Neither has
+        `variance_floor`; 0 turns it off. The original
         reused an old m at the step in which the stages change, and left weight decay out of m afterwards.
     """
 
@@ -54,11 +57,10 @@ class QAdam(TwoStage):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        variance_floor: float = 0.01,
     ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "warmup_steps": warmup_steps, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-        )
+        defaults = {"lr": lr, "warmup_steps": warmup_steps, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "variance_floor": variance_floor})
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Refuse wrong options of a parameter group."""
@@ -101,9 +103,10 @@ class QAdam(TwoStage):
         for i in warm:
             slots[i]["num_updates"] += 1
         if fixed:
-            retire_unused([slots[i]["exp_avg_sq"] for i in fixed if not slots[i].get("fixed")])
             for i in fixed:
-                slots[i]["fixed"] = True
+                if not slots[i].get("fixed"):
+                    slots[i]["exp_avg_sq"].copy_(with_floor(slots[i]["exp_avg_sq"], group["variance_floor"]))
+                    slots[i]["fixed"] = True
             torch._foreach_lerp_([firsts[i] for i in fixed], [grads[i] for i in fixed], 1 - beta1)
         roots = torch._foreach_sqrt(seconds)
         torch._foreach_div_(roots, [(1 - beta2 ** slot["num_updates"]) ** 0.5 for slot in slots])

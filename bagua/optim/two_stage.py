@@ -47,6 +47,7 @@ class TwoStage(torch.optim.Optimizer):
         check_betas("betas", options["betas"])
         check_number("eps", options["eps"])
         check_number("weight_decay", options["weight_decay"])
+        check_number("variance_floor", options["variance_floor"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters.
@@ -140,14 +141,15 @@ class TwoStage(torch.optim.Optimizer):
         return ((beta1, *lists) for beta1, lists in found.items())
 
 
-def retire_unused(moments: Sequence[Tensor]) -> None:
-    """Make elements of a second moment that is about to be fixed infinite where they are 0.
+def with_floor(moment: Tensor, floor: float) -> Tensor:
+    """A second moment as it is fixed: no element below `floor` times the tensor's mean.
 
-    Such an element never had a gradient (a word that did not occur). Divided by `eps`, the noise of a quantised
-    momentum would throw it far away; divided by infinity it stays where it is.
+    An element that had hardly any gradient until then (a rare word, a border pixel) has a tiny moment; divided by
+    its root, the first gradient of ordinary size would throw the weight far away, and the moment no longer learns.
+    Elements that are exactly 0 never had one and become infinite: they stay where they are, instead of following
+    the noise of a codec that has no zero.
     """
-    for moment in moments:
-        moment.masked_fill_(moment == 0, torch.inf)
+    return torch.maximum(moment, moment.mean() * floor).masked_fill_(moment == 0, torch.inf)
 
 
 def update_moments(

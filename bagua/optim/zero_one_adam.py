@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bagua.optim.checks import check_steps
-from bagua.optim.two_stage import TwoStage, update_moments
+from bagua.optim.two_stage import TwoStage, update_moments, with_floor
 
 __all__ = ["StepKind", "ZeroOneAdam"]
 
@@ -44,7 +44,7 @@ class ZeroOneAdam(TwoStage):
 
         m = M,   x = x_0 - L M / D
 
-    Elements of v that are 0 have never had a gradient and do not move. Gradients within an interval are local:
+    Gradients within an interval are local:
     use no `GradScaler` there, whose decision to skip a step differs by rank. Checkpoints within an interval
     differ by rank too, weights included; save and load them on each rank.
 
@@ -59,6 +59,7 @@ class ZeroOneAdam(TwoStage):
         local_step_scaler: steps after which the interval doubles; the paper's policy is the number of steps in
             which the learning rate halves.
         local_step_clipper: the longest interval, a power of two; 1 for no local steps.
+        variance_floor: D is made with v raised to at least this share of its tensor's mean; see `QAdam`.
 
     Raises:
         ValueError: an argument is wrong; the message names it.
@@ -89,8 +90,10 @@ class ZeroOneAdam(TwoStage):
         var_update_scaler: int = 16,
         local_step_scaler: int = 32_768,
         local_step_clipper: int = 16,
+        variance_floor: float = 0.01,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"variance_floor": variance_floor}
         defaults |= {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
         defaults |= {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
         super().__init__(params, {**defaults, "num_steps": 0})
@@ -201,6 +204,4 @@ class ZeroOneAdam(TwoStage):
 
 def _divisor(slot: dict[str, Any], group: dict[str, Any]) -> Tensor:
     correction = (1 - group["betas"][1] ** slot["num_updates"]) ** 0.5 or 1.0
-    root = slot["exp_avg_sq"].sqrt()
-    never = root == 0  # quantised momenta are not 0 there, and nothing tells how large they may be
-    return root.div_(correction).add_(group["eps"]).masked_fill_(never, torch.inf)
+    return with_floor(slot["exp_avg_sq"], group["variance_floor"]).sqrt_().div_(correction).add_(group["eps"])

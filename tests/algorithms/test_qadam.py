@@ -255,6 +255,23 @@ def table(team: Team) -> torch.Tensor:
     return model.rows.detach().clone()
 
 
+def test_a_late_gradient_does_not_throw_a_weight_away() -> None:
+    """An element with a gradient of 1e-6 in the warm-up and 1 afterwards: without a floor under v it explodes."""
+    far = {}
+    for floor in (0.0, 0.01):
+        weight = nn.Parameter(torch.zeros(64))
+        own = bagua.optim.QAdam([weight], lr=0.1, warmup_steps=5, variance_floor=floor)
+        for step in range(8):
+            weight.grad = torch.ones(64)
+            weight.grad[3] = 1e-6 if step < 5 else 1.0
+            own.step()
+        far[floor] = float(weight[3].abs().max())
+    assert far[0.0] > 1e3
+    assert far[0.01] < 5.0
+    with pytest.raises(ValueError, match=r"variance_floor.*-1"):
+        bagua.optim.QAdam([nn.Parameter(torch.zeros(1))], variance_floor=-1)
+
+
 def test_elements_that_never_had_a_gradient_stay() -> None:
     """Rows of an embedding that do not occur: the sign codec has no zero, and v is 0 there."""
     for rows in run_teams(2, table):

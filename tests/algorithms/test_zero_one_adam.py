@@ -46,6 +46,11 @@ def meetings(last: int) -> set[int]:
     return found
 
 
+def mean_of_tensor(v: np.ndarray) -> np.ndarray:
+    """For each element the mean of its parameter: x is (b, w)."""
+    return np.concatenate([np.full(11, v[:11].mean()), np.full(35, v[11:].mean())])
+
+
 def oracle(size: int, weight_decay: float = 0.0) -> np.ndarray:
     """Weights of each rank after each step, [steps, size, N]."""
     x, m, u = np.tile(start(), (size, 1)), np.zeros((size, N)), np.zeros((size, N))
@@ -57,7 +62,7 @@ def oracle(size: int, weight_decay: float = 0.0) -> np.ndarray:
         m = B1 * m + (1 - B1) * g
         if k in exact:
             v, updates = B2 * v + (1 - B2) * g.mean(0) ** 2, updates + 1
-        divisor = np.sqrt(v / (1 - B2**updates)) + EPS
+        divisor = np.sqrt(np.maximum(v, 0.01 * mean_of_tensor(v)) / (1 - B2**updates)) + EPS
         x, u, length = x - size_k * m / divisor, u + size_k * m, length + size_k
         if k <= POLICY["var_freeze_step"] or k in meet:
             mean = u.mean(0)

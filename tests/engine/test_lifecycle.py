@@ -111,6 +111,22 @@ def test_switching_in_mid_training(pool: RankPool) -> None:
         assert len(set(buckets)) == 1 and buckets[0] > 1, "the learned order is carried over"
 
 
+def switch_from_unequal() -> None:
+    """Weights of ranks that differ are averaged, not dropped, in a switch."""
+    model, optimizer = distributed(algorithm="local_sgd", communication_interval=100)
+    train(model, optimizer, range(3))
+    mean = model.first.weight.detach().clone()
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    assert not torch.allclose(mean, model.first.weight)
+    bagua.distribute(model, optimizer, "gradient_allreduce")
+    assert torch.allclose(mean, model.first.weight, atol=1e-6)
+
+
+def test_a_switch_keeps_the_work_of_all_ranks(pool: RankPool) -> None:
+    pool.run(3, switch_from_unequal)
+
+
 def refused_switch() -> bool:
     """A switch that is refused leaves the old algorithm in place."""
     model, optimizer = distributed()
