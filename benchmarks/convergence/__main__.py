@@ -1,0 +1,116 @@
+"""The command line of the benchmark; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+import benchmarks.convergence
+from benchmarks.convergence.configurations import Configuration, all_configurations, select
+from benchmarks.convergence.plots import plot
+from benchmarks.convergence.pool import run_simulated
+from benchmarks.convergence.processes import run_in_processes
+from benchmarks.convergence.report import TARGETS, summarise, table, to_json
+from benchmarks.convergence.tasks import RANKS, TASKS, make_task
+from benchmarks.convergence.training import BUCKET_BYTES
+from benchmarks.overhead import describe_machine
+
+SEEDS = 3
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    names = ", ".join(each.name for each in all_configurations())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence",
+        description=benchmarks.convergence.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"configurations: {names}",
+    )
+    parser.add_argument("--quick", action="store_true", help="one seed and few steps: the figures mean nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and curves there")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write a PNG and an SVG for each task there")
+    parser.add_argument("--only", type=_words, metavar="NAMES", help="configurations, algorithms or families, a,b")
+    parser.add_argument("--tasks", type=_words, metavar="NAMES", default=list(TASKS), help=f"of {','.join(TASKS)}")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=math.inf,
+        metavar="MINUTES",
+        help="stop after so long; seeds run one after another, so that all configurations have some",
+    )
+    parser.add_argument("--workers", type=int, default=2, help="processes for simulated runs (default: %(default)s)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, print the table, maybe write files; 1 if a run failed. Missed targets are results, not failures."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        chosen: list[Configuration] = select(args.only) if args.only else all_configurations()
+        tasks = {name: make_task(name, 0, args.quick) for name in args.tasks}
+    except ValueError as error:
+        parser.error(str(error))
+    torch.set_num_threads(1)  # as the workers have
+    machine, started = describe_machine(), time.perf_counter()
+    seeds = range(1 if args.quick else SEEDS)
+    jobs = {
+        real: [(task, each.name, seed) for seed in seeds for task in tasks for each in chosen if each.processes is real]
+        for real in (True, False)
+    }
+    print(f"{len(jobs[True])} runs in {RANKS} processes over gloo", flush=True)
+    outcomes = run_in_processes(jobs[True], args.quick)
+    print(f"{len(jobs[False])} simulated runs", flush=True)
+    seconds = 60 * args.limit - (time.perf_counter() - started)
+    outcomes += run_simulated(jobs[False], args.quick, args.workers, seconds)
+    rows = summarise(outcomes, chosen, {name: task.metric for name, task in tasks.items()})
+    print(f"\n{table(rows)}\n")
+    print("result: mean of all ranks' weights, mean over seeds +- half the range; against DDP: + is worse")
+    failed = [each for each in outcomes if each.error]
+    for each in failed:
+        print(f"FAILED: {each.task}, {each.configuration}, seed {each.seed}: {each.error}", file=sys.stderr)
+    if args.json is not None:
+        header = {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "machine": machine,
+            "quick": args.quick,
+            "minutes": (time.perf_counter() - started) / 60,
+            "ranks": RANKS,
+            "seeds": len(seeds),
+            "bucket_bytes": BUCKET_BYTES,
+            "targets": {"synchronous": TARGETS[True], "others": TARGETS[False]},
+            "tasks": {
+                name: {
+                    "metric": task.metric,
+                    "steps": task.steps,
+                    "parameters": sum(param.numel() for param in task.model().parameters()),
+                    "learning_rates": task.rates,
+                    **task.about,
+                }
+                for name, task in tasks.items()
+            },
+            "configurations": {each.name: {k: str(v) for k, v in asdict(each).items() if v} for each in chosen},
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(to_json(header, rows, outcomes))
+    if args.plots is not None:
+        for name in tasks:
+            for path in plot(name, chosen, outcomes, args.plots):
+                print(f"written: {path}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""What is compared: algorithms, their options, and the family of optimizers in which they compete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import bagua
+from bagua import optim
+from bagua.algorithms import Algorithm, Exactness, Warmup
+
+__all__ = ["DDP", "FAMILIES", "Configuration", "all_configurations", "by_name", "make_optimizer", "select"]
+
+DDP = "torch DDP"
+FAMILIES = ("sgd", "adam", "lamb")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A row of the table.
+
+    Attributes:
+        name: of the row.
+        family: "sgd", "adam" or "lamb": whose DDP it is compared with.
+        algorithm: the registered name; "" for DDP itself.
+        options: of the algorithm.
+        warmup: fraction of the steps made with gradient_allreduce before.
+        optimizer: as in `make_optimizer`; the family's own if "".
+        processes: run in real processes over gloo rather than in the simulator.
+    """
+
+    name: str
+    family: str
+    algorithm: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    warmup: float = 0.0
+    optimizer: str = ""
+    processes: bool = False
+
+    def make(self, steps: int) -> Algorithm:
+        """Return the algorithm for a run of `steps` steps."""
+        algorithm = bagua.algorithms.get(self.algorithm, **self.options)
+        return Warmup(round(self.warmup * steps), "gradient_allreduce", algorithm) if self.warmup else algorithm
+
+    @property
+    def exactness(self) -> str:
+        """What the algorithm keeps of synchronous SGD."""
+        return bagua.algorithms.get(self.algorithm, **self.options).exactness.value if self.algorithm else "exact"
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the stricter target holds, and rank 0's weights are everyone's."""
+        return self.exactness in (Exactness.EXACT.value, Exactness.LOSSY.value)
+
+
+def _configurations() -> Iterable[Configuration]:
+    def sgd(name: str, algorithm: str, warmup: float = 0.0, **options: Any) -> Configuration:
+        return Configuration(name, "sgd", algorithm, options, warmup)
+
+    def adam(name: str, algorithm: str, optimizer: str = "adam", **options: Any) -> Configuration:
+        return Configuration(name, "adam", algorithm, options, optimizer=optimizer)
+
+    for family in FAMILIES:
+        yield Configuration(DDP if family == "sgd" else f"{DDP}, {family}", family, "", processes=True)
+    yield sgd("gradient_allreduce", "gradient_allreduce")
+    yield sgd("gradient_allreduce bf16", "gradient_allreduce", codec="bf16")
+    yield sgd("bytegrad", "bytegrad")
+    yield sgd("bytegrad + feedback", "bytegrad", error_feedback=True)
+    yield sgd("bytegrad int4 + feedback", "bytegrad", codec="int4", error_feedback=True)
+    yield sgd("bytegrad sign + feedback", "bytegrad", codec="sign", error_feedback=True)
+    yield sgd("bytegrad sign, no feedback", "bytegrad", codec="sign")  # to show what the feedback is for
+    yield sgd("bytegrad top_k + feedback", "bytegrad", codec="top_k", error_feedback=True)
+    yield sgd("power_sgd", "power_sgd")
+    yield sgd("power_sgd after 10 %", "power_sgd", 0.1)
+    yield sgd("decentralized all", "decentralized")
+    yield sgd("decentralized shift_one", "decentralized", peer_selection_mode="shift_one")
+    yield sgd("decentralized ring", "decentralized", topology="ring")
+    yield sgd("decentralized exponential", "decentralized", topology="exponential")
+    yield sgd("low_precision_decentralized", "low_precision_decentralized")
+    yield sgd("local_sgd", "local_sgd")
+    yield sgd("local_sgd after 25 %", "local_sgd", 0.25)
+    yield sgd("diloco", "diloco", communication_interval=16)
+    yield sgd("diloco after 25 %", "diloco", 0.25, communication_interval=16)
+    yield Configuration("async", "sgd", "async", {"sync_interval_ms": 0}, processes=True)
+    yield adam("gradient_allreduce, adam", "gradient_allreduce")
+    yield adam("bytegrad, adam", "bytegrad")
+    yield adam("qadam", "qadam", "qadam")
+    yield adam("qadam sign", "qadam", "qadam", codec="sign")
+    yield adam("zero_one_adam", "zero_one_adam", "zero_one_adam")
+    yield adam("local_sgd, adam", "local_sgd")
+    yield adam("diloco, adam", "diloco", communication_interval=16)
+    yield Configuration("one_bit_lamb", "lamb", "one_bit_lamb", optimizer="one_bit_lamb")
+
+
+def all_configurations() -> list[Configuration]:
+    """Return the rows whose algorithm is registered."""
+    known = {row.name for row in bagua.algorithms.available()} | {""}
+    return [each for each in _configurations() if each.algorithm in known]
+
+
+def by_name(name: str) -> Configuration:
+    """Return the row of that name."""
+    return next(each for each in all_configurations() if each.name == name)
+
+
+def select(words: Iterable[str]) -> list[Configuration]:
+    """Return the rows that have one of `words` as name, algorithm or family, and DDP of their families.
+
+    Raises:
+        ValueError: a word fits no row.
+    """
+    rows, chosen = all_configurations(), set[str]()
+    for word in words:
+        fits = {each.name for each in rows if word in (each.name, each.algorithm, each.family)}
+        if not fits:
+            raise ValueError(f"{word!r} is no configuration; there are: {', '.join(each.name for each in rows)}")
+        chosen |= fits
+    families = {each.family for each in rows if each.name in chosen}
+    return [each for each in rows if each.name in chosen or (not each.algorithm and each.family in families)]
+
+
+def make_optimizer(kind: str, params: Iterable[nn.Parameter], lr: float, steps: int) -> torch.optim.Optimizer:
+    """Return a new optimizer; those with two stages warm up for a fifth of the steps.
+
+    Raises:
+        ValueError: no such kind.
+    """
+    held, warm = list(params), max(1, steps // 5)
+    if kind == "sgd":
+        return torch.optim.SGD(held, lr=lr, momentum=0.9)
+    if kind == "adam":
+        return torch.optim.Adam(held, lr=lr)
+    if kind == "lamb":  # in its first stage, which is LAMB, for ever
+        return optim.OneBitLamb(held, lr=lr, warmup_steps=steps + 1)
+    if kind == "one_bit_lamb":
+        return optim.OneBitLamb(held, lr=lr, warmup_steps=warm)
+    if kind == "qadam":
+        return optim.QAdam(held, lr=lr, warmup_steps=warm)
+    if kind == "zero_one_adam":
+        return optim.ZeroOneAdam(
+            held,
+            lr=lr,
+            var_freeze_step=warm,
+            var_update_scaler=max(1, warm // 4),
+            local_step_scaler=max(1, steps // 3),
+            local_step_clipper=4,
+        )
+    raise ValueError(f"optimizer {kind!r} is unknown")

@@ -1,0 +1,163 @@
+"""One run: a configuration, a task and a seed, in the simulator; and what simulated and real runs share."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import bagua
+from benchmarks.convergence.configurations import Configuration, make_optimizer
+from benchmarks.convergence.tasks import RANKS, Task
+
+__all__ = ["BUCKET_BYTES", "CURVE_POINTS", "Outcome", "Recorder", "flat", "set_rate", "simulate"]
+
+BUCKET_BYTES = 96 * 1024  # several buckets, small as the models are
+CURVE_POINTS = 16
+_WARM = 0.05  # of the steps: the learning rate grows
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run.
+
+    Attributes:
+        task, configuration, seed: which.
+        accuracy, loss: of the mean of all ranks' weights, on the data held out.
+        accuracy_rank0, loss_rank0: of rank 0's weights.
+        bytes_per_step: sent per rank, mean over ranks and steps.
+        consensus: distance of the weights from their mean at the end, as in `bagua.Simulation`.
+        seconds: on the clock.
+        curve_steps, curve_loss, curve_mb: steps done, loss of the mean weights on a part of the data held out, and
+            megabytes sent per rank until then.
+        error: what stopped the run, or "".
+    """
+
+    task: str
+    configuration: str
+    seed: int
+    accuracy: float
+    loss: float
+    accuracy_rank0: float
+    loss_rank0: float
+    bytes_per_step: float
+    consensus: float
+    seconds: float
+    curve_steps: tuple[int, ...]
+    curve_loss: tuple[float, ...]
+    curve_mb: tuple[float, ...]
+    error: str = ""
+
+
+def flat(module: nn.Module) -> Tensor:
+    """Return a copy of all weights: [N], fp32."""
+    return torch.cat([param.detach().reshape(-1) for param in module.parameters()])
+
+
+def set_rate(optimizer: torch.optim.Optimizer, task: Task, family: str, step: int) -> None:
+    """Linear growth of the learning rate, then half a cosine down to 0."""
+    grown = min(1.0, (step + 1) / (_WARM * task.steps))
+    for group in optimizer.param_groups:
+        group["lr"] = task.rates[family] * grown * 0.5 * (1 + math.cos(math.pi * step / task.steps))
+
+
+class Recorder:
+    """Keeps the weights and bytes of one rank at some steps; evaluates the means of all ranks afterwards."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        count = min(CURVE_POINTS, task.steps)
+        self.at = tuple(sorted({round(index * task.steps / count) for index in range(count)}))
+        self.weights: list[Tensor] = []
+        self.mb: list[float] = []
+
+    def look(self, step: int, module: nn.Module, bytes_sent: float) -> None:
+        """Call before every step."""
+        if step in self.at:
+            self.keep(module, bytes_sent)
+
+    def keep(self, module: nn.Module, bytes_sent: float) -> None:
+        """Keep what is now; call at the end too."""
+        self.weights.append(flat(module))
+        self.mb.append(bytes_sent / 1e6)
+
+    def outcome(
+        self, module: nn.Module, weights: Sequence[Tensor], mb: Sequence[float], name: str, seed: int, seconds: float
+    ) -> Outcome:
+        """Evaluate.
+
+        Args:
+            module: any of the models; its weights are not used and not changed.
+            weights: [R, N] at each step of `at`, and at the end.
+            mb: megabytes sent until then.
+            name: of the configuration.
+            seed: of the run.
+            seconds: that it took.
+        """
+        probe, task = copy.deepcopy(module), self.task
+        means = [each.double().mean(0) for each in weights]
+        curve = [task.evaluate(_load(probe, mean), curve=True).loss for mean in means]
+        last, mean = weights[-1], means[-1]
+        final, first = task.evaluate(_load(probe, mean)), task.evaluate(_load(probe, last[0]))
+        return Outcome(
+            task=task.name,
+            configuration=name,
+            seed=seed,
+            accuracy=final.accuracy,
+            loss=final.loss,
+            accuracy_rank0=first.accuracy,
+            loss_rank0=first.loss,
+            bytes_per_step=1e6 * mb[-1] / task.steps,
+            consensus=(last.double() - mean).square().sum(1).mean().sqrt().item(),
+            seconds=seconds,
+            curve_steps=(*self.at, task.steps),
+            curve_loss=tuple(curve),
+            curve_mb=tuple(mb),
+        )
+
+
+def _load(module: nn.Module, weights: Tensor) -> nn.Module:
+    with torch.no_grad():
+        torch.nn.utils.vector_to_parameters(weights.float(), module.parameters())
+    return module
+
+
+def simulate(configuration: Configuration, task: Task, seed: int) -> Outcome:
+    """Train 4 ranks in this process, deterministically."""
+    started = time.perf_counter()
+    recorders = [Recorder(task) for _ in range(RANKS)]
+    optimizers: dict[Tensor, torch.optim.Optimizer] = {}  # by the first parameter
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        family = configuration.family
+        made = make_optimizer(configuration.optimizer or family, params, task.rates[family], task.steps)
+        optimizers[made.param_groups[0]["params"][0]] = made
+        return made
+
+    def loss(module: nn.Module, rank: int, step: int) -> Tensor:
+        set_rate(optimizers[next(module.parameters())], task, configuration.family, step)
+        recorders[rank].look(step, module, bagua.stats(module).total.bytes_sent)
+        return task.loss(module, rank, step)
+
+    result = bagua.simulate(
+        configuration.make(task.steps),
+        ranks=RANKS,
+        model=task.model,
+        loss=loss,
+        steps=task.steps,
+        optimizer=optimizer,
+        seed=seed,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    for recorder, model, stats in zip(recorders, result.models, result.stats, strict=True):
+        recorder.keep(model, stats.total.bytes_sent)
+    weights = [torch.stack(each) for each in zip(*(recorder.weights for recorder in recorders), strict=True)]
+    mb = [sum(each) / RANKS for each in zip(*(recorder.mb for recorder in recorders), strict=True)]
+    seconds = time.perf_counter() - started
+    return recorders[0].outcome(result.models[0], weights, mb, configuration.name, seed, seconds)
