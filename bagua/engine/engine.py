@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import logging
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bagua.algorithms.base import Algorithm, Exactness, Payload
-from bagua.algorithms.base import Bucket as BucketView
-from bagua.algorithms.base import Lane as LaneView
-from bagua.algorithms.base import Ticket as TicketView
-from bagua.comm.groups import Groups
 from bagua.comm.team import Team, decode, encode
 from bagua.engine.backward import Backward
 from bagua.engine.bucket import Bucket
-from bagua.engine.gate import Gate
-from bagua.engine.lane import BackgroundLane, Lane, StreamLane, Ticket, make_lane
+from bagua.engine.lane import Lane, StreamLane
+from bagua.engine.launcher import Launcher
 from bagua.engine.params import Inventory
 from bagua.engine.plan import Entry, Plan, make_plan
-from bagua.engine.quality import Guard, Probe
+from bagua.engine.quality import Guard
 from bagua.engine.state import check_header, load_states, pack
-from bagua.engine.stats import Series, Stats, Tally
+from bagua.engine.stats import Stats
 from bagua.engine.usage import UsageBoard
-from bagua.errors import CommunicationError
-from bagua.exchanges import AllReduce, Exchange, State
+from bagua.exchanges import AllReduce
 
 __all__ = ["Engine"]
 
-_log = logging.getLogger("bagua")
-_PATIENCE_S = 60.0  # how long a lane in the background waits for a rank before it names it; it then waits on
-_ROLL_CALL_S = 3.0  # how long a failed rank waits for the others to fail too, before it names those that did not
 
-
-class Engine:
-    """Runs one algorithm for one module. Implements `bagua.Context`.
+class Engine(Launcher):
+    """Runs one algorithm for one module. Implements `bagua.Context`, its larger part in `Launcher`.
 
     Holds no reference to the module: the module's entry in a weak dictionary holds the engine.
 
@@ -63,36 +51,16 @@ class Engine:
         notices: Sequence[str] = (),
         guard: Guard | None = None,
     ) -> None:
-        self.algorithm = algorithm
-        self.inventory = inventory
-        self.team = team
-        self.lane = lane
+        super().__init__(algorithm, inventory, optimizers, team, lane, key, notices, guard)
         self.bucket_bytes = bucket_bytes
-        self.notices = tuple(notices)
-        self._warned = False  # of quality, if nothing takes over
-        self._probe = Probe(guard) if guard is not None else None
-        self.buckets: list[Bucket] = []
-        self.step = 0
-        self._key = key
-        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self.paused = False
         self._names = list(inventory.trainable)
-        self._tally = Tally(lane.groups.meters, team.size)
-        self._states: dict[tuple[Exchange, int], State] = {}
-        self._tickets: list[Ticket] = []
-        self._launched = False
-        self._num_lanes = 0  # ever opened beside the default one
-        self._more_lanes: list[Lane] = []
-        self._stepped: set[int] = set()
         self._root = algorithm  # what distribute() was given; `algorithm` changes when it hands over
         self._schedule: dict[int, Algorithm] = {}
-        self._tensors: dict[tuple[str, int], Tensor] = {}
-        self._scratch: dict[tuple[str, int], Tensor] = {}
-        self._kept: dict[str, Any] = {}
-        self._extra: dict[str, Series] = {}
-        self.paused = False
         self._order = list(order) if order is not None else None
+        self._stepped: set[int] = set()
         self._forward_seen = False  # in this step
-        self._failed = False
+        self._warned = False  # of quality, if nothing takes over
         self.backward = Backward(
             self._names,
             list(inventory.trainable.values()),
@@ -103,57 +71,7 @@ class Engine:
         )
         self._start()
 
-    # -- Context -----------------------------------------------------------------------------------------------
-
-    @property
-    def groups(self) -> Groups:
-        """Rank, size and nodes."""
-        return self.lane.groups
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers that still exist."""
-        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
-
-    def prepare(self, exchange: Exchange, bucket: BucketView | None = None) -> None:
-        """Make the state of `exchange` for one bucket or all."""
-        for each in self.buckets if bucket is None else [bucket]:
-            self._states[exchange, each.index] = exchange.init(each.flat, self.groups)
-
-    @property
-    def launched(self) -> bool:
-        """Whether something was launched since the last wait."""
-        return self._launched
-
-    def tensor(self, name: str, bucket: BucketView, like: Tensor | None = None) -> Tensor:
-        """A named tensor of a bucket that is saved."""
-        key = (name, bucket.index)
-        if key not in self._tensors:
-            self._tensors[key] = torch.zeros_like(bucket.flat) if like is None else like.detach().clone()
-        return self._tensors[key]
-
-    def scratch(self, name: str, bucket: BucketView) -> Tensor:
-        """A named tensor of a bucket that is not saved."""
-        key = (name, bucket.index)
-        if key not in self._scratch:
-            self._scratch[key] = torch.empty_like(bucket.flat)
-        return self._scratch[key]
-
-    def keep(self, name: str, make: Callable[[], Any]) -> Any:
-        """An object of the algorithm."""
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
-
-    def report(self, name: str, value: float) -> None:
-        """One more value of a series."""
-        self._extra[name] = self._extra.get(name, Series()).plus(value)
-
-    def notice(self, text: str, urgent: bool = False) -> None:
-        """Log and keep."""
-        if text not in self.notices:
-            self.notices += (text,)
-            _log.log(logging.WARNING if urgent else logging.INFO, "rank %d: %s", self.team.rank, text)
+    # -- hand-overs ----------------------------------------------------------------------------------------------
 
     def at(self, step: int, algorithm: Algorithm) -> None:
         """Schedule a hand-over."""
@@ -176,101 +94,6 @@ class Engine:
         self._release_buckets()
         self.backward.set_buckets(())
         self._start()
-
-    def new_lane(self) -> Lane:
-        """Open another lane."""
-        lane = make_lane(self._open_groups(), self.inventory.device)
-        self._more_lanes.append(lane)
-        return lane
-
-    def background_lane(self) -> BackgroundLane:
-        """Open a lane with a gate."""
-        if self.lane.groups.world.backend not in ("gloo", "nccl"):
-            raise ValueError(
-                f"{type(self.algorithm).__name__}: exchanges beside training depend on time, which is not simulated"
-            )
-        groups, team = self._open_groups(), self.team
-        patience_s = min(_PATIENCE_S, team.timeout.total_seconds())
-        gate = Gate(team.store, f"gate/{self._key}/{self._num_lanes}", team.rank, team.size, patience_s)
-        lane = BackgroundLane(groups, gate, self.inventory.device)
-        self._more_lanes.append(lane)
-        return lane
-
-    def _open_groups(self) -> Groups:
-        self._num_lanes += 1
-        groups = self.team.open(
-            f"lane/{self._key}/{self._num_lanes}", self.algorithm.hierarchical_groups, self.lane.groups.nodes
-        )
-        self._tally.watch(groups.meters)
-        return groups
-
-    def launch(
-        self,
-        exchange: Exchange,
-        bucket: BucketView,
-        x: Tensor | None = None,
-        *,
-        before: Callable[[], object] | None = None,
-        after: Callable[[], object] | None = None,
-        step: int | None = None,
-        lane: LaneView | None = None,
-    ) -> Ticket:
-        """Queue `exchange` on a lane."""
-        self._check_alive()
-        state = self._states.get((exchange, bucket.index))
-        if state is None:
-            raise RuntimeError(
-                f"{type(self.algorithm).__name__}: launch of {exchange.name} without ctx.prepare() in setup()"
-            )
-        own = self.buckets[bucket.index]
-        chosen = self.lane if lane is None else next(each for each in self._more_lanes if each is lane)
-        groups, now, alone = chosen.groups, self.step if step is None else step, self.team.size == 1
-        tensor = own.flat if x is None and not alone else x
-
-        probe = self._probe if exchange.lossy and self._probe is not None and self._probe.due(self.step) else None
-
-        def run() -> None:
-            if before is not None and before() is False:
-                return
-            if not alone:
-                assert tensor is not None
-                if probe is None:
-                    exchange.run(tensor, state, groups, now)
-                else:
-                    probe.run(exchange, tensor, state, groups, now)
-            if after is not None:
-                after()
-
-        self._tally.launched(own.nbytes)
-        label = f"{exchange.name} step {self.step} {own.describe()}"
-        self._launched = self._launched or lane is None
-        self.backward.exchanged = self.backward.exchanged or lane is None
-        if alone and before is None and after is None:
-            ticket = Ticket(label)
-            ticket.finish(0.0)
-            return ticket
-        ticket = chosen.submit(run, label)
-        if lane is None:
-            self._tickets.append(ticket)
-        return ticket
-
-    def wait(self, ticket: TicketView | None = None) -> None:
-        """Wait for one launch, or for everything on the default lane; raise the first error."""
-        if ticket is None:
-            self._launched = False
-            tickets, self._tickets = self._tickets, []
-        else:
-            assert isinstance(ticket, Ticket)
-            tickets = [ticket]
-        if not tickets:
-            return
-        started = time.perf_counter()
-        for each in tickets:
-            self.lane.wait(each)
-        self._tally.waited(tickets, time.perf_counter() - started)
-        for each in tickets:
-            if each.error is not None:
-                self._fail(each)
 
     # -- moments of a step, called by the hooks ----------------------------------------------------------------
 
@@ -496,14 +319,6 @@ class Engine:
             self._release_buckets()
             self.lane.close()
 
-    def stop(self, timeout_s: float) -> None:
-        """End the lanes at the end of the process."""
-        for lane in self._more_lanes:
-            if isinstance(lane, BackgroundLane):
-                lane.gate.closing.set()  # all at once, before waiting for each
-        for lane in (self.lane, *self._more_lanes):
-            lane.stop(timeout_s)
-
     def _close_more_lanes(self) -> None:
         if self.buckets and not self._failed:
             self.algorithm.on_pause(self)
@@ -516,33 +331,6 @@ class Engine:
         for bucket in self.buckets:
             bucket.release(self.algorithm.payload)
         self.buckets = []
-
-    # -- failure -----------------------------------------------------------------------------------------------
-
-    @property
-    def failed(self) -> bool:
-        """Whether an exchange has failed, after which nothing can be exchanged any more."""
-        return self._failed
-
-    def _check_alive(self) -> None:
-        if self._failed:
-            raise CommunicationError(
-                "an earlier exchange of this module failed; call bagua.distribute() again on all ranks, or restart"
-            )
-
-    def _fail(self, ticket: Ticket) -> None:
-        """Raise what went wrong in the lane, with the ranks that give no sign of life."""
-        self._failed = True
-        for lane in (self.lane, *self._more_lanes):
-            lane.abandon()
-        gone = self.team.missing(f"failed/{self._key}", _ROLL_CALL_S)
-        if len(gone) == self.team.size - 1 and self.team.size > 2:
-            gone = []  # nobody else failed: the fault is here, or unknowable
-        who = f"; no sign of rank {', '.join(map(str, gone))}: gone, or late" if gone else ""
-        error = ticket.error
-        raise CommunicationError(
-            f"rank {self.team.rank}, {ticket.label}: {type(error).__name__}: {error}{who}"
-        ) from error
 
 
 def _weak_callbacks(engine: Engine) -> dict[str, Any]:

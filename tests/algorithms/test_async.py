@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import bagua
-import bagua.engine.engine
+import bagua.engine.launcher
 from bagua.algorithms import AsyncModelAverage, Warmup
 from bagua.comm.team import Team
 from bagua.engine.gate import Gate
@@ -411,7 +411,7 @@ def test_a_failed_exchange_is_told_and_training_goes_on(caplog: pytest.LogCaptur
 
 
 def test_a_rank_that_does_not_come_is_named_and_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bagua.engine.engine, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(bagua.engine.launcher, "_PATIENCE_S", 0.1)
     named = threading.Event()
 
     def rank_main(team: Team) -> tuple[str, ...]:

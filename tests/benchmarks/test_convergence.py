@@ -43,6 +43,7 @@ def quick_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path, str
     return json.loads(file.read_text()), folder, done.stdout
 
 
+@pytest.mark.slow
 def test_json(quick_run: tuple[dict, Path, str]) -> None:
     report, _, _ = quick_run
     assert {"date", "machine", "quick", "minutes", "ranks", "seeds", "bucket_bytes"} < set(report)
@@ -64,6 +65,7 @@ def test_json(quick_run: tuple[dict, Path, str]) -> None:
         assert run["curve_mb"] == sorted(run["curve_mb"]) and run["curve_mb"][0] == 0
 
 
+@pytest.mark.slow
 def test_synchronous_runs_agree_with_each_other(quick_run: tuple[dict, Path, str]) -> None:
     runs = {(run["task"], run["configuration"]): run for run in quick_run[0]["runs"]}
     ddp, bytegrad, ring = (runs["char_lm", name] for name in ("torch DDP", "bytegrad", "decentralized ring"))
@@ -74,6 +76,7 @@ def test_synchronous_runs_agree_with_each_other(quick_run: tuple[dict, Path, str
     assert bytegrad["loss"] == bytegrad["loss_rank0"]
 
 
+@pytest.mark.slow
 def test_plots_and_table(quick_run: tuple[dict, Path, str]) -> None:
     _, folder, printed = quick_run
     for task in ("digits", "char_lm"):

@@ -24,7 +24,7 @@ def lose_a_rank(how: str) -> tuple[str, str, float]:
     if rank == size - 1:
         if how == "dies":
             os._exit(9)
-        time.sleep(9)  # longer than the group's timeout
+        time.sleep(6)  # longer than the group's timeout
         return "", "", 0.0
     try:
         train(model, optimizer, [3])
@@ -43,7 +43,7 @@ def lose_a_rank(how: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_lost_rank_is_named(pool: RankPool, how: str, size: int) -> None:
     results = pool.run(
-        size, lose_a_rank, how, group_timeout_s=4, timeout_s=60, dies=[size - 1] if how == "dies" else []
+        size, lose_a_rank, how, group_timeout_s=3, timeout_s=60, dies=[size - 1] if how == "dies" else []
     )
     for rank in range(size - 1):
         message, again, took = results[rank]

@@ -122,8 +122,10 @@ def test_process_groups_of_both_kinds(pool: RankPool) -> None:
 
 def _reports() -> list[str]:
     import bagua.torch_api as api
+    from bagua.torch_api import report
 
     said: list[str] = []
+    report._said.clear()  # another test may have run in this process
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("bagua").addHandler(handler)
