@@ -55,8 +55,8 @@ class Backward:
         self._on_first, self._on_ready, self._on_end, self._finish = on_first, on_ready, on_end, finish
         self._callback_queued = False
         self._arrived = bytearray(len(params))
-        self._used = bytearray(len(params))  # since the last synchronised pass, no_sync passes included
-        self._num_arrived = 0
+        self._used = bytearray(len(params))  # within no_sync, since the last synchronised pass
+        self._uncounted = False  # a single rank, in a pass: nobody needs to know which gradients have come
         self.exchanged = False  # in this pass; if not, no rank may wait for another's set of used parameters
         self._order: list[int] = []
         self._buckets: Sequence[Bucket] = ()
@@ -83,22 +83,25 @@ class Backward:
     def gradient_ready(self, index: int) -> None:
         """autograd has accumulated the gradient of parameter `index`."""
         # Runs once per parameter and step: lean on purpose.
-        self._used[index] = 1
+        if self._uncounted:
+            return
         if not self.sync:
+            self._used[index] = 1
             return
         if not self._callback_queued:
             self._begin()
-        if self._arrived[index]:
+        arrived = self._arrived
+        if arrived[index]:
             self._arrived_twice(index)
             return
-        self._arrived[index] = 1
-        self._num_arrived += 1
+        arrived[index] = 1
         if not self._buckets:
             self._order.append(index)
             return
         number = self._bucket_of[index]
-        self._waiting[number] -= 1
-        if number == self._next and self._waiting[number] == 0:
+        waiting = self._waiting
+        left = waiting[number] = waiting[number] - 1
+        if left == 0 and number == self._next:
             self._announce()
 
     def enter(self) -> None:
@@ -111,7 +114,8 @@ class Backward:
         self.open = self._callback_queued = False
         if not self._buckets:
             self._on_first(self._order)
-        complete = self._num_arrived == len(self._params)
+        self._uncounted = False
+        complete = 0 not in self._arrived
         kept = {} if complete or self._alone or not self.views_are_gradients else self._fill_missing()
         if self._next < len(self._buckets):
             self._waiting = [0] * len(self._buckets)
@@ -136,7 +140,7 @@ class Backward:
             self.open = True
             self.exchanged = False
             self._arrived = bytearray(len(self._params))
-            self._num_arrived = 0
+            self._uncounted = self._alone and bool(self._buckets)
             self._order = []
             self._waiting = list(self._sizes)
             self._next = 0
@@ -146,7 +150,7 @@ class Backward:
         # A reentrant checkpoint runs a backward pass within the backward pass, which ends here too. Gradients of
         # other segments are still to come, unless all are there.
         nested = torch._C._current_autograd_node() is not None
-        if self.open and (not nested or self._num_arrived == len(self._params)):
+        if self.open and (not nested or 0 not in self._arrived):
             self.end()
 
     def _announce(self) -> None:
@@ -154,11 +158,14 @@ class Backward:
         while self._next <= last and self._waiting[self._next] == 0:
             bucket = self._buckets[self._next]
             if self._next == last and not self._alone:
-                self._usage.publish(self.count, _bits(self._used))
+                self._usage.publish(self.count, self._used_bits())
             if self.views_are_gradients and not self._alone:
                 bucket.gather()
             self._next += 1
             self._on_ready(bucket)
+
+    def _used_bits(self) -> int:
+        return _bits(self._used) | _bits(self._arrived)
 
     def _arrived_twice(self, index: int) -> None:
         if self._buckets and self._bucket_of[index] < self._next:
@@ -188,7 +195,7 @@ class Backward:
     def _settle(self, kept: dict[int, Tensor | None]) -> None:
         """Give parameters that other ranks used the mean, and those that nobody used what they had."""
         self._finish()
-        union = self._usage.union(self.count, _bits(self._used))
+        union = self._usage.union(self.count, self._used_bits())
         for index, grad in kept.items():
             if union >> index & 1:
                 self._params[index].grad = self._views[index]
