@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 
 import pytest
 import torch
@@ -34,7 +33,6 @@ def _same_as_distribute(hierarchical: bool) -> None:
     from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 
     assert _patched
-    logging.getLogger("bagua").setLevel(logging.ERROR)
     mine, reference = _model(), _model()
     optimizer = QAdamOptimizer(mine.parameters(), lr=1e-2, warmup_steps=4)
     algorithm = QAdamAlgorithm(optimizer, hierarchical=hierarchical)

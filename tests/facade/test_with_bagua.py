@@ -126,6 +126,7 @@ def _reports() -> list[str]:
 
     said: list[str] = []
     report._said.clear()  # another test may have run in this process
+    logging.getLogger("bagua").setLevel(logging.NOTSET)
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("bagua").addHandler(handler)
