@@ -64,12 +64,7 @@ class Codec(ABC):
             ValueError: a dtype, shape, device or layout is not as above; the message names the argument.
         """
         check_rows("x_RN", x_RN)
-        rows, n = x_RN.shape
-        width = self.wire_bytes(n, x_RN.dtype)
-        if out is None:
-            out = torch.empty((rows, width), dtype=torch.uint8, device=x_RN.device)
-        else:
-            check_wire("out", out, rows, width, x_RN.device)
+        out = self._out("out", out, x_RN.shape[0], x_RN.shape[1], x_RN.dtype, x_RN.device)
         if out.numel():
             self._encode(x_RN.detach(), out)
         return out
@@ -130,6 +125,74 @@ class Codec(ABC):
             self._decode_mean(wire_RW, out.detach(), float(weight))
         return out
 
+    def encode_with_feedback(self, x_RN: Tensor, residual_RN: Tensor, out: Tensor | None = None) -> Tensor:
+        """Encodes ``e = x_RN + residual_RN``; then ``residual_RN = e - decode(result)``, 0 where that is not finite.
+
+        So what is lost now is sent later, and an overflow does not come back for ever. The sum and the difference
+        are taken in the dtype of ``x_RN``. The same bits as add, encode, decode and subtract one after the other.
+
+        Shapes:
+            x_RN: as in `encode`; not changed.
+            residual_RN: [R, N], of the dtype and device of ``x_RN``, last dim contiguous; changed in place. It must
+                overlap neither ``x_RN`` nor ``out``.
+            out, result: as in `encode`.
+
+        Bytes:
+            R * W.
+
+        Raises:
+            ValueError: a dtype, shape, device or layout is not as above; the message names the argument.
+        """
+        check_rows("x_RN", x_RN)
+        check_rows("residual_RN", residual_RN)
+        if (residual_RN.shape, residual_RN.dtype, residual_RN.device) != (x_RN.shape, x_RN.dtype, x_RN.device):
+            raise ValueError(
+                f"residual_RN must be as x_RN {x_RN.dtype} {list(x_RN.shape)} on {x_RN.device}, got "
+                f"{residual_RN.dtype} {list(residual_RN.shape)} on {residual_RN.device}"
+            )
+        out = self._out("out", out, x_RN.shape[0], x_RN.shape[1], x_RN.dtype, x_RN.device)
+        if out.numel():
+            self._encode_feedback(x_RN.detach(), residual_RN.detach(), out)
+        return out
+
+    def decode_mean_encode(
+        self, wire_RW: Tensor, n: int, weight: float, residual_N: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Encodes ``weight * sum over rows of decode(wire_RW)``, with ``residual_N`` with error feedback.
+
+        The same bits as `decode_mean` in fp32 and then `encode` or `encode_with_feedback`.
+
+        Shapes:
+            wire_RW: [R, W] uint8, R >= 1, of fp32 rows of ``n`` elements.
+            residual_N: [n] fp32 contiguous; changed in place.
+            out, result: [1, W] uint8, rows 4-byte aligned. Nothing may overlap.
+
+        Bytes:
+            W.
+
+        Raises:
+            ValueError: a dtype, shape, device or layout is not as above; the message names the argument.
+        """
+        check_wire("wire_RW", wire_RW, None, self.wire_bytes(n))
+        if wire_RW.shape[0] < 1:
+            raise ValueError("wire_RW must have at least one row")
+        if residual_N is not None:
+            check_fp32("residual_N", residual_N, n, wire_RW.device)
+            residual_N = residual_N.detach()
+        out = self._out("out", out, 1, n, torch.float32, wire_RW.device)
+        if out.numel():
+            self._decode_mean_encode(wire_RW, n, float(weight), residual_N, out)
+        return out
+
+    def _out(
+        self, what: str, out: Tensor | None, rows: int, n: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        width = self.wire_bytes(n, dtype)
+        if out is None:
+            return torch.empty((rows, width), dtype=torch.uint8, device=device)
+        check_wire(what, out, rows, width, device)
+        return out
+
     @abstractmethod
     def _encode(self, x_RN: Tensor, wire_RW: Tensor) -> None:
         """Fills ``wire_RW``, the padding too."""
@@ -146,6 +209,25 @@ class Codec(ABC):
             self._decode(wire_W[None], row_1N)
             total_N.add_(row_1N[0])
         out_N.copy_(total_N.mul_(weight))
+
+    def _encode_feedback(self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor) -> None:
+        """Fills ``wire_RW`` and ``residual_RN``; the default needs scratch of the size of ``x_RN``."""
+        e_RN = residual_RN.add_(x_RN)
+        self._encode(e_RN, wire_RW)
+        decoded_RN = torch.empty(x_RN.shape, dtype=x_RN.dtype, device=x_RN.device)
+        self._decode(wire_RW, decoded_RN)
+        residual_RN.sub_(decoded_RN).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _decode_mean_encode(
+        self, wire_RW: Tensor, n: int, weight: float, residual_N: Tensor | None, out_1W: Tensor
+    ) -> None:
+        """Fills ``out_1W`` and ``residual_N``; the default needs scratch of ``n`` elements."""
+        mean_N = torch.empty(n, dtype=torch.float32, device=wire_RW.device)
+        self._decode_mean(wire_RW, mean_N, weight)
+        if residual_N is None:
+            self._encode(mean_N[None], out_1W)
+        else:
+            self._encode_feedback(mean_N[None], residual_N[None], out_1W)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -178,6 +260,15 @@ def check_rows(what: str, x_RN: Tensor) -> None:
         raise ValueError(f"{what} must have 2 dims [rows, elements], got shape {list(x_RN.shape)}")
     if x_RN.shape[1] > 1 and x_RN.stride(1) != 1:
         raise ValueError(f"{what} must be contiguous in its last dim, got strides {x_RN.stride()}")
+
+
+def check_fp32(what: str, x_N: Tensor, n: int, device: torch.device) -> None:
+    """Raises ValueError unless ``x_N`` is a contiguous fp32 [n] on ``device``."""
+    if x_N.dtype != torch.float32 or tuple(x_N.shape) != (n,) or x_N.device != device or not x_N.is_contiguous():
+        raise ValueError(
+            f"{what} must be a contiguous float32 [{n}] on {device}, got {x_N.dtype} {list(x_N.shape)} with strides "
+            f"{x_N.stride()} on {x_N.device}"
+        )
 
 
 def check_wire(what: str, wire_RW: Tensor, rows: int | None, width: int, device: torch.device | None = None) -> None:

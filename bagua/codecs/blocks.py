@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import native
+from . import backends
 from .base import Codec, chunks, pad4
 from .layout import Layout
 
@@ -45,16 +45,39 @@ class BlockCodec(Codec):
         return -(-i // block) * header, -(-n // block) * header + -(-i * self.layout.code_bits // 8)
 
     def _encode(self, x_RN: Tensor, wire_RW: Tensor) -> None:
-        backend, n = native.kernels(x_RN.device), x_RN.shape[1]
+        backend, n = backends.kernels(x_RN.device), x_RN.shape[1]
         for lo, hi in self._parts(x_RN, backend.staged):
             x_RC = x_RN if hi - lo == n else x_RN[:, lo:hi]
             backend.blocks[self.layout.name].encode(x_RC.to(torch.float32), wire_RW, *self._at(lo, n), self.block or n)
+        self._pad(wire_RW, n)
+
+    def _encode_feedback(self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor) -> None:
+        fused, n = backends.kernels(x_RN.device).fused, x_RN.shape[1]
+        if fused is None or x_RN.dtype != torch.float32:
+            super()._encode_feedback(x_RN, residual_RN, wire_RW)
+            return
+        block, at = self.block or n, self._at(0, n)
+        fused[self.layout.name].encode_feedback(x_RN, residual_RN, wire_RW, *at, block)
+        self._pad(wire_RW, n)
+
+    def _decode_mean_encode(
+        self, wire_RW: Tensor, n: int, weight: float, residual_N: Tensor | None, out_1W: Tensor
+    ) -> None:
+        fused = backends.kernels(wire_RW.device).fused
+        if fused is None:
+            super()._decode_mean_encode(wire_RW, n, weight, residual_N, out_1W)
+            return
+        block, at = self.block or n, self._at(0, n)
+        fused[self.layout.name].decode_mean_encode(wire_RW, *at, block, weight, n, residual_N, out_1W)
+        self._pad(out_1W, n)
+
+    def _pad(self, wire_RW: Tensor, n: int) -> None:
         end = self._at(n, n)[1]
         if end < wire_RW.shape[1]:
             wire_RW[:, end:].zero_()
 
     def _decode(self, wire_RW: Tensor, out_RN: Tensor) -> None:
-        backend, n = native.kernels(wire_RW.device), out_RN.shape[1]
+        backend, n = backends.kernels(wire_RW.device), out_RN.shape[1]
         for lo, hi in self._parts(out_RN, backend.staged):
             out_RC = out_RN if hi - lo == n else out_RN[:, lo:hi]
             y_RC = _fp32_like(out_RC)
@@ -63,7 +86,7 @@ class BlockCodec(Codec):
                 out_RC.copy_(y_RC)
 
     def _decode_mean(self, wire_RW: Tensor, out_N: Tensor, weight: float) -> None:
-        backend, n = native.kernels(wire_RW.device), out_N.shape[0]
+        backend, n = backends.kernels(wire_RW.device), out_N.shape[0]
         for lo, hi in self._parts(out_N, backend.staged):
             out_C = out_N if hi - lo == n else out_N[lo:hi]
             y_C = _fp32_like(out_C)

@@ -17,7 +17,7 @@ _SEVENTH = 1 / 7  # 7 * _SEVENTH is exactly 1 in fp32, so the largest element is
 
 
 class Int4Torch:
-    """Encode and decode whole blocks (the last may be ragged) on any device, see `native.Kernels`."""
+    """Encode and decode whole blocks (the last may be ragged) on any device, see `kernels.Kernels`."""
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
         """Writes the largest magnitude and the codes of each block."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import native
+from . import backends
 from .base import chunks, sum_dtype
 
 
@@ -17,7 +17,7 @@ def mean_of_rows(rows_RN: Tensor, out_N: Tensor, weight: float) -> None:
     if torch.float64 in (rows_RN.dtype, out_N.dtype):
         _eager(rows_RN, out_N, weight)
         return
-    mean = native.kernels(out_N.device).mean
+    mean = backends.kernels(out_N.device).mean
     if mean is None:
         _eager(rows_RN, out_N, weight)
     elif out_N.dtype == torch.float32:

@@ -17,7 +17,7 @@ _UP, _DOWN = 2.0**100, 2.0**-100
 
 
 class MinMaxTorch:
-    """Encode and decode whole blocks (the last may be ragged) on any device, see `native.Kernels`."""
+    """Encode and decode whole blocks (the last may be ragged) on any device, see `kernels.Kernels`."""
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
         """Writes header and codes of each block."""

@@ -1,4 +1,4 @@
-"""Which kernels run: the compiled ones in ``_native.so``, called through ctypes, or eager torch.
+"""The compiled kernels in ``_native.so``, called through ctypes.
 
 ctypes releases the GIL during a call, and a call uses one thread: for more, call from more threads.
 """
@@ -7,63 +7,39 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from . import int4_torch, minmax_torch, sign_torch
+from .kernels import Backend
 
-ENV = "BAGUA_CODEC_BACKEND"
 LIBRARY = Path(__file__).with_name("_native.so")
-_ABI = 2
-_ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
-_NAMES = ("torch", "native", *(f"native-{isa}" for isa in _ISAS))
+ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
+_ABI = 3
+_BLOCK_CODECS = ("int4", "minmax_uint8", "sign")
+_SAMPLE = 1 << 14  # as in top_k.cpp
 
-_logger = logging.getLogger("bagua")
-_lock = threading.Lock()
-_active: Backend | None = None
-
-
-class Kernels(Protocol):
-    """The three functions of a block codec, on fp32.
-
-    ``head`` and ``codes`` are the bytes of a wire row where the header and the codes of the first block begin.
-    All blocks have ``block`` elements, but the last may be ragged.
-
-    Shapes:
-        x_RC, out_RC: [R, C] fp32, last dim contiguous; wire_RW: [R, W] uint8; out_C: [C] fp32.
-    """
-
-    def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None: ...
-    def decode(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None: ...
-    def decode_mean(self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor) -> None: ...
+_TYPES = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "f": ctypes.c_float}
 
 
-@dataclass(frozen=True)
-class Backend:
-    """The kernels of all codecs."""
-
-    name: str
-    staged: bool  # callers pass cache-sized chunks, for the sake of the scratch
-    blocks: Mapping[str, Kernels]  # by the name of the layout
-    mean: Callable[[Tensor, float, Tensor], None] | None  # out_N = weight * sum of rows_RN, both CPU; None: eager
+def _function(library: ctypes.CDLL, name: str, types: str, result: type | None = None) -> Callable[..., int]:
+    function = getattr(library, f"bagua_{name}")
+    function.argtypes, function.restype = [_TYPES[letter] for letter in types], result
+    return function
 
 
 class NativeKernels:
-    """The compiled kernels of one block codec and one instruction set."""
+    """The compiled kernels of one block codec and one instruction set, see `kernels.FusedKernels`."""
 
     def __init__(self, library: ctypes.CDLL, layout: str, isa: str) -> None:
         self._encode = _function(library, f"{layout}_encode_{isa}", "psssspps")
         self._decode = _function(library, f"{layout}_decode_{isa}", "ppssssps")
         self._decode_mean = _function(library, f"{layout}_decode_mean_{isa}", "ppssssfp")
+        self._encode_feedback = _function(library, f"{layout}_encode_feedback_{isa}", "pspssss" + "pps")
+        self._decode_mean_encode = _function(library, f"{layout}_decode_mean_encode_{isa}", "ppssssf" + "pppp")
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
         """Writes header and codes of each block."""
@@ -83,6 +59,34 @@ class NativeKernels:
         wire, stride = wire_RW.data_ptr(), wire_RW.stride(0)
         self._decode_mean(wire + head, wire + codes, stride, rows, n, block, weight, out_C.data_ptr())
 
+    def encode_feedback(
+        self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor, head: int, codes: int, block: int
+    ) -> None:
+        """Adds, encodes and keeps what was lost, block by block."""
+        rows, n = x_RN.shape
+        wire, stride = wire_RW.data_ptr(), wire_RW.stride(0)
+        x, residual = (x_RN.data_ptr(), x_RN.stride(0)), (residual_RN.data_ptr(), residual_RN.stride(0))
+        self._encode_feedback(*x, *residual, rows, n, block, wire + head, wire + codes, stride)
+
+    def decode_mean_encode(
+        self,
+        wire_RW: Tensor,
+        head: int,
+        codes: int,
+        block: int,
+        weight: float,
+        n: int,
+        residual_N: Tensor | None,
+        out_1W: Tensor,
+    ) -> None:
+        """Decodes, sums, scales and encodes, block by block."""
+        wire, stride, out = wire_RW.data_ptr(), wire_RW.stride(0), out_1W.data_ptr()
+        scratch_B = torch.empty(min(block, n), dtype=torch.float32)
+        residual = None if residual_N is None else residual_N.data_ptr()
+        rows, scratch = wire_RW.shape[0], scratch_B.data_ptr()
+        source = wire + head, wire + codes, stride, rows, n, block, weight
+        self._decode_mean_encode(*source, residual, scratch, out + head, out + codes)
+
 
 class NativeMean:
     """The compiled weighted sums of rows of one instruction set."""
@@ -100,103 +104,39 @@ class NativeMean:
         self._functions[rows_RN.dtype](rows_RN.data_ptr(), stride, rows, n, weight, out_N.data_ptr())
 
 
-_TYPES = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "f": ctypes.c_float}
-_LAYOUTS = {
-    layout.name: kernels
-    for layout, kernels in (
-        (minmax_torch.LAYOUT, minmax_torch.MinMaxTorch()),
-        (int4_torch.LAYOUT, int4_torch.Int4Torch()),
-        (sign_torch.LAYOUT, sign_torch.SignTorch()),
-    )
-}
-_TORCH = Backend("torch", staged=True, blocks=_LAYOUTS, mean=None)
+class NativeTopK:
+    """The compiled top-k of one instruction set, see `kernels.TopKKernels`."""
 
+    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+        self._encode = _function(library, f"top_k_encode_{isa}", "psssssspsps")
+        self._decode_mean = _function(library, f"top_k_decode_mean_{isa}", "pssssfpp", ctypes.c_int32)
 
-def _function(library: ctypes.CDLL, name: str, types: str) -> Callable[..., None]:
-    function = getattr(library, f"bagua_{name}")
-    function.argtypes, function.restype = [_TYPES[letter] for letter in types], None
-    return function
+    def encode(self, x_RN: Tensor, wire_RW: Tensor, block: int, k: int, k_rest: int) -> None:
+        """Writes indices and values of the k largest of each block."""
+        rows, n = x_RN.shape
+        per_sample = min(block, n) / _SAMPLE
+        most = max(k, k_rest)
+        capacity = int(2 * (most + 6 * math.sqrt(most * per_sample) + 8 * per_sample)) + 64
+        scratch = torch.empty(2 * capacity, dtype=torch.int32)
+        wire, stride = wire_RW.data_ptr(), wire_RW.stride(0)
+        source = x_RN.data_ptr(), x_RN.stride(0), rows, n, block, k, k_rest
+        self._encode(*source, scratch.data_ptr(), capacity, wire, stride)
 
+    def decode_mean(self, wire_RW: Tensor, weight: float, out_N: Tensor) -> None:
+        """Sums and scales in tiles.
 
-def backend() -> str:
-    """Name of the kernels that CPU tensors use: "torch" or "native-" and an instruction set.
-
-    Chosen at first use: the environment variable ``BAGUA_CODEC_BACKEND`` if set, else the fastest there is.
-
-    Raises:
-        ValueError: the variable holds no name of a backend.
-        RuntimeError: it names one that cannot run here.
-    """
-    return _chosen().name
-
-
-def available_backends() -> tuple[str, ...]:
-    """The backends that can run in this process, slowest first."""
-    return ("torch", *_native()[0])
-
-
-@contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Within the block, CPU tensors of all threads use this backend; for tests and benchmarks.
-
-    Raises:
-        ValueError, RuntimeError: as `backend`.
-    """
-    global _active
-    before, _active = _active, _find(name, "use_backend()")
-    try:
-        yield
-    finally:
-        _active = before
-
-
-def kernels(device: torch.device) -> Backend:
-    """The kernels for tensors on ``device``."""
-    return _chosen() if device.type == "cpu" else _TORCH
-
-
-def _chosen() -> Backend:
-    global _active
-    if _active is None:
-        with _lock:
-            if _active is None:
-                _active = _from_environment()
-    return _active
-
-
-def _from_environment() -> Backend:
-    name = os.environ.get(ENV)
-    if name:
-        return _find(name, ENV)
-    found, problem = _native()
-    if not found:
-        _logger.warning(
-            "compiled codecs are not available (%s): codecs use slower torch paths. To build them, "
-            "install g++ and reinstall bagua; %s=torch silences this.",
-            problem,
-            ENV,
-        )
-        return _TORCH
-    return found[max(found, key=_NAMES.index)]
-
-
-def _find(name: str, source: str) -> Backend:
-    if name not in _NAMES:
-        raise ValueError(f"{source}: unknown codec backend {name!r}; known: {', '.join(_NAMES)}")
-    if name == "torch":
-        return _TORCH
-    found, problem = _native()
-    if name == "native" and found:
-        name = max(found, key=_NAMES.index)
-    if name not in found:
-        why = problem or "this CPU lacks the instructions"
-        here = ", ".join(available_backends())
-        raise RuntimeError(f"{source}: codec backend {name!r} cannot run here ({why}); available: {here}")
-    return found[name]
+        Raises:
+            ValueError: the indices of a row are not ascending in 0..n-1: the wire is damaged.
+        """
+        rows, width = wire_RW.shape
+        at_R = torch.empty(rows, dtype=torch.int64)
+        wire = wire_RW.data_ptr(), wire_RW.stride(0), rows, width // 8, out_N.shape[0]
+        if self._decode_mean(*wire, weight, at_R.data_ptr(), out_N.data_ptr()):
+            raise ValueError(f"wire_RW holds indices that are not ascending in 0..{out_N.shape[0] - 1}")
 
 
 @functools.cache
-def _native() -> tuple[dict[str, Backend], str]:
+def native_backends() -> tuple[dict[str, Backend], str]:
     """The compiled kernels that this CPU runs, slowest first; if there are none, why."""
     if not LIBRARY.exists():
         return {}, f"{LIBRARY.name} was not built"
@@ -207,9 +147,10 @@ def _native() -> tuple[dict[str, Backend], str]:
         return {}, f"{LIBRARY.name} cannot be loaded: {error}"
     if abi != _ABI:
         return {}, f"{LIBRARY.name} is of another version of bagua"
-    return {f"native-{isa}": _backend(library, isa) for isa in _ISAS[: level + 1]}, ""
+    return {f"native-{isa}": _backend(library, isa) for isa in ISAS[: level + 1]}, ""
 
 
 def _backend(library: ctypes.CDLL, isa: str) -> Backend:
-    blocks = {layout: NativeKernels(library, layout, isa) for layout in _LAYOUTS}
-    return Backend(f"native-{isa}", staged=False, blocks=blocks, mean=NativeMean(library, isa))
+    blocks = {layout: NativeKernels(library, layout, isa) for layout in _BLOCK_CODECS}
+    mean, top_k = NativeMean(library, isa), NativeTopK(library, isa)
+    return Backend(f"native-{isa}", blocks=blocks, fused=blocks, mean=mean, top_k=top_k)

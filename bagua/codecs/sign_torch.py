@@ -20,7 +20,7 @@ _GATHER = 0x0102040810204080
 
 
 class SignTorch:
-    """Encode and decode whole blocks (the last may be ragged) on any device, see `native.Kernels`."""
+    """Encode and decode whole blocks (the last may be ragged) on any device, see `kernels.Kernels`."""
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
         """Writes the mean magnitude and the sign bits of each block."""

@@ -10,7 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from . import backends
 from .base import Codec, chunks, sum_dtype
+from .layout import anywhere
 
 _SAMPLE = 1 << 15  # elements of a row that are looked at to guess which of all matter
 _SMALL = 1 << 16  # rows below it are sorted out at once
@@ -75,6 +77,11 @@ class TopK(Codec):
             yield whole * block, 1, rest
 
     def _encode(self, x_RN: Tensor, wire_RW: Tensor) -> None:
+        kernels, n = backends.kernels(x_RN.device).top_k, x_RN.shape[1]
+        if kernels is not None:
+            block = self.block or n
+            kernels.encode(x_RN.to(torch.float32), wire_RW, block, self._kept(block), self._kept(n % block))
+            return
         index_RT, value_RT = _parts(wire_RW)
         at = 0
         for first, count, size in self._groups(x_RN.shape[1]):
@@ -93,7 +100,20 @@ class TopK(Codec):
         index_RT, value_RT = _parts(wire_RW)
         out_RN.zero_().scatter_(1, index_RT.to(torch.int64), value_RT.to(out_RN.dtype))
 
+    def _encode_feedback(self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor) -> None:
+        self._encode(residual_RN.add_(x_RN), wire_RW)
+        index_RT, value_RT = _parts(wire_RW)
+        # What is sent is fp32, so of fp64 something may be left; what is not finite is sent first.
+        at_RT, sent_RT = index_RT.to(torch.int64), value_RT.to(residual_RN.dtype)
+        residual_RN.scatter_(1, at_RT, residual_RN.gather(1, at_RT).sub_(sent_RT))
+        if anywhere(~value_RT.isfinite()):
+            residual_RN.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
     def _decode_mean(self, wire_RW: Tensor, out_N: Tensor, weight: float) -> None:
+        kernels = backends.kernels(wire_RW.device).top_k
+        if kernels is not None and out_N.dtype == torch.float32:
+            kernels.decode_mean(wire_RW, weight, out_N)
+            return
         wide = sum_dtype(out_N.dtype)
         total_N = out_N.zero_() if out_N.dtype == wide else torch.zeros_like(out_N, dtype=wide)
         for index_T, value_T in zip(*_parts(wire_RW), strict=True):

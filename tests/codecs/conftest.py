@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from bagua import codecs
 from bagua.codecs import Bf16, Codec, Fp16, Identity, Int4, MinMaxUInt8, Sign, TopK
+from bagua.codecs.blocks import BlockCodec
 
 CODECS = (
     Identity(),
@@ -25,6 +29,9 @@ CODECS = (
     TopK(ratio=0.1, block=96),
 )
 BACKENDS = codecs.available_backends()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON and not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
@@ -40,13 +47,21 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=(*BACKENDS, "triton") if HAS_TRITON else BACKENDS)
 def backend(request: pytest.FixtureRequest, device: torch.device) -> Iterator[str]:
-    """Forces a backend of CPU tensors; other devices have one path only, tested once."""
-    if device.type != "cpu" and request.param != "torch":
+    """Forces a backend. Without a GPU Triton's kernels run in its interpreter, on CPU tensors."""
+    name = request.param
+    if device.type != "cpu" and name.startswith("native"):
         pytest.skip("the compiled kernels are for CPU tensors")
-    with codecs.use_backend(request.param):
-        yield request.param
+    if name == "triton":
+        if device.type == "cpu" and torch.cuda.is_available():
+            pytest.skip("Triton's kernels run on the GPU here")
+        if "codec" in request.fixturenames and not isinstance(request.getfixturevalue("codec"), BlockCodec):
+            pytest.skip("this codec has no Triton kernels")
+        if device.type == "cpu" and request.node.get_closest_marker("not_interpreted"):
+            pytest.skip("Triton's interpreter is not made for threads, and takes minutes for long rows")
+    with codecs.use_backend(name), np.errstate(all="ignore"):  # the interpreter computes with numpy
+        yield name
 
 
 @pytest.fixture
@@ -58,3 +73,8 @@ def make(device: torch.device):
         return torch.randn((rows, n), generator=generator).to(device, dtype)
 
     return make
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers this folder's marker."""
+    config.addinivalue_line("markers", "not_interpreted: too much for Triton's interpreter; on a GPU it runs")

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from bagua import codecs
-from bagua.codecs import Codec, Identity, MinMaxUInt8, native, registry
+from bagua.codecs import Codec, Identity, MinMaxUInt8, backends, native, registry
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch):
     """As in a process that has not used a codec yet."""
-    monkeypatch.delenv(native.ENV, raising=False)
-    monkeypatch.setattr(native, "_active", None)
-    native._native.cache_clear()
+    monkeypatch.delenv(backends.ENV, raising=False)
+    monkeypatch.setattr(backends, "_active", None)
+    native.native_backends.cache_clear()
     yield monkeypatch
-    native._native.cache_clear()
+    native.native_backends.cache_clear()
 
 
 @pytest.fixture
@@ -39,16 +39,16 @@ def test_the_fastest_backend_is_chosen(fresh):
 
 @pytest.mark.parametrize("name", codecs.available_backends())
 def test_the_environment_forces_a_backend(fresh, name: str):
-    fresh.setenv(native.ENV, name)
+    fresh.setenv(backends.ENV, name)
     assert codecs.backend() == name
 
 
 def test_unknown_and_impossible_backends(fresh, without_library):
-    without_library.setenv(native.ENV, "cuda")
+    without_library.setenv(backends.ENV, "cuda")
     with pytest.raises(ValueError, match=r"BAGUA_CODEC_BACKEND: unknown codec backend 'cuda'; known: torch"):
         codecs.backend()
     for name in ("native", "native-avx2"):
-        without_library.setenv(native.ENV, name)
+        without_library.setenv(backends.ENV, name)
         with pytest.raises(RuntimeError, match=rf"'{name}' cannot run here \(_native.so was not built\)"):
             MinMaxUInt8().encode(torch.ones((1, 4)))
 
@@ -77,7 +77,7 @@ def test_a_library_of_another_version_is_not_used(fresh, caplog):
     if codecs.available_backends() == ("torch",):
         pytest.skip("no compiled library in this installation")
     fresh.setattr(native, "_ABI", -1)
-    native._native.cache_clear()
+    native.native_backends.cache_clear()
     assert codecs.backend() == "torch"
     assert "another version" in caplog.text
 
@@ -95,7 +95,8 @@ def test_use_backend_restores(fresh):
 def test_importing_loads_no_library():
     script = (
         "import logging, sys; logging.basicConfig(level=0); import bagua.codecs as c; "
-        "assert c.native._active is None and c.native._native.cache_info().currsize == 0"
+        "assert c.backends._active is None and c.native.native_backends.cache_info().currsize == 0; "
+        "import torch; assert not hasattr(torch.ops.bagua, 'sign_encode'), 'operators are defined on request'"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

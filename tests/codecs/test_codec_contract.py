@@ -126,6 +126,7 @@ def test_scales(codec: Codec, make):
         assert bool(((y.double() - x.double()).abs() <= bound(codec, x)).all())
 
 
+@pytest.mark.not_interpreted
 def test_backends_give_the_same_bytes(codec: Codec, make, backend: str):
     for n, rows in ((70_001, 3), (1501, 9), (63, 1)):
         x = make(rows, n) * (0.1 + make(1, n).abs())
@@ -233,6 +234,7 @@ def test_no_elements_and_no_rows(codec: Codec, device: torch.device):
     assert tuple(codec.decode(none, 7).shape) == (0, 7)
 
 
+@pytest.mark.not_interpreted
 @pytest.mark.usefixtures("backend")
 def test_deterministic_and_independent_of_threads(codec: Codec, make):
     x = make(4, 20_000)
@@ -249,6 +251,7 @@ def test_deterministic_and_independent_of_threads(codec: Codec, make):
         torch.set_num_threads(before)
 
 
+@pytest.mark.not_interpreted
 @pytest.mark.usefixtures("backend")
 def test_many_threads_at_once(codec: Codec, make):
     rows = [make(r, 5000) for r in range(1, 7)]

@@ -235,3 +235,13 @@ def test_block_is_checked(make: Callable[..., Codec]):
     for block in bad:
         with pytest.raises(ValueError, match="block must be a positive"):
             make(block=block)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "torch"])
+def test_damaged_indices_are_noticed(backend: str):
+    wire = TopK(ratio=0.02).encode(torch.randn((3, 10_000), generator=torch.Generator().manual_seed(1)))
+    for at, index in ((0, -1), (0, 10_000), (5, 2**31 - 1), (7, 0)):
+        bad = wire.clone()
+        bad.view(torch.int32)[1, at] = index
+        with codecs.use_backend(backend), pytest.raises(ValueError, match="not ascending in 0..9999"):
+            TopK(ratio=0.02).decode_mean(bad, 10_000, torch.empty(10_000), 0.5)

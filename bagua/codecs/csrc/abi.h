@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define BAGUA_CODECS_ABI 2
+#define BAGUA_CODECS_ABI 3
 
 #define BAGUA_JOIN2(a, b) a##_##b
 #define BAGUA_JOIN(a, b) BAGUA_JOIN2(a, b)
@@ -20,6 +20,9 @@ BAGUA_API int32_t bagua_codecs_isa();  // 0 baseline, 1 avx2, 2 avx512: the high
 
 #ifdef BAGUA_ISA
 // decode_mean: out[i] = weight * sum of the decoded rows, in the order of the rows.
+// encode_feedback: e = x + residual is encoded; residual = e - what the wire decodes to, 0 where that is not finite.
+// decode_mean_encode: encodes what decode_mean gives, plus the residual unless that is null, into one row. `scratch`
+// holds min(n, block) elements. Nothing may overlap.
 #define BAGUA_BLOCK_CODEC(codec)                                                                                 \
   BAGUA_API void BAGUA_FN(bagua_##codec##_encode)(const float* x, int64_t x_stride, int64_t rows, int64_t n,     \
                                                   int64_t block, uint8_t* head, uint8_t* codes,                  \
@@ -29,7 +32,13 @@ BAGUA_API int32_t bagua_codecs_isa();  // 0 baseline, 1 avx2, 2 avx512: the high
                                                   float* out, int64_t out_stride);                               \
   BAGUA_API void BAGUA_FN(bagua_##codec##_decode_mean)(const uint8_t* head, const uint8_t* codes,                \
                                                        int64_t wire_stride, int64_t rows, int64_t n,             \
-                                                       int64_t block, float weight, float* out)
+                                                       int64_t block, float weight, float* out);                 \
+  BAGUA_API void BAGUA_FN(bagua_##codec##_encode_feedback)(                                                      \
+      const float* x, int64_t x_stride, float* residual, int64_t residual_stride, int64_t rows, int64_t n,       \
+      int64_t block, uint8_t* head, uint8_t* codes, int64_t wire_stride);                                        \
+  BAGUA_API void BAGUA_FN(bagua_##codec##_decode_mean_encode)(                                                   \
+      const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows, int64_t n, int64_t block,    \
+      float weight, float* residual, float* scratch, uint8_t* head_out, uint8_t* codes_out)
 
 BAGUA_BLOCK_CODEC(minmax_uint8);  // header min, max; one byte for each element
 BAGUA_BLOCK_CODEC(int4);          // header absmax; one nibble for each element, `block` even
@@ -43,4 +52,16 @@ BAGUA_BLOCK_CODEC(sign);          // header scale; one bit for each element, `bl
 BAGUA_MEAN(float32);
 BAGUA_MEAN(bfloat16);
 BAGUA_MEAN(float16);
+
+// A wire row is the indices (ascending) of the k elements of largest magnitude of each block, k_rest of the ragged one,
+// then their values; of equal magnitudes the first. A NaN counts as more than an infinity. 1 <= k <= block, n < 2^31;
+// the wire is 4-byte aligned. `candidates` holds 2 * capacity integers, capacity >= 0: with few the search is slower.
+BAGUA_API void BAGUA_FN(bagua_top_k_encode)(const float* x, int64_t x_stride, int64_t rows, int64_t n, int64_t block,
+                                            int64_t k, int64_t k_rest, int32_t* candidates, int64_t capacity,
+                                            uint8_t* wire, int64_t wire_stride);
+
+// out[i] = weight * sum over rows of their value at i. A row is `count` ascending indices, then as many values; `at`
+// holds `rows` integers. Returns 0, or 1 if a row's indices are not ascending in 0..n-1.
+BAGUA_API int32_t BAGUA_FN(bagua_top_k_decode_mean)(const uint8_t* wire, int64_t wire_stride, int64_t rows,
+                                                    int64_t count, int64_t n, float weight, int64_t* at, float* out);
 #endif

@@ -31,6 +31,86 @@ inline float float_of(int32_t bits) {
   return a;
 }
 
+// 0 where v is not finite.
+inline VF keep_finite(VF v) { return (VF)((VI)v & (VI)(((VI)v & kInfinity) != kInfinity)); }
+inline float keep_finite(float v) { return (bits_of(v) & kInfinity) == kInfinity ? 0.0f : v; }
+
+// The cache line k vectors from p, once for each line.
+inline void prefetch(const float* p, int k) {
+  if (k * W % 16 == 0) __builtin_prefetch(p + k * W);
+}
+
+// e = x[0..W) as it is, or with the residual, which then holds the sum.
+template <bool kFeedback>
+inline VF input(const float* x, float* residual) {
+  VF v = load(x);
+  if (kFeedback) {
+    v = v + load(residual);
+    store(residual, v);
+  }
+  return v;
+}
+
+template <bool kFeedback>
+inline float input_one(const float* x, float* residual) {
+  if (kFeedback) return *residual = *x + *residual;
+  return *x;
+}
+
 inline bool aligned(const float* p) { return (uintptr_t)p % sizeof(VF) == 0; }
 
+// What follows is the same for all block codecs. C names the header's bytes, the elements in a byte of codes, and the
+// functions of one block or more.
+
+template <bool kFeedback, typename C>
+void encode_rows(const float* x, int64_t x_stride, float* residual, int64_t residual_stride, int64_t rows, int64_t n,
+                 int64_t block, uint8_t* head, uint8_t* codes, int64_t wire_stride) {
+  for (int64_t r = 0; r < rows; ++r, x += x_stride, head += wire_stride, codes += wire_stride) {
+    C::template encode<kFeedback>(x, residual, n, block, head, codes);
+    if (kFeedback) residual += residual_stride;
+  }
+}
+
+template <typename C>
+void decode_mean_rows(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows, int64_t n,
+                      int64_t block, float weight, float* out) {
+  for (int64_t i = 0, k = 0; i < n; i += block, ++k)
+    C::mean(head + k * C::kHeader, codes + i / C::kPerByte, wire_stride, rows, least(block, n - i), weight, out + i);
+}
+
+template <typename C>
+void decode_mean_encode(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows, int64_t n,
+                        int64_t block, float weight, float* residual, float* scratch, uint8_t* head_out,
+                        uint8_t* codes_out) {
+  for (int64_t i = 0, k = 0; i < n; i += block, ++k) {
+    const int64_t m = least(block, n - i), h = k * C::kHeader, c = i / C::kPerByte;
+    C::mean(head + h, codes + c, wire_stride, rows, m, weight, scratch);
+    if (residual)
+      C::template encode<true>(scratch, residual + i, m, block, head_out + h, codes_out + c);
+    else
+      C::template encode<false>(scratch, nullptr, m, block, head_out + h, codes_out + c);
+  }
+}
+
 }  // namespace
+
+#define BAGUA_BLOCK_CODEC_FUNCTIONS(codec, C)                                                                      \
+  void BAGUA_FN(bagua_##codec##_encode)(const float* x, int64_t x_stride, int64_t rows, int64_t n, int64_t block,  \
+                                        uint8_t* head, uint8_t* codes, int64_t wire_stride) {                      \
+    encode_rows<false, C>(x, x_stride, nullptr, 0, rows, n, block, head, codes, wire_stride);                      \
+  }                                                                                                                \
+  void BAGUA_FN(bagua_##codec##_encode_feedback)(const float* x, int64_t x_stride, float* residual,                \
+                                                 int64_t residual_stride, int64_t rows, int64_t n, int64_t block,  \
+                                                 uint8_t* head, uint8_t* codes, int64_t wire_stride) {             \
+    encode_rows<true, C>(x, x_stride, residual, residual_stride, rows, n, block, head, codes, wire_stride);        \
+  }                                                                                                                \
+  void BAGUA_FN(bagua_##codec##_decode_mean)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride,       \
+                                             int64_t rows, int64_t n, int64_t block, float weight, float* out) {   \
+    decode_mean_rows<C>(head, codes, wire_stride, rows, n, block, weight, out);                                    \
+  }                                                                                                                \
+  void BAGUA_FN(bagua_##codec##_decode_mean_encode)(                                                               \
+      const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows, int64_t n, int64_t block,      \
+      float weight, float* residual, float* scratch, uint8_t* head_out, uint8_t* codes_out) {                      \
+    decode_mean_encode<C>(head, codes, wire_stride, rows, n, block, weight, residual, scratch, head_out,           \
+                          codes_out);                                                                              \
+  }

@@ -9,60 +9,83 @@ namespace {
 
 constexpr float kSeventh = 1.0f / 7.0f;  // 7 * kSeventh is exactly 1 in fp32, so the largest element is exact
 constexpr int32_t kMagnitude = 0x7fffffff;
+constexpr int64_t kTogether = 1024;  // elements of the blocks that are handled together
 
 // The bits of the largest magnitude: a NaN counts as more than an infinity, an infinity as more than a number.
-int32_t absmax(const float* x, int64_t n) {
+template <bool kFeedback>
+int32_t absmax(const float* x, float* residual, int64_t n) {
   VI m[4] = {};
   int64_t i = 0;
   for (; i + 4 * W <= n; i += 4 * W)
     for (int k = 0; k < 4; ++k) {
-      const VI v = (VI)load(x + i + k * W) & kMagnitude;
-      m[k] = v > m[k] ? v : m[k];
+      prefetch(x + i + 2 * kTogether, k);
+      m[k] = vmax((VI)input<kFeedback>(x + i + k * W, residual + i + k * W) & kMagnitude, m[k]);
     }
-  const VI a = m[0] > m[1] ? m[0] : m[1], b = m[2] > m[3] ? m[2] : m[3];
-  int32_t most = largest(a > b ? a : b);
+  int32_t most = largest(vmax(vmax(m[0], m[1]), vmax(m[2], m[3])));
   for (; i < n; ++i) {
-    const int32_t v = bits_of(x[i]) & kMagnitude;
+    const int32_t v = bits_of(input_one<kFeedback>(x + i, residual + i)) & kMagnitude;
     most = v > most ? v : most;
   }
   return most;
 }
 
-template <bool kSmall>
-void quantise(const float* x, int64_t n, float scale, uint8_t* codes) {
+// Bytes of 4 * W codes each in -7..7: low nibbles from one, high ones from the other.
+inline void pack_nibbles(uint8_t* p, const VI (&low)[4], const VI (&high)[4]) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const auto bytes = [](const VI(&v)[4]) {
+    return _mm256_packs_epi16(_mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]),
+                              _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]));
+  };
+  const __m256i mask = _mm256_set1_epi8(15);
+  const __m256i both = _mm256_or_si256(_mm256_and_si256(bytes(low), mask),
+                                       _mm256_andnot_si256(mask, _mm256_slli_epi16(bytes(high), 4)));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packs work within 128-bit halves
+  _mm256_storeu_si256((__m256i*)p, _mm256_permutevar8x32_epi32(both, order));
+#else
+  VI q[4];
+  for (int k = 0; k < 4; ++k) q[k] = (low[k] & 15) | ((high[k] & 15) << 4);
+  pack4(p, q);
+#endif
+}
+
+// x and residual are the same or the latter is null.
+template <bool kSmall, bool kFeedback>
+void quantise(const float* x, float* residual, int64_t n, float most, float scale, uint8_t* codes) {
   const int64_t half = (n + 1) / 2;
   const auto vector = [&](int64_t i) {
-    VF v = load(x + i);
-    if (kSmall) v = v * kUp;
-    return round_to_code(v * scale) & 15;
+    const VF e = load(x + i);
+    const VI q = round_to_code((kSmall ? e * kUp : e) * scale);
+    if (kFeedback) store(residual + i, e - to_float(q) * kSeventh * most);
+    return q;
   };
   const auto one = [&](int64_t i) {
-    const float v = kSmall ? x[i] * kUp : x[i];
-    return round_to_code(v * scale) & 15;
+    const float e = x[i];
+    const int32_t q = round_to_code((kSmall ? e * kUp : e) * scale);
+    if (kFeedback) residual[i] = e - (float)q * kSeventh * most;
+    return q & 15;
   };
   int64_t j = 0;
   for (; j + 4 * W <= n - half; j += 4 * W) {
-    VI q[4];
+    VI low[4], high[4];
     for (int k = 0; k < 4; ++k) {
-      q[k] = vector(j + k * W) | vector(half + j + k * W) << 4;
-      __builtin_prefetch(x + n + 2 * (j + k * W));  // the next block, while this one is in L1
-      __builtin_prefetch(x + n + 2 * (j + k * W) + W);
+      low[k] = vector(j + k * W);
+      high[k] = vector(half + j + k * W);
     }
-    pack4(codes + j, q);
+    pack_nibbles(codes + j, low, high);
   }
   for (; j < half; ++j) codes[j] = (uint8_t)(one(j) | (half + j < n ? one(half + j) << 4 : 0));
 }
 
-void encode_block(const float* x, int64_t n, uint8_t* head, uint8_t* codes) {
-  const int32_t bits = absmax(x, n);
-  float most = float_of(bits);
-  if (bits >= kInfinity) {
+template <bool kFeedback>
+void encode_block(const float* x, float* residual, int64_t n, float most, uint8_t* head, uint8_t* codes) {
+  if (bits_of(most) >= kInfinity) {
     most = __builtin_nanf("");
     memset(codes, 0, (size_t)(n + 1) / 2);
+    if (kFeedback) memset(residual, 0, (size_t)n * sizeof *residual);
   } else if (most < kTiny) {
-    quantise<true>(x, n, most > 0.0f ? 7.0f / (most * kUp) : 0.0f, codes);
+    quantise<true, kFeedback>(x, residual, n, most, most > 0.0f ? 7.0f / (most * kUp) : 0.0f, codes);
   } else {
-    quantise<false>(x, n, 7.0f / most, codes);
+    quantise<false, kFeedback>(x, residual, n, most, 7.0f / most, codes);
   }
   memcpy(head, &most, sizeof most);
 }
@@ -133,14 +156,31 @@ void mean_block(const uint8_t* head, const uint8_t* codes, int64_t stride, int64
   }
 }
 
+struct Int4 {
+  static constexpr int64_t kHeader = 4, kPerByte = 2;
+  static constexpr auto mean = mean_block;
+
+  // The largest magnitudes of a few blocks first: blocks are short, and so they need not wait for each other.
+  template <bool kFeedback>
+  static void encode(const float* x, float* residual, int64_t n, int64_t block, uint8_t* head, uint8_t* codes) {
+    const int64_t group = block >= kTogether / 2 ? 1 : kTogether / block;
+    for (int64_t first = 0, k = 0; first < n; first += group * block, k += group) {
+      int32_t most[kTogether];
+      const int64_t end = least(first + group * block, n);
+      for (int64_t i = first, b = 0; i < end; i += block, ++b) {
+        most[b] = absmax<kFeedback>(x + i, kFeedback ? residual + i : nullptr, least(block, n - i));
+      }
+      for (int64_t i = first, b = 0; i < end; i += block, ++b)
+        encode_block<kFeedback>(kFeedback ? residual + i : x + i, kFeedback ? residual + i : nullptr,
+                                least(block, n - i), float_of(most[b]), head + (k + b) * kHeader,
+                                codes + i / kPerByte);
+    }
+  }
+};
+
 }  // namespace
 
-void BAGUA_FN(bagua_int4_encode)(const float* x, int64_t x_stride, int64_t rows, int64_t n, int64_t block,
-                                 uint8_t* head, uint8_t* codes, int64_t wire_stride) {
-  for (int64_t r = 0; r < rows; ++r, x += x_stride, head += wire_stride, codes += wire_stride)
-    for (int64_t i = 0; i < n; i += block)
-      encode_block(x + i, least(block, n - i), head + i / block * 4, codes + i / 2);
-}
+BAGUA_BLOCK_CODEC_FUNCTIONS(int4, Int4)
 
 void BAGUA_FN(bagua_int4_decode)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows,
                                  int64_t n, int64_t block, float* out, int64_t out_stride) {
@@ -153,10 +193,4 @@ void BAGUA_FN(bagua_int4_decode)(const uint8_t* head, const uint8_t* codes, int6
       decode(codes + i / 2, m, fp32_at(head + i / block * 4), out + i);
     }
   if (large) stream_end();
-}
-
-void BAGUA_FN(bagua_int4_decode_mean)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows,
-                                      int64_t n, int64_t block, float weight, float* out) {
-  for (int64_t i = 0; i < n; i += block)
-    mean_block(head + i / block * 4, codes + i / 2, wire_stride, rows, least(block, n - i), weight, out + i);
 }

@@ -9,80 +9,32 @@
 namespace {
 
 constexpr int64_t kRowsAtOnce = 64;
+constexpr int64_t kAhead = 2048;  // elements between what is encoded and what is fetched
 
 struct Bounds {
   float lo, hi;
 };
 
 // Ignores NaN; (+inf, -inf) if there is nothing else.
-Bounds min_max(const float* x, int64_t n) {
+template <bool kFeedback>
+Bounds min_max(const float* x, float* residual, int64_t n) {
   VF lo[4], hi[4];
   for (int k = 0; k < 4; ++k) lo[k] = splat(__builtin_inff()), hi[k] = splat(-__builtin_inff());
   int64_t i = 0;
   for (; i + 4 * W <= n; i += 4 * W)
     for (int k = 0; k < 4; ++k) {
-      const VF v = load(x + i + k * W);
+      const VF v = input<kFeedback>(x + i + k * W, residual + i + k * W);
       lo[k] = vmin(v, lo[k]);
       hi[k] = vmax(v, hi[k]);
     }
-  float a[W], b[W];
-  store(a, vmin(vmin(lo[0], lo[1]), vmin(lo[2], lo[3])));
-  store(b, vmax(vmax(hi[0], hi[1]), vmax(hi[2], hi[3])));
-  for (int half = W / 2; half > 0; half /= 2)
-    for (int k = 0; k < half; ++k) {
-      a[k] = a[k + half] < a[k] ? a[k + half] : a[k];
-      b[k] = b[k + half] > b[k] ? b[k + half] : b[k];
-    }
+  float a = smallest(vmin(vmin(lo[0], lo[1]), vmin(lo[2], lo[3])));
+  float b = largest(vmax(vmax(hi[0], hi[1]), vmax(hi[2], hi[3])));
   for (; i < n; ++i) {
-    a[0] = x[i] < a[0] ? x[i] : a[0];
-    b[0] = x[i] > b[0] ? x[i] : b[0];
+    const float v = input_one<kFeedback>(x + i, residual + i);
+    a = v < a ? v : a;
+    b = v > b ? v : b;
   }
-  return {a[0] + 0.0f, b[0] + 0.0f};  // -0 becomes +0: which zero came first must not show in the header
-}
-
-// False if there was a NaN; the codes are then of no use.
-template <bool kSmall>
-bool quantise(const float* x, int64_t n, float lo, float scale, uint8_t* codes) {
-  VI seen{};
-  int64_t i = 0;
-  for (; i + 4 * W <= n; i += 4 * W) {
-    VI q[4];
-    for (int k = 0; k < 4; ++k) {
-      VF d = load(x + i + k * W) - lo;
-      if (kSmall) d = d * kUp;
-      __builtin_prefetch(x + i + n + k * W);  // the next block, while this one is in L1
-      q[k] = round_to_code(d * scale);
-      seen |= q[k];
-    }
-    pack4(codes + i, q);
-  }
-  int32_t any = 0;
-  for (int k = 0; k < W; ++k) any |= seen[k];
-  for (; i < n; ++i) {
-    float d = x[i] - lo;
-    if (kSmall) d = d * kUp;
-    const int32_t q = round_to_code(d * scale);
-    any |= q;
-    codes[i] = (uint8_t)q;
-  }
-  return (any & ~255) == 0;
-}
-
-void encode_block(const float* x, int64_t n, uint8_t* head, uint8_t* codes) {
-  Bounds b = min_max(x, n);
-  const float range = b.hi - b.lo;
-  bool finite = range >= 0.0f && range <= FLT_MAX;
-  if (finite) {
-    const bool tiny = range < kTiny;
-    const float wide = tiny ? range * kUp : range;
-    const float scale = wide > 0.0f ? 255.0f / wide : 0.0f;
-    finite = tiny ? quantise<true>(x, n, b.lo, scale, codes) : quantise<false>(x, n, b.lo, scale, codes);
-  }
-  if (!finite) {
-    b.lo = b.hi = __builtin_nanf("");
-    memset(codes, 0, (size_t)n);
-  }
-  memcpy(head, &b, sizeof b);
+  return {a + 0.0f, b + 0.0f};  // -0 becomes +0: which zero came first must not show in the header
 }
 
 // What one code is worth. x' = lo + (q * step) * down, and down is 1 unless the range is tiny.
@@ -97,6 +49,68 @@ Step step_of(const uint8_t* head) {
   return {lo, (tiny ? range * kUp : range) / 255.0f, tiny ? kDown : 1.0f};
 }
 
+// False if there was a NaN; codes and residual are then of no use. x and residual are the same or the latter is null.
+template <bool kSmall, bool kFeedback>
+bool quantise(const float* x, float* residual, int64_t n, float scale, Step s, uint8_t* codes) {
+  VI seen{};
+  const VF minus_lo = splat(-s.lo);  // x + -lo is x - lo
+  int64_t i = 0;
+  for (; i + 4 * W <= n; i += 4 * W) {
+    VI q[4];
+    for (int k = 0; k < 4; ++k) {
+      const VF e = load(x + i + k * W);
+      VF d = minus_lo + e;
+      if (kSmall) d = d * kUp;
+      prefetch(x + i + kAhead, k);  // while this block is in L1
+      q[k] = round_to_code(d * scale);
+      if (kFeedback) {
+        VF y = to_float(q[k]) * s.step;
+        if (kSmall) y = y * s.down;
+        store(residual + i + k * W, keep_finite(e - (s.lo + y)));
+      }
+    }
+    pack4(codes + i, q, seen);
+  }
+  bool lost = any(seen, kBeyond);
+  for (; i < n; ++i) {
+    const float e = x[i];
+    float d = e - s.lo;
+    if (kSmall) d = d * kUp;
+    const int32_t q = round_to_code(d * scale);
+    lost |= (q & ~255) != 0;
+    codes[i] = (uint8_t)q;
+    if (kFeedback) {
+      float y = (float)q * s.step;
+      if (kSmall) y = y * s.down;
+      residual[i] = keep_finite(e - (s.lo + y));
+    }
+  }
+  return !lost;
+}
+
+template <bool kFeedback>
+void encode_block(const float* x, float* residual, int64_t n, uint8_t* head, uint8_t* codes) {
+  Bounds b = min_max<kFeedback>(x, residual, n);
+  const float range = b.hi - b.lo;
+  bool finite = range >= 0.0f && range <= FLT_MAX;
+  memcpy(head, &b, sizeof b);
+  if (finite) {
+    const bool tiny = range < kTiny;
+    const float wide = tiny ? range * kUp : range;
+    const float scale = wide > 0.0f ? 255.0f / wide : 0.0f;
+    const float* const e = kFeedback ? residual : x;
+    const Step s = step_of(head);
+    finite = tiny ? quantise<true, kFeedback>(e, residual, n, scale, s, codes)
+                  : quantise<false, kFeedback>(e, residual, n, scale, s, codes);
+  }
+  if (!finite) {
+    b.lo = b.hi = __builtin_nanf("");
+    memcpy(head, &b, sizeof b);
+    memset(codes, 0, (size_t)n);
+    if (kFeedback) memset(residual, 0, (size_t)n * sizeof *residual);
+  }
+}
+
 template <bool kSmall, bool kStream>
 void decode_block(const uint8_t* codes, int64_t n, Step s, float* out) {
   int64_t i = 0;
@@ -107,12 +121,13 @@ void decode_block(const uint8_t* codes, int64_t n, Step s, float* out) {
   };
   if (kStream)
     for (; i < n && (uintptr_t)(out + i) % sizeof(VF) != 0; ++i) one(i);
-  for (; i + W <= n; i += W) {
-    VF d = widen(codes + i) * s.step;
-    if (kSmall) d = d * s.down;
-    const VF y = s.lo + d;
-    kStream ? stream(out + i, y) : store(out + i, y);
-  }
+  for (; i + 4 * W <= n; i += 4 * W)
+    for (int k = 0; k < 4; ++k) {
+      VF d = widen(codes + i + k * W) * s.step;
+      if (kSmall) d = d * s.down;
+      const VF y = s.lo + d;
+      kStream ? stream(out + i + k * W, y) : store(out + i + k * W, y);
+    }
   for (; i < n; ++i) one(i);
 }
 
@@ -162,14 +177,21 @@ void mean_block(const uint8_t* head, const uint8_t* codes, int64_t stride, int64
   }
 }
 
+struct MinMax {
+  static constexpr int64_t kHeader = 8, kPerByte = 1;
+  static constexpr auto mean = mean_block;
+
+  template <bool kFeedback>
+  static void encode(const float* x, float* residual, int64_t n, int64_t block, uint8_t* head, uint8_t* codes) {
+    for (int64_t i = 0, k = 0; i < n; i += block, ++k)
+      encode_block<kFeedback>(x + i, kFeedback ? residual + i : nullptr, least(block, n - i), head + k * kHeader,
+                              codes + i);
+  }
+};
+
 }  // namespace
 
-void BAGUA_FN(bagua_minmax_uint8_encode)(const float* x, int64_t x_stride, int64_t rows, int64_t n, int64_t block,
-                                         uint8_t* head, uint8_t* codes, int64_t wire_stride) {
-  for (int64_t r = 0; r < rows; ++r, x += x_stride, head += wire_stride, codes += wire_stride)
-    for (int64_t i = 0; i < n; i += block)
-      encode_block(x + i, least(block, n - i), head + i / block * 8, codes + i);
-}
+BAGUA_BLOCK_CODEC_FUNCTIONS(minmax_uint8, MinMax)
 
 void BAGUA_FN(bagua_minmax_uint8_decode)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride,
                                          int64_t rows, int64_t n, int64_t block, float* out, int64_t out_stride) {
@@ -182,10 +204,4 @@ void BAGUA_FN(bagua_minmax_uint8_decode)(const uint8_t* head, const uint8_t* cod
       decode(codes + i, least(block, n - i), s, out + i);
     }
   if (large) stream_end();
-}
-
-void BAGUA_FN(bagua_minmax_uint8_decode_mean)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride,
-                                              int64_t rows, int64_t n, int64_t block, float weight, float* out) {
-  for (int64_t i = 0; i < n; i += block)
-    mean_block(head + i / block * 8, codes + i, wire_stride, rows, least(block, n - i), weight, out + i);
 }

@@ -11,13 +11,14 @@ constexpr int kLanes = 64, kVectors = kLanes / W;
 constexpr int32_t kMagnitude = 0x7fffffff;
 
 // Writes the sign bits, returns the sum of the magnitudes.
-float encode_bits(const float* x, int64_t n, uint8_t* bits) {
+template <bool kFeedback>
+float encode_bits(const float* x, float* residual, int64_t n, uint8_t* bits) {
   VF acc[kVectors] = {};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     uint64_t word = 0;
     for (int k = 0; k < kVectors; ++k) {
-      const VF v = load(x + i + k * W);
+      const VF v = input<kFeedback>(x + i + k * W, residual + i + k * W);
       acc[k] = acc[k] + (VF)((VI)v & kMagnitude);
       word |= (uint64_t)sign_bits(v) << (k * W);
     }
@@ -27,7 +28,7 @@ float encode_bits(const float* x, int64_t n, uint8_t* bits) {
   memcpy(lanes, acc, sizeof lanes);
   uint64_t word = 0;
   for (int64_t k = 0; i + k < n; ++k) {
-    const int32_t v = bits_of(x[i + k]);
+    const int32_t v = bits_of(input_one<kFeedback>(x + i + k, residual + i + k));
     lanes[k] = lanes[k] + float_of(v & kMagnitude);
     word |= (uint64_t)(v < 0) << k;
   }
@@ -37,12 +38,31 @@ float encode_bits(const float* x, int64_t n, uint8_t* bits) {
   return lanes[0];
 }
 
-void encode_block(const float* x, int64_t n, uint8_t* head, uint8_t* bits) {
-  const float sum = encode_bits(x, n, bits);
+// residual -= the scale with the residual's sign. Both are finite, so is the difference.
+void subtract(float* residual, const float* next, int64_t n, float scale) {
+  const VI magnitude = (VI)splat(scale);
+  int64_t i = 0;
+  for (; i + 4 * W <= n; i += 4 * W)
+    for (int k = 0; k < 4; ++k) {
+      float* const p = residual + i + k * W;
+      const VF e = load(p);
+      prefetch(next + i, k);
+      prefetch(residual + i + n, k);
+      store(p, e - (VF)(magnitude | ((VI)e & ~kMagnitude)));
+    }
+  for (; i < n; ++i) residual[i] = residual[i] - (bits_of(residual[i]) < 0 ? -scale : scale);
+}
+
+template <bool kFeedback>
+void encode_block(const float* x, float* residual, int64_t n, uint8_t* head, uint8_t* bits) {
+  const float sum = encode_bits<kFeedback>(x, residual, n, bits);
   float scale = sum / (float)n;
   if (bits_of(scale) >= kInfinity) {
     scale = __builtin_nanf("");
     memset(bits, 0, (size_t)(n + 7) / 8);
+    if (kFeedback) memset(residual, 0, (size_t)n * sizeof *residual);
+  } else if (kFeedback) {
+    subtract(residual, x + n, n, scale);
   }
   memcpy(head, &scale, sizeof scale);
 }
@@ -72,10 +92,11 @@ template <bool kStream>
 void decode_block(const uint8_t* bits, int64_t n, float scale, float* out) {
   const VF plus = splat(scale), minus = -plus;
   int64_t i = 0;
-  for (; i + W <= n; i += W) {
-    const VF y = choose(bits_at(bits, i), plus, minus);
-    kStream ? stream(out + i, y) : store(out + i, y);
-  }
+  for (; i + 4 * W <= n; i += 4 * W)
+    for (int k = 0; k < 4; ++k) {
+      const VF y = choose(bits_at(bits, i + k * W), plus, minus);
+      kStream ? stream(out + i + k * W, y) : store(out + i + k * W, y);
+    }
   for (; i < n; ++i) out[i] = bit_at(bits, i) ? -scale : scale;
 }
 
@@ -100,14 +121,21 @@ void mean_block(const uint8_t* head, const uint8_t* bits, int64_t stride, int64_
   }
 }
 
+struct Sign {
+  static constexpr int64_t kHeader = 4, kPerByte = 8;
+  static constexpr auto mean = mean_block;
+
+  template <bool kFeedback>
+  static void encode(const float* x, float* residual, int64_t n, int64_t block, uint8_t* head, uint8_t* codes) {
+    for (int64_t i = 0, k = 0; i < n; i += block, ++k)
+      encode_block<kFeedback>(x + i, kFeedback ? residual + i : nullptr, least(block, n - i), head + k * kHeader,
+                              codes + i / kPerByte);
+  }
+};
+
 }  // namespace
 
-void BAGUA_FN(bagua_sign_encode)(const float* x, int64_t x_stride, int64_t rows, int64_t n, int64_t block,
-                                 uint8_t* head, uint8_t* codes, int64_t wire_stride) {
-  for (int64_t r = 0; r < rows; ++r, x += x_stride, head += wire_stride, codes += wire_stride)
-    for (int64_t i = 0; i < n; i += block)
-      encode_block(x + i, least(block, n - i), head + i / block * 4, codes + i / 8);
-}
+BAGUA_BLOCK_CODEC_FUNCTIONS(sign, Sign)
 
 void BAGUA_FN(bagua_sign_decode)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows,
                                  int64_t n, int64_t block, float* out, int64_t out_stride) {
@@ -118,10 +146,4 @@ void BAGUA_FN(bagua_sign_decode)(const uint8_t* head, const uint8_t* codes, int6
       decode(codes + i / 8, least(block, n - i), fp32_at(head + i / block * 4), out + i);
     }
   if (large) stream_end();
-}
-
-void BAGUA_FN(bagua_sign_decode_mean)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows,
-                                      int64_t n, int64_t block, float weight, float* out) {
-  for (int64_t i = 0; i < n; i += block)
-    mean_block(head + i / block * 4, codes + i / 8, wire_stride, rows, least(block, n - i), weight, out + i);
 }

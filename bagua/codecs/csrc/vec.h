@@ -22,6 +22,7 @@ constexpr int W = 4;
 typedef float VF __attribute__((vector_size(4 * W)));
 typedef int32_t VI __attribute__((vector_size(4 * W)));
 typedef int32_t V4 __attribute__((vector_size(16)));
+typedef float F4 __attribute__((vector_size(16)));
 typedef uint16_t VH __attribute__((vector_size(2 * W)));
 typedef uint8_t VB __attribute__((vector_size(W)));
 
@@ -35,8 +36,47 @@ inline void store(float* p, VF v) { memcpy(p, &v, sizeof v); }
 
 inline VF splat(float a) { return a - VF{}; }
 
-inline VF vmin(VF a, VF b) { return a < b ? a : b; }  // b where either is NaN
-inline VF vmax(VF a, VF b) { return a > b ? a : b; }
+template <typename T>
+inline T vmin(T a, T b) {
+  return a < b ? a : b;  // b where either is NaN
+}
+template <typename T>
+inline T vmax(T a, T b) {
+  return a > b ? a : b;
+}
+
+inline VI vmax(VI a, VI b) {
+#if defined(__AVX512F__)
+  return (VI)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (VI)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// Lanes 2, 3 to 0, 1; and lane 1 to 0.
+inline F4 fold2(F4 a) { return F4{a[2], a[3], a[2], a[3]}; }
+inline F4 fold1(F4 a) { return F4{a[1], a[1], a[1], a[1]}; }
+
+// The smallest and the largest of W floats of which none is NaN.
+inline float smallest(VF v) {
+  F4 part[W / 4];
+  memcpy(part, &v, sizeof part);
+  F4 m = part[0];
+  for (int k = 1; k < W / 4; ++k) m = vmin(part[k], m);
+  m = vmin(fold2(m), m);
+  return vmin(fold1(m), m)[0];
+}
+
+inline float largest(VF v) {
+  F4 part[W / 4];
+  memcpy(part, &v, sizeof part);
+  F4 m = part[0];
+  for (int k = 1; k < W / 4; ++k) m = vmax(part[k], m);
+  m = vmax(fold2(m), m);
+  return vmax(fold1(m), m)[0];
+}
 
 // W bytes to W integers.
 inline VI widen_int(const uint8_t* p) {
@@ -129,24 +169,55 @@ inline VI round_to_code(VF a) {
 #endif
 }
 
-// The low bytes of 4 * W integers that are in 0..255 (others give any byte).
-inline void pack4(uint8_t* p, const VI (&v)[4]) {
+// The low bytes of 4 * W integers that are in 0..255 (others give any byte). What `seen` collects has a bit of kBeyond
+// set if any of them was not.
+#if defined(__SSE2__) && !defined(__AVX512F__)
+constexpr int32_t kBeyond = (int32_t)0xff00ff00;  // two 16-bit integers
+#else
+constexpr int32_t kBeyond = ~255;
+#endif
+
+inline void pack4(uint8_t* p, const VI (&v)[4], VI& seen) {
 #if defined(__AVX512F__)
-  for (int k = 0; k < 4; ++k) _mm_storeu_si128((__m128i*)(p + k * W), _mm512_cvtepi32_epi8((__m512i)v[k]));
+  for (int k = 0; k < 4; ++k) {
+    _mm_storeu_si128((__m128i*)(p + k * W), _mm512_cvtepi32_epi8((__m512i)v[k]));
+    seen |= v[k];
+  }
 #elif defined(__AVX2__)
   const __m256i ab = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]);
   const __m256i cd = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]);
+  seen |= (VI)ab | (VI)cd;
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packs work within 128-bit halves
   _mm256_storeu_si256((__m256i*)p, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(ab, cd), order));
 #elif defined(__SSE2__)
   const __m128i ab = _mm_packs_epi32((__m128i)v[0], (__m128i)v[1]);
   const __m128i cd = _mm_packs_epi32((__m128i)v[2], (__m128i)v[3]);
+  seen |= (VI)ab | (VI)cd;
   _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(ab, cd));
 #else
   for (int k = 0; k < 4; ++k) {
     const VB b = __builtin_convertvector(v[k], VB);
     memcpy(p + k * W, &b, sizeof b);
+    seen |= v[k];
   }
+#endif
+}
+
+inline void pack4(uint8_t* p, const VI (&v)[4]) {
+  VI seen{};
+  pack4(p, v, seen);
+}
+
+// Whether one of W integers has a bit of `mask`.
+inline bool any(VI v, int32_t mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi32(mask)) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)v, _mm256_set1_epi32(mask));
+#else
+  int32_t all = 0;
+  for (int k = 0; k < W; ++k) all |= v[k];
+  return (all & mask) != 0;
 #endif
 }
 

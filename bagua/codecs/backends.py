@@ -1,0 +1,156 @@
+"""Which kernels run: compiled ones, Triton's or eager torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from . import int4_torch, minmax_torch, sign_torch
+from .kernels import Backend
+from .native import ISAS, native_backends
+
+ENV = "BAGUA_CODEC_BACKEND"
+_NAMES = ("torch", "native", *(f"native-{isa}" for isa in ISAS), "triton")
+
+_logger = logging.getLogger("bagua")
+_lock = threading.Lock()
+_active: Backend | None = None  # for CPU tensors
+_forced = False  # _active came from use_backend(): for tensors on all devices that it can run on
+
+_TORCH = Backend(
+    "torch",
+    blocks={
+        minmax_torch.LAYOUT.name: minmax_torch.MinMaxTorch(),
+        int4_torch.LAYOUT.name: int4_torch.Int4Torch(),
+        sign_torch.LAYOUT.name: sign_torch.SignTorch(),
+    },
+    staged=True,
+)
+
+
+def backend(device: torch.device | str = "cpu") -> str:
+    """Name of the kernels that tensors on ``device`` use: "torch", "native-" and an instruction set, or "triton".
+
+    Chosen at first use. CPU: the environment variable ``BAGUA_CODEC_BACKEND`` if set, else the fastest there is.
+    CUDA: Triton if it is installed and the variable is not "torch".
+
+    Raises:
+        ValueError: the variable holds no name of a backend.
+        RuntimeError: it names one that cannot run here.
+    """
+    return kernels(torch.device(device)).name
+
+
+def available_backends() -> tuple[str, ...]:
+    """The backends that CPU tensors can use in this process, slowest first."""
+    return ("torch", *native_backends()[0])
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the block, tensors of all threads use this backend; for tests and benchmarks.
+
+    "native" ones are for CPU tensors and leave the others to torch. "triton" is for CUDA tensors; with
+    ``TRITON_INTERPRET=1`` for CPU tensors too, which is slow and shows that the kernels are right.
+
+    Raises:
+        ValueError, RuntimeError: as `backend`.
+    """
+    global _active, _forced
+    before = _active, _forced
+    _active, _forced = _find(name, "use_backend()"), True
+    try:
+        yield
+    finally:
+        _active, _forced = before
+
+
+def kernels(device: torch.device) -> Backend:
+    """The kernels for tensors on ``device``."""
+    if device.type == "cpu":
+        return _active or _chosen()
+    if _forced and _active is not None:
+        return _active if _active.name == "triton" and device.type == "cuda" else _TORCH
+    return _on_cuda() if device.type == "cuda" else _TORCH
+
+
+def _chosen() -> Backend:
+    global _active
+    with _lock:
+        if _active is None:
+            _active = _from_environment()
+    return _active
+
+
+def _from_environment() -> Backend:
+    name = os.environ.get(ENV)
+    if name:
+        return _find(name, ENV)
+    found, problem = native_backends()
+    if not found:
+        _logger.warning(
+            "compiled codecs are not available (%s): codecs use slower torch paths. To build them, "
+            "install g++ and reinstall bagua; %s=torch silences this.",
+            problem,
+            ENV,
+        )
+        return _TORCH
+    return found[max(found, key=_NAMES.index)]
+
+
+@functools.cache
+def _on_cuda() -> Backend:
+    if os.environ.get(ENV) == "torch":
+        return _TORCH
+    triton, problem = _triton()
+    if triton is None:
+        _logger.warning("codecs on CUDA tensors use torch's own kernels: %s. %s=torch silences this.", problem, ENV)
+        return _TORCH
+    _logger.info("codecs on CUDA tensors use Triton kernels")
+    return triton
+
+
+def _find(name: str, source: str) -> Backend:
+    if name not in _NAMES:
+        raise ValueError(f"{source}: unknown codec backend {name!r}; known: {', '.join(_NAMES)}")
+    if name == "torch":
+        return _TORCH
+    if name == "triton":
+        triton, problem = _triton()
+        if triton is None or not _triton_runs_on_cpu():
+            problem = problem or "on CPU tensors it needs TRITON_INTERPRET=1"
+            raise RuntimeError(f"{source}: codec backend 'triton' cannot run here ({problem})")
+        return triton
+    found, problem = native_backends()
+    if name == "native" and found:
+        name = max(found, key=_NAMES.index)
+    if name not in found:
+        why = problem or "this CPU lacks the instructions"
+        here = ", ".join(available_backends())
+        raise RuntimeError(f"{source}: codec backend {name!r} cannot run here ({why}); available: {here}")
+    return found[name]
+
+
+@functools.cache
+def _triton() -> tuple[Backend | None, str]:
+    """Triton's kernels; if there are none, why. Imports Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None, "Triton is not installed"
+    try:
+        from .triton_backend import BACKEND
+    except Exception as error:  # whatever a broken or too old Triton raises at import
+        return None, f"Triton cannot be used: {error}"
+    return BACKEND, ""
+
+
+def _triton_runs_on_cpu() -> bool:
+    from .triton_backend import interpreted
+
+    return interpreted() or torch.cuda.is_available()

@@ -1,0 +1,66 @@
+"""What a set of kernels offers to the codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Kernels(Protocol):
+    """The functions of a block codec, on fp32.
+
+    ``head`` and ``codes`` are the bytes of a wire row where the header and the codes of the first block begin.
+    All blocks have ``block`` elements, but the last may be ragged.
+
+    Shapes:
+        x_RC, out_RC: [R, C] fp32, last dim contiguous; wire_RW: [R, W] uint8; out_C: [C] fp32.
+    """
+
+    def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None: ...
+    def decode(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None: ...
+    def decode_mean(self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor) -> None: ...
+
+
+class FusedKernels(Kernels, Protocol):
+    """The same, and what is done together with them, on whole rows; see the methods of `Codec`.
+
+    Shapes:
+        x_RN, residual_RN: [R, N] fp32, last dim contiguous; residual_N: [N] fp32 contiguous; out_1W: [1, W] uint8.
+    """
+
+    def encode_feedback(
+        self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor, head: int, codes: int, block: int
+    ) -> None: ...
+    def decode_mean_encode(
+        self,
+        wire_RW: Tensor,
+        head: int,
+        codes: int,
+        block: int,
+        weight: float,
+        n: int,
+        residual_N: Tensor | None,
+        out_1W: Tensor,
+    ) -> None: ...
+
+
+class TopKKernels(Protocol):
+    """The functions of top-k, on fp32; k elements of each block, k_rest of the ragged one."""
+
+    def encode(self, x_RN: Tensor, wire_RW: Tensor, block: int, k: int, k_rest: int) -> None: ...
+    def decode_mean(self, wire_RW: Tensor, weight: float, out_N: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The kernels of all codecs; what is None is done by eager torch."""
+
+    name: str
+    blocks: Mapping[str, Kernels]  # by the name of the layout
+    fused: Mapping[str, FusedKernels] | None = None  # the same kernels if they are fused
+    staged: bool = False  # callers pass cache-sized chunks, for the sake of the scratch
+    mean: Callable[[Tensor, float, Tensor], None] | None = None  # out_N = weight * sum of rows_RN, both CPU
+    top_k: TopKKernels | None = None

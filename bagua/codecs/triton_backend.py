@@ -1,0 +1,166 @@
+"""Launches the Triton kernels. Importing this module imports Triton."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from . import int4_torch, minmax_torch, sign_torch, triton_int4, triton_minmax, triton_sign
+from .kernels import Backend, Kernels
+
+_LONGEST = 8192  # elements of a block that a program holds; longer ones are for torch
+_AT_ONCE = 2048  # elements of a tile
+
+
+def interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter, where they take CPU tensors."""
+    return not isinstance(triton_sign.decode, triton.JITFunction)
+
+
+class TritonKernels:
+    """The kernels of one block codec on CUDA tensors, see `kernels.FusedKernels`.
+
+    Args:
+        module: holds the kernels ``encode`` and ``decode``.
+        tile: blocks of a program, and elements of its tiles in each, from the size of a block.
+        reference: takes the blocks that are too long.
+    """
+
+    def __init__(self, module: Any, tile: Callable[[int], tuple[int, int]], reference: Kernels) -> None:
+        self._module, self._tile, self._reference = module, tile, reference
+
+    def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
+        """Writes header and codes of each block."""
+        if block > _LONGEST:
+            self._reference.encode(x_RC, wire_RW, head, codes, block)
+        else:
+            self._run_encode(x_RC, None, None, 0.0, wire_RW, head, codes, block, x_RC.shape[1])
+
+    def decode(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None:
+        """Decodes each block."""
+        if block > _LONGEST:
+            self._reference.decode(wire_RW, head, codes, block, out_RC)
+        else:
+            self._run_decode(wire_RW, head, codes, block, 0.0, out_RC, mean=False)
+
+    def decode_mean(self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor) -> None:
+        """Decodes, sums and scales in one pass."""
+        if block > _LONGEST:
+            self._reference.decode_mean(wire_RW, head, codes, block, weight, out_C)
+        else:
+            self._run_decode(wire_RW, head, codes, block, weight, out_C[None], mean=True)
+
+    def encode_feedback(
+        self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor, head: int, codes: int, block: int
+    ) -> None:
+        """Adds, encodes and keeps what was lost in one pass."""
+        if block > _LONGEST:
+            self._reference.encode(residual_RN.add_(x_RN), wire_RW, head, codes, block)
+            decoded_RN = torch.empty(x_RN.shape, device=x_RN.device)
+            self._reference.decode(wire_RW, head, codes, block, decoded_RN)
+            residual_RN.sub_(decoded_RN).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        else:
+            self._run_encode(x_RN, residual_RN, None, 0.0, wire_RW, head, codes, block, x_RN.shape[1])
+
+    def decode_mean_encode(
+        self,
+        wire_RW: Tensor,
+        head: int,
+        codes: int,
+        block: int,
+        weight: float,
+        n: int,
+        residual_N: Tensor | None,
+        out_1W: Tensor,
+    ) -> None:
+        """Decodes, sums, scales and encodes in one pass."""
+        residual_1N = None if residual_N is None else residual_N[None]
+        if block > _LONGEST:
+            mean_1N = torch.empty((1, n), device=wire_RW.device)
+            self._reference.decode_mean(wire_RW, head, codes, block, weight, mean_1N[0])
+            if residual_1N is None:
+                self._reference.encode(mean_1N, out_1W, head, codes, block)
+            else:
+                self.encode_feedback(mean_1N, residual_1N, out_1W, head, codes, block)
+        else:
+            self._run_encode(None, residual_1N, wire_RW, weight, out_1W, head, codes, block, n)
+
+    def _run_encode(
+        self,
+        x_RN: Tensor | None,
+        residual_RN: Tensor | None,
+        from_RW: Tensor | None,
+        weight: float,
+        wire_RW: Tensor,
+        head: int,
+        codes: int,
+        block: int,
+        n: int,
+    ) -> None:
+        """Of x_RN, or of the mean of from_RW."""
+        wire = _Wire(wire_RW)
+        source = wire if from_RW is None else _Wire(from_RW)
+        x, residual = (wire.floats if t is None else t for t in (x_RN, residual_RN))  # any: it is not read
+        num_blocks, grid, tile = self._tiles(n, block, wire_RW.shape[0])
+        self._module.encode[grid](
+            *(x, x.stride(0), residual, residual.stride(0)),
+            *(source.bytes, source.floats, source.stride, source.rows, weight),
+            *(wire.bytes, wire.floats, wire.stride, head, codes, n, block, num_blocks),
+            MEAN=from_RW is not None,
+            FEEDBACK=residual_RN is not None,
+            **tile,
+        )
+
+    def _run_decode(
+        self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_RN: Tensor, mean: bool
+    ) -> None:
+        wire, (rows, n) = _Wire(wire_RW), out_RN.shape
+        num_blocks, grid, tile = self._tiles(n, block, rows)
+        self._module.decode[grid](
+            *(wire.bytes, wire.floats, wire.stride, wire.rows, weight),
+            *(out_RN, out_RN.stride(0), head, codes, n, block, num_blocks),
+            MEAN=mean,
+            **tile,
+        )
+
+    def _tiles(self, n: int, block: int, rows: int) -> tuple[int, tuple[int, int], dict[str, Any]]:
+        """Number of blocks, grid, and the kernel's constants."""
+        num_blocks = -(-n // block)
+        at_once, columns = self._tile(min(block, n))
+        # Without fused multiply-add: all backends give the same bits.
+        constants = {"K": at_once, "B": columns, "enable_fp_fusion": False, "num_warps": 4}
+        return num_blocks, (-(-num_blocks // at_once), rows), constants
+
+
+def _whole(block: int) -> tuple[int, int]:
+    columns = triton.next_power_of_2(block)
+    return max(1, _AT_ONCE // columns), columns
+
+
+def _halves(block: int) -> tuple[int, int]:
+    return _whole(-(-block // 2))
+
+
+def _steps(block: int) -> tuple[int, int]:
+    return _AT_ONCE // 128, triton.next_power_of_2(block)
+
+
+class _Wire:
+    """A wire's bytes and, at the same place, its headers' numbers."""
+
+    def __init__(self, wire_RW: Tensor) -> None:
+        self.bytes, self.floats = wire_RW, wire_RW.view(torch.float32)
+        self.rows, self.stride = wire_RW.shape[0], wire_RW.stride(0)
+
+
+_BLOCKS = {
+    minmax_torch.LAYOUT.name: TritonKernels(triton_minmax, _whole, minmax_torch.MinMaxTorch()),
+    int4_torch.LAYOUT.name: TritonKernels(triton_int4, _halves, int4_torch.Int4Torch()),
+    sign_torch.LAYOUT.name: TritonKernels(triton_sign, _steps, sign_torch.SignTorch()),
+}
+BACKEND = Backend("triton", blocks=_BLOCKS, fused=_BLOCKS)
