@@ -54,15 +54,26 @@ class Library:
     name: str  # the .so lies in the package, e.g. bagua.codecs._native
     units: list[tuple[str, list[str]]]
     depends: list[str]
+    without: str  # what its users lose if it cannot be built
 
 
 CSRC = "bagua/codecs/csrc"
-KERNELS = ("int4", "mean", "minmax_uint8", "sign")
+KERNELS = ("int4", "mean", "minmax_uint8", "sign", "top_k")
 LIBRARIES = [
     Library(
         name="bagua.codecs._native",
         units=[(f"{CSRC}/dispatch.cpp", []), *((f"{CSRC}/{stem}.cpp", isa) for stem in KERNELS for isa in ISAS)],
         depends=[f"{CSRC}/{header}.h" for header in ("abi", "blocks", "vec")],
+        without="codecs will use slower torch paths",
+    ),
+    *(
+        Library(
+            name=f"bagua.lab._{stem}",
+            units=[(f"bagua/lab/csrc/{stem}.cpp", [])],
+            depends=[],
+            without="bagua lab will not run",
+        )
+        for stem in (("relay", "pacing") if sys.platform == "linux" else ())
     ),
 ]
 
@@ -86,7 +97,7 @@ class BuildLibraries(build_ext):
             target.unlink(missing_ok=True)
             reason = (getattr(error, "stderr", None) or str(error)).strip()
             warning = (
-                f"WARNING: {library.name} was not built: bagua will use slower torch paths. Install g++ (or "
+                f"WARNING: {library.name} was not built: {library.without}. Install g++ (or "
                 f"set CXX to a C++17 compiler) and reinstall to get it. Reason: {reason}"
             )
             print(warning, file=sys.stderr, flush=True)
@@ -158,6 +169,6 @@ setup(
     ext_modules=[
         Extension(lib.name, [source for source, _ in lib.units], depends=lib.depends, optional=True) for lib in wanted
     ],
-    exclude_package_data={"": ["csrc/*"], "bagua.codecs.csrc": ["*"]},
+    exclude_package_data={"": ["csrc/*"], "bagua.codecs.csrc": ["*"], "bagua.lab.csrc": ["*"]},
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
 )

@@ -146,9 +146,9 @@ class Team:
 
     def missing(self, key: str, seconds: float) -> list[int]:
         """Post a sign of life under `key` and return the ranks that give none within `seconds`. Never raises."""
+        waiting = set(range(self.size))
         try:
             self.store.set(f"{key}/{self.rank}", b"1")
-            waiting = set(range(self.size))
             deadline = time.monotonic() + seconds
             while True:
                 waiting = {rank for rank in waiting if not self.store.check([f"{key}/{rank}"])}
@@ -156,7 +156,7 @@ class Team:
                     return sorted(waiting)
                 time.sleep(_POLL_S[1])
         except (RuntimeError, OSError):  # the store lives in rank 0
-            return [0] if self.rank else []
+            return sorted(waiting) if 0 not in waiting else [0] if self.rank else []
 
     def next_lane(self) -> str:
         """Return a name for a new lane, the same on all ranks if they ask equally often."""

@@ -1,0 +1,213 @@
+"""`Cluster`: hosts, the links between them, and the processes on them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bagua.lab.errors import LabError
+from bagua.lab.host import Host
+from bagua.lab.link import Link
+from bagua.lab.namespaces import Namespaces
+from bagua.lab.pacing import Pacing
+from bagua.lab.rendezvous import command_for, rendezvous_environment
+from bagua.lab.report import Report
+
+__all__ = ["MAX_HOSTS", "MODES", "Cluster"]
+
+MAX_HOSTS = 64
+MODES = ("auto", "namespaces", "pacing")
+WIRES = ("auto", "veth", "relay", "tap", "packet")
+_FIRST_PORT = 29500  # below the ports that the kernel hands out; a host's namespace has them to itself
+_logger = logging.getLogger("bagua")
+
+
+class Cluster:
+    """Hosts on this machine, joined by a switch. A context manager: its end ends all.
+
+    Args:
+        hosts: how many, 1 to 64.
+        link: every host's link to the switch. None, or one without limits: plain veth devices and a bridge, the
+            fastest there is; nothing can be limited, cut or delayed later.
+        mode: "namespaces" emulates all of it; "pacing" only a bandwidth for each socket, without any privilege;
+            "auto" takes the first, or the second with a warning.
+        wire: what carries the frames: "auto", "veth" (a bridge, no relay) or "relay"; of the latter there are "tap"
+            and "packet" (veth and packet sockets, for where /dev/net/tun cannot be opened).
+        seed: of loss and jitter.
+        divide: in pacing mode, each socket has the bandwidth divided by the number of peers.
+
+    Raises:
+        ValueError: for wrong arguments.
+        LabError: if this machine cannot do it; says what is missing.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        link: Link | None = None,
+        *,
+        mode: str = "auto",
+        wire: str = "auto",
+        seed: int = 0,
+        divide: bool = False,
+    ) -> None:
+        self.link = link or Link()
+        _check(hosts, self.link, mode, wire)
+        self._lock = threading.Lock()
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._launches = 0
+        self._started_at = time.monotonic()
+        self._closed = False
+        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # counters in memory, not on a disk
+        self.folder = Path(tempfile.mkdtemp(prefix="bagua-lab-", dir=shared))
+        try:
+            self.backend = self._backend(hosts, mode, wire, seed, divide)
+            self.hosts = self._make_hosts(hosts)
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    @property
+    def mode(self) -> str:
+        """ "namespaces" or "pacing"."""
+        return self.backend.mode
+
+    @property
+    def wire(self) -> str:
+        """ "veth", "tap", "packet", or "loopback" in pacing mode."""
+        return self.backend.wire
+
+    def _backend(self, num: int, mode: str, wire: str, seed: int, divide: bool) -> Namespaces | Pacing:
+        if mode == "pacing":
+            return Pacing(self.folder, num, self.link, divide)
+        try:
+            return Namespaces(self.folder, num, self.link, wire, seed)
+        except LabError as error:
+            if mode == "namespaces":
+                raise
+            _logger.warning("bagua lab: no namespaces: %s", error)
+        self.folder.mkdir(exist_ok=True)  # the supervisor has cleaned up
+        return Pacing(self.folder, num, self.link, divide)
+
+    def _make_hosts(self, num: int) -> tuple[Host, ...]:
+        made = []
+        for index in range(num):
+            speed_file = self.folder / f"speed{index}"
+            speed_file.write_text("1.0")
+            address = self.backend.addresses[index]
+            made.append(Host(self, index, f"host{index}", address, self.backend.interface, speed_file))
+        return tuple(made)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def launch(
+        self,
+        argv: Sequence[str],
+        *,
+        nproc_per_node: int | None = None,
+        hosts: Sequence[int] | None = None,
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> list[subprocess.Popen[Any]]:
+        """Starts one command on every host, with the rendezvous set up.
+
+        After `bagua run` or `torchrun` the flags for it are put in; any other command finds MASTER_ADDR,
+        MASTER_PORT, NODE_RANK and GROUP_RANK in its environment.
+
+        Args:
+            argv: the command, e.g. ["bagua", "run", "train.py"].
+            nproc_per_node: ranks on each host, for `bagua run` and `torchrun`.
+            hosts: only on these, e.g. to bring one back that was killed; the job still is for all.
+            port: of the rendezvous. Default: a new one for every launch, see `next_port`.
+            env: added to the environment.
+            options: of `subprocess.Popen`.
+
+        Returns:
+            the processes, in the order of the hosts.
+        """
+        port = self.next_port() if port is None else port
+        started = []
+        for index in range(len(self.hosts)) if hosts is None else hosts:
+            host = self.hosts[index]
+            words = command_for(argv, len(self.hosts), index, self.hosts[0].address, port, nproc_per_node)
+            extra = rendezvous_environment(len(self.hosts), index, self.hosts[0].address, port)
+            started.append(host.popen(words, env={**extra, **(env or {})}, **options))
+        return started
+
+    def next_port(self) -> int:
+        """A port of host 0 that no earlier launch had."""
+        if self.mode == "pacing":
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                return probe.getsockname()[1]
+        with self._lock:
+            self._launches += 1
+            return _FIRST_PORT + (self._launches - 1) % 2000
+
+    def report(self) -> Report:
+        """Bytes of every host and how well the relay kept up, since the start."""
+        return self.open_backend().report(self.hosts, time.monotonic() - self._started_at)
+
+    def close(self) -> None:
+        """Ends every process on the hosts, and removes hosts and links. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.backend.close()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def open_backend(self) -> Namespaces | Pacing:
+        """What makes the hosts.
+
+        Raises:
+            LabError: if the cluster has ended, by `close` or of itself.
+        """
+        if self._closed or not self.backend.alive:
+            raise LabError("the cluster has ended")
+        return self.backend
+
+    def start(self, host: Host, argv: Sequence[str], cwd: str, **options: Any) -> subprocess.Popen[Any]:
+        """Starts a command on a host: `Host.popen` without its defaults."""
+        backend = self.open_backend()
+        process = subprocess.Popen(backend.enter(host.index, argv, cwd), **options)
+        with self._lock:
+            if isinstance(backend, Pacing):
+                backend.started(host.index, process.pid)
+            self._processes = [*(p for p in self._processes if p.returncode is None), process]
+        return process
+
+
+def _check(hosts: int, link: Link, mode: str, wire: str) -> None:
+    if not isinstance(hosts, int) or not 1 <= hosts <= MAX_HOSTS:
+        raise ValueError(f"hosts must be 1 to {MAX_HOSTS}, not {hosts!r}")
+    if not isinstance(link, Link):
+        raise TypeError(f"link must be a bagua.lab.Link, not {type(link).__name__}")
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    if wire not in WIRES:
+        raise ValueError(f"wire must be one of {', '.join(WIRES)}, not {wire!r}")
+    if wire == "veth" and not link.unlimited:
+        raise ValueError('wire="veth" cannot limit a link: leave wire out')

@@ -1,0 +1,73 @@
+"""What is to happen to a host at which time of a job: `5s:cut:1`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bagua.lab.host import Host
+from bagua.lab.link import Link, seconds
+
+__all__ = ["Event", "apply_event", "parse_event"]
+
+_PLAIN = ("cut", "restore", "pause", "resume", "kill", "start")
+_VALUED = ("slow", "bandwidth", "latency")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One action. `start` starts the host's command again; the job does that."""
+
+    at_s: float
+    action: str
+    host: int
+    value: str = ""
+
+
+def parse_event(text: str, num_hosts: int) -> Event:
+    """Reads `TIME:ACTION:HOST[=VALUE]`.
+
+    Raises:
+        ValueError: names what is wrong with it.
+    """
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise ValueError(f"--at must be TIME:ACTION:HOST[=VALUE], e.g. 5s:cut:1, not {text!r}")
+    host, _, value = parts[2].partition("=")
+    if parts[1] not in (*_PLAIN, *_VALUED):
+        raise ValueError(f"--at {text}: the action must be one of {', '.join((*_PLAIN, *_VALUED))}")
+    if not host.isdigit() or int(host) >= num_hosts:
+        raise ValueError(f"--at {text}: the host must be from 0 to {num_hosts - 1}")
+    if bool(value) != (parts[1] in _VALUED):
+        raise ValueError(f"--at {text}: {parts[1]} {'needs' if parts[1] in _VALUED else 'has no'} =VALUE")
+    if parts[1] == "slow" and not _is_speed(value):
+        raise ValueError(f"--at {text}: slow needs a speed from 0.01 to 1")
+    if parts[1] in ("bandwidth", "latency"):
+        _changed(Link(), parts[1], value)
+    return Event(seconds(parts[0], "--at"), parts[1], int(host), value)
+
+
+def apply_event(event: Event, host: Host, link: Link) -> Link:
+    """Does it to the host, which has `link`.
+
+    Returns:
+        the host's link from now on.
+    """
+    if event.action == "slow":
+        host.slow(float(event.value))
+    elif event.action in _VALUED:
+        link = _changed(link, event.action, event.value)
+        host.set_link(link)
+    else:
+        getattr(host, event.action)()
+    return link
+
+
+def _changed(link: Link, name: str, value: str) -> Link:
+    return replace(link, bandwidth=value) if name == "bandwidth" else replace(link, latency=value)
+
+
+def _is_speed(text: str) -> bool:
+    try:
+        return 0.01 <= float(text) <= 1
+    except ValueError:
+        return False

@@ -1,0 +1,110 @@
+"""`bagua lab run [options] -- COMMAND ...`: one launcher on every host of an emulated cluster."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from types import FrameType
+
+from bagua.lab.cluster import MODES, Cluster
+from bagua.lab.errors import LabError
+from bagua.lab.events import Event, parse_event
+from bagua.lab.job import Job
+from bagua.lab.link import Link
+
+__all__ = ["get_args_parser", "main"]
+
+
+def get_args_parser() -> ArgumentParser:
+    """The options of `bagua lab`."""
+    parser = ArgumentParser(prog="bagua lab", description="An emulated cluster on this machine.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="start a command on every host, and end all of it with it",
+        description="Starts a command on every host, with the rendezvous set up for `bagua run` and `torchrun`.",
+        usage="bagua lab run [options] -- COMMAND ...",
+    )
+    run.add_argument("--hosts", type=int, default=2, metavar="N", help="number of hosts (2)")
+    run.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks on each host (the launcher's default)")
+    link = run.add_argument_group("links", "of every host to the switch; without any: as fast as the machine")
+    link.add_argument("--bandwidth", metavar="RATE", help="in each direction: 100mbit, 1gbit")
+    link.add_argument("--latency", default="0ms", metavar="TIME", help="one way, from host to host: 2ms, 500us")
+    link.add_argument("--jitter", default="0ms", metavar="TIME", help="up to that much more, at random")
+    link.add_argument("--loss", type=float, default=0.0, metavar="P", help="probability that a packet is lost")
+    link.add_argument("--flow-bandwidth", metavar="RATE", help="limit of each connection")
+    link.add_argument("--queue", metavar="SIZE", help="what the switch holds for a host before it drops: 2mb")
+    link.add_argument("--seed", type=int, default=0, help="of loss and jitter (0)")
+    run.add_argument("--mode", choices=MODES, default="auto", help="pacing: bandwidth only, without privileges")
+    run.add_argument(
+        "--at",
+        action="append",
+        default=[],
+        metavar="TIME:ACTION:HOST[=VALUE]",
+        help="what happens to a host while the job runs, e.g. 5s:cut:1, 8s:restore:1, 3s:slow:2=0.5, 9s:kill:2, "
+        "20s:start:2, 2s:pause:0, 4s:resume:0; may be repeated",
+    )
+    run.add_argument("--only", type=int, metavar="HOST", help="show the output of this host only, without its name")
+    run.add_argument("--grace", type=float, default=15.0, metavar="S", help="from a host's failure to the end (15)")
+    run.add_argument("--keep-going", action="store_true", help="a host's failure does not end the others (elastic)")
+    run.add_argument("--timeout", type=float, metavar="S", help="end the job after that time, with exit code 124")
+    run.add_argument("--report", metavar="FILE", help="write bytes and punctuality of the links as JSON")
+    run.add_argument("argv", nargs="*", metavar="COMMAND", help="e.g. bagua run train.py")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command on an emulated cluster.
+
+    Returns:
+        the worst exit code of the hosts (128 + n for signal n); 2 for wrong arguments; 1 where the machine allows
+        no cluster; 124 after `--timeout`; 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = words.index("--") if "--" in words else len(words)
+    parser = get_args_parser()
+    args = parser.parse_args(words[:at])
+    args.argv += words[at + 1 :]
+    try:
+        if not args.argv:
+            raise ValueError("no COMMAND; put it after `--`")
+        if args.only is not None and not 0 <= args.only < args.hosts:
+            raise ValueError(f"--only must be a host from 0 to {args.hosts - 1}, not {args.only}")
+        link = Link(args.bandwidth, args.latency, args.jitter, args.loss, args.flow_bandwidth, args.queue)
+        events = sorted((parse_event(text, args.hosts) for text in args.at), key=lambda event: event.at_s)
+    except ValueError as error:
+        print(f"bagua lab run: {error}", file=sys.stderr)
+        return 2
+    earlier = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return _run(args, link, events)
+    except (LabError, ValueError) as error:
+        print(f"bagua lab run: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def _run(args: Namespace, link: Link, events: list[Event]) -> int:
+    # A cut needs a relay even if nothing is limited.
+    wire = "auto" if not any(event.action in ("cut", "restore") for event in events) else "relay"
+    with Cluster(args.hosts, link, mode=args.mode, wire=wire, seed=args.seed) as cluster:
+        job = Job(cluster, args.argv, args.nproc_per_node, only=args.only, grace_s=args.grace)
+        code = job.run(events, keep_going=args.keep_going, timeout_s=args.timeout)
+        if args.report:
+            with open(args.report, "w") as file:
+                json.dump(cluster.report().as_dict(), file, indent=1)
+        return code
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What went over the wires of a cluster, and whether the machine kept up."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["HostReport", "Report"]
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """One host's link since the cluster started. Drops are frames: one may be a TSO packet of 64 KB."""
+
+    name: str
+    sent_bytes: int  # what the host put on the wire, headers included
+    received_bytes: int
+    queue_drops: int = 0  # did not fit the switch's queue to this host
+    loss_drops: int = 0
+    cut_drops: int = 0
+    port_drops: int = 0  # the host's device did not take it, or no such destination
+
+
+@dataclass(frozen=True)
+class Report:
+    """All hosts, and the relay."""
+
+    hosts: tuple[HostReport, ...]
+    wall_s: float
+    relay_cpu_s: float = 0.0
+    frames: int = 0
+    late_frames: int = 0  # released over 1 ms later than due
+    late_mean_ms: float = 0.0  # of all frames
+    late_max_ms: float = 0.0
+    starved: int = 0  # times at which the relay had no buffer left and let frames wait
+
+    @property
+    def machine_limited(self) -> bool:
+        """More than 2 in 100 frames were late, or buffers ran out: the machine and not the link was the limit."""
+        return self.late_frames > 0.02 * max(self.frames, 1) or self.starved > 0
+
+    def since(self, earlier: Report) -> Report:
+        """What was added after `earlier`; `late_max_ms` stays that of the whole time."""
+        frames = self.frames - earlier.frames
+        late_ms = self.late_mean_ms * self.frames - earlier.late_mean_ms * earlier.frames
+        hosts = tuple(
+            HostReport(now.name, **{k: v - getattr(then, k) for k, v in asdict(now).items() if k != "name"})
+            for now, then in zip(self.hosts, earlier.hosts, strict=True)
+        )
+        return Report(
+            hosts=hosts,
+            wall_s=self.wall_s - earlier.wall_s,
+            relay_cpu_s=self.relay_cpu_s - earlier.relay_cpu_s,
+            frames=frames,
+            late_frames=self.late_frames - earlier.late_frames,
+            late_mean_ms=late_ms / frames if frames else 0.0,
+            late_max_ms=self.late_max_ms,
+            starved=self.starved - earlier.starved,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "machine_limited": self.machine_limited}

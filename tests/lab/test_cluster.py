@@ -1,0 +1,254 @@
+"""The links do what they say, and hosts can be cut, paused, slowed and killed.
+
+Rates and latencies are what is under test here, so they are asserted, with room for a busy machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bagua.lab import Cluster, Host, LabError, Link
+from bagua.lab.supervisor import load_relay
+from bagua.lab.traffic import measure_rate, measure_round_trips
+from tests.lab.leftovers import assert_nothing_left, devices, mine, within
+
+pytestmark = pytest.mark.usefixtures("namespaces")
+
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 7000), timeout=float(sys.argv[2])).recv(1)"
+LISTEN = """
+import socket
+with socket.create_server(("", 7000)) as server:
+    print("ready", flush=True)
+    while True:
+        server.accept()[0].sendall(b"x")
+"""
+BLAST = """
+import socket, sys, time
+sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+end = time.monotonic() + 0.5
+while time.monotonic() < end:
+    sock.sendto(bytes(1400), (sys.argv[1], 7001))
+    time.sleep(0.0002)
+"""
+
+
+def python(code: str, *args: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", code, *args]
+
+
+def reaches(sender: Host, receiver: Host, timeout_s: float = 0.5) -> bool:
+    return sender.run(python(CONNECT, receiver.address, str(timeout_s)), timeout=20).returncode == 0
+
+
+def listen(host: Host) -> None:
+    process = host.popen(python(LISTEN), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("wire", ["tap", "packet"])
+def test_rate_and_latency(wire: str) -> None:
+    with Cluster(2, Link("100mbit", "5ms"), wire=wire) as cluster:
+        a, b = cluster.hosts
+        assert cluster.wire == wire
+        trips = measure_round_trips(a, b, 15)
+        assert min(trips) >= 0.01, "never faster than the light in the cable"
+        assert statistics.median(trips) < 0.02
+        before = cluster.report()
+        rate = measure_rate(a, b, 0.5)
+        assert 0.8e8 < rate < 1.1e8, rate
+        report = cluster.report().since(before)
+        assert report.hosts[0].sent_bytes > 0.4 * 0.8e8 / 8
+        assert report.hosts[1].received_bytes == pytest.approx(report.hosts[0].sent_bytes, rel=0.2)
+        assert report.relay_cpu_s > 0 and report.frames > 0
+
+
+def test_links_change_while_running() -> None:
+    with Cluster(2, Link("20mbit")) as cluster:
+        a, b = cluster.hosts
+        assert 1.6e7 < measure_rate(a, b, 0.4) < 2.2e7
+        b.set_link(Link("100mbit"))
+        a.set_link(Link("100mbit", flow_bandwidth="50mbit"))
+        assert 3.7e7 < measure_rate(a, b, 0.4) < 5.5e7, "the cap of one connection"
+        assert 7.5e7 < measure_rate(a, b, 0.5, streams=4) < 1.1e8, "several share the link"
+        a.set_link(Link("100mbit", "20ms", jitter="10ms"))
+        trips = measure_round_trips(a, b, 10)
+        assert min(trips) > 0.0199, "half of the latency is each link's"
+        assert max(trips) - min(trips) > 0.0005, "jitter"
+
+
+def test_loss_loses_packets() -> None:
+    with Cluster(2, Link(loss=0.05), seed=3) as cluster:
+        a, b = cluster.hosts
+        assert measure_rate(a, b, 0.3) > 1e6, "TCP repairs it"
+        reports = cluster.report().hosts
+        lost = sum(host.loss_drops for host in reports)
+        assert lost > 0
+        mean_bytes = reports[0].sent_bytes / 1514
+        assert 0.02 < reports[0].loss_drops / mean_bytes < 0.1, "of packets, not of frames of 64 KB"
+
+
+def test_a_full_queue_drops() -> None:
+    with Cluster(3, Link(latency="0.1ms")) as cluster:
+        a, b, c = cluster.hosts
+        c.set_link(Link("1mbit", queue_bytes="64kib"))
+        senders = [host.popen(python(BLAST, c.address)) for host in (a, b)]
+        assert [sender.wait(20) for sender in senders] == [0, 0]
+        report = cluster.report()
+        assert report.hosts[2].queue_drops > 0 and report.hosts[1].queue_drops == 0
+
+
+def test_cut_and_restore() -> None:
+    with Cluster(3, wire="relay") as cluster:
+        a, b, c = cluster.hosts
+        listen(c)
+        assert reaches(a, c, 5)
+        c.cut()
+        assert not reaches(a, c)
+        assert cluster.report().hosts[0].cut_drops > 0
+        listen(b)
+        assert reaches(a, b, 5), "the others still talk"
+        c.restore()
+        assert within(10, lambda: reaches(a, c))
+
+
+def state(process: subprocess.Popen) -> str:
+    """Of the command that a process of `Host.popen` stands for."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return Path(f"/proc/{children[0]}/stat").read_text().rpartition(")")[2].split()[0] if children else ""
+
+
+def test_pause_resume_slow_kill() -> None:
+    with Cluster(2) as cluster:
+        a, b = cluster.hosts
+        sleeper = a.popen(["sleep", "100"])
+        other = b.popen(["sleep", "100"])
+        assert within(5, lambda: state(sleeper) == "S" and state(other) == "S")
+        a.pause()
+        assert within(5, lambda: state(sleeper) == "T") and state(other) == "S"
+        a.resume()
+        assert within(5, lambda: state(sleeper) == "S")
+        busy = python("import time\nend = time.time() + 0.8\nwhile time.time() < end: pass\nprint(time.process_time())")
+        a.slow(0.25)
+        assert a.speed_file.read_text() == "0.25"
+        assert float(a.run(busy, timeout=30).stdout) < 0.5
+        a.slow(1.0)
+        assert a.speed_file.read_text() == "1.0"
+        a.kill()
+        assert sleeper.wait(5) == -9
+        assert a.run(["echo", "again"], timeout=10).stdout == "again\n"
+        assert other.poll() is None
+        with pytest.raises(ValueError, match="speed must be from 0.01 to 1"):
+            a.slow(0)
+
+
+def test_signals_and_codes_pass_through() -> None:
+    with Cluster(1) as cluster:
+        host = cluster.hosts[0]
+        assert host.run(["sh", "-c", "exit 7"], timeout=10).returncode == 7
+        assert host.run(["sh", "-c", "kill -ABRT $$"], timeout=10).returncode == -6
+        missing = host.run(["no-such-command"], timeout=10)
+        assert missing.returncode == 127 and "no-such-command" in missing.stderr
+        process = host.popen(["sh", "-c", 'trap "exit 5" TERM; echo up; while :; do sleep 0.05; done'], stdout=-1)
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        process.terminate()
+        assert process.wait(10) == 5
+        process.stdout.close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            host.run(["sleep", "100"], timeout=0.3)
+
+
+def test_a_host_is_a_machine_of_its_own(tmp_path: Path) -> None:
+    with Cluster(2) as cluster:
+        a, b = cluster.hosts
+        assert cluster.wire == "veth"
+        listen(a)
+        listen(b)  # the same port
+        assert reaches(a, b, 5) and reaches(b, a, 5)
+        shown = a.run(
+            ["sh", "-c", "hostname; cat /etc/hosts; pwd"], timeout=10, cwd=str(tmp_path), env={"X": "y"}
+        ).stdout
+        assert shown.startswith("host0\n") and f"{b.address} host1" in shown and shown.endswith(f"{tmp_path}\n")
+        outside = python("import socket; socket.create_connection(('192.0.2.1', 80), timeout=3)")
+        assert "unreachable" in a.run(outside, timeout=10).stderr, "no way out"
+        assert sum(host.sent_bytes for host in cluster.report().hosts) > 0
+        for refused in (a.cut, a.restore, lambda: a.set_link(Link("1gbit"))):
+            with pytest.raises(LabError, match="needs the relay"):
+                refused()
+        assert "lab0" not in [name for _, name in devices()], "nothing shows outside"
+    with pytest.raises(LabError, match="has ended"):
+        a.popen(["true"])
+    with pytest.raises(LabError, match="has ended"):
+        cluster.report()
+
+
+def test_nothing_is_left_after_an_exception() -> None:
+    before = devices()
+    cluster = Cluster(3, Link("1gbit"))
+    spaces = mine(cluster)
+    assert len(spaces) == 4, "three hosts and the switch"
+    process = cluster.hosts[1].popen(["sh", "-c", "setsid sleep 1000 & setsid setsid sleep 1000 & wait"])
+    assert within(5, lambda: state(process) == "S")
+    with pytest.raises(ZeroDivisionError), cluster:
+        raise ZeroDivisionError
+    assert_nothing_left(spaces, cluster.folder)
+    assert process.returncode is not None
+    assert devices() == before
+
+
+@pytest.mark.slow
+def test_two_clusters_at_once() -> None:
+    with Cluster(2, Link("1gbit")) as first, Cluster(2, Link("1gbit")) as second:
+        listen(first.hosts[1])
+        assert reaches(first.hosts[0], first.hosts[1], 5)
+        assert not reaches(second.hosts[0], second.hosts[1])
+        first.close()
+        listen(second.hosts[1])
+        assert reaches(second.hosts[0], second.hosts[1], 5)
+
+
+def test_missing_relay_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("bagua.lab.supervisor.LIBRARY", tmp_path / "_relay.so")
+    with pytest.raises(LabError, match=r"compiler .* build_ext --inplace"):
+        load_relay()
+
+
+def test_launch_sets_up_the_rendezvous() -> None:
+    with Cluster(3) as cluster:
+        code = (
+            "import os; print(*(os.environ[k] for k in ('NODE_RANK', 'NNODES', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')))"
+        )
+        processes = cluster.launch(python(code), stdout=subprocess.PIPE, text=True)
+        outputs = [process.communicate(timeout=20)[0] for process in processes]
+        assert outputs == [f"{index} 3 {cluster.hosts[0].address} lab0\n" for index in range(3)]
+
+
+@pytest.mark.slow
+def test_small_messages_pass_beside_a_full_stream() -> None:
+    """Small messages pass while the same uplink is full: its flows take turns."""
+    sink = """
+import socket
+server = socket.create_server(("", 7003))
+print(flush=True)
+stream = server.accept()[0]
+while stream.recv(1 << 20):
+    pass
+"""
+    with Cluster(3, Link("50mbit", "1ms")) as cluster:
+        a, b, c = cluster.hosts
+        pump = (
+            "import socket, sys\ns = socket.create_connection((sys.argv[1], 7003))\nwhile True: s.send(bytes(1 << 20))"
+        )
+        server = b.popen(python(sink), stdout=subprocess.PIPE)
+        assert server.stdout is not None and server.stdout.readline()
+        server.stdout.close()
+        a.popen(python(pump, b.address))
+        time.sleep(0.3)
+        assert statistics.median(measure_round_trips(a, c, 15)) < 0.05

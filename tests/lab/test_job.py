@@ -1,0 +1,95 @@
+"""`bagua lab run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bagua.lab.main import main
+from tests.lab.leftovers import within
+from tests.lab.test_teardown import PACKAGE, spaces_below
+
+pytestmark = pytest.mark.usefixtures("namespaces")
+
+
+def test_output_codes_and_report(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    code = main(
+        [
+            *("run", "--hosts", "3", "--bandwidth", "1gbit", "--latency", "1ms", "--report", str(report)),
+            *("--", "sh", "-c", 'echo "rank $NODE_RANK of $NNODES"; printf last; exit $((NODE_RANK * 2))'),
+        ]
+    )
+    out, _ = capfd.readouterr()
+    assert code in (2, 4), "the first that failed"
+    assert sorted(out.splitlines()) == sorted(
+        line for i in range(3) for line in (f"[host{i}] rank {i} of 3", f"[host{i}] last")
+    )
+    assert len(json.loads(report.read_text())["hosts"]) == 3
+
+
+def test_one_hosts_failure_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
+    script = 'trap "echo asked; exit 0" TERM; [ $NODE_RANK = 1 ] && exit 3; while :; do sleep 0.1; done'
+    assert main(["run", "--hosts", "2", "--grace", "0.5", "--only", "0", "--", "sh", "-c", script]) == 3
+    out, err = capfd.readouterr()
+    assert out == "asked\n"
+    assert "the others are ended" in err
+
+
+def test_events_and_timeout(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = (
+        f"echo run >> {tmp_path}/$NODE_RANK; [ $NODE_RANK = 0 ] && exec sleep 1.5; [ -e {tmp_path}/back ] && exit 0; "
+    )
+    script += f"touch {tmp_path}/back; sleep 100"
+    events = ["--at", "500ms:kill:1", "--at", "1s:start:1", "--at", "100ms:slow:1=0.5", "--at", "0s:cut:0"]
+    assert main(["run", "--hosts", "2", "--keep-going", *events, "--", "sh", "-c", script]) == 0
+    assert (tmp_path / "1").read_text() == "run\nrun\n" and (tmp_path / "0").read_text() == "run\n"
+    assert "[lab] kill host1" in capfd.readouterr().err
+    assert main(["run", "--hosts", "1", "--timeout", "0.3", "--grace", "0.2", "--", "sleep", "100"]) == 124
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hosts", "2"], "no COMMAND"),
+        (["--bandwidth", "fast", "--", "true"], "bandwidth must be a rate"),
+        (["--latency", "5", "--", "true"], "latency must be a duration"),
+        (["--loss", "2", "--", "true"], "loss must be a probability"),
+        (["--hosts", "0", "--", "true"], "hosts must be 1 to 64"),
+        (["--only", "2", "--", "true"], "--only must be a host"),
+        (["--at", "5s:explode:0", "--", "true"], "the action must be one of"),
+        (["--nproc-per-node", "2", "--", "true"], "nproc_per_node needs"),
+    ],
+)
+def test_wrong_arguments(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *words]) == 2
+    assert message in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted(number: int, code: int) -> None:
+    boot = (
+        f"import sys, types; package = types.ModuleType('bagua'); package.__path__ = [{PACKAGE!r}]; "
+        "sys.modules['bagua'] = package; from bagua.lab.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["run", "--hosts", "2", "--", "sh", "-c", "echo up; sleep 1000"]
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", boot, *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline().endswith("up\n")
+    spaces = spaces_below(process.pid)
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == code
+    assert within(10, lambda: not any(_in(pid, spaces) for pid in os.listdir("/proc") if pid.isdigit()))
+
+
+def _in(pid: str, spaces: set[str]) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net") in spaces
+    except OSError:
+        return False
