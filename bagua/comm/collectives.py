@@ -130,8 +130,8 @@ def swap(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[t
     """
     if group.backend == "nccl":
         group.pg._start_coalescing()
-    works = [group.pg.recv([tensor], peer, tag) for tag, (peer, tensor) in _tagged(receives)]
-    works += [group.pg.send([tensor], peer, tag) for tag, (peer, tensor) in _tagged(sends)]
+    works = [group.recv(tensor, peer, tag) for tag, (peer, tensor) in _tagged(receives)]
+    works += [group.send(tensor, peer, tag) for tag, (peer, tensor) in _tagged(sends)]
     if group.backend == "nccl":
         works = [group.pg._end_coalescing()]
     for work in works:

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from bagua.comm.buffers import Buffers
 
 __all__ = ["Group", "Groups", "Meter"]
+
+_TAGS = 1 << 16  # of one lane
+_LONG_HOP_S = 0.0005  # far above what loopback or a switch takes, so that a repeated run decides alike
 
 
 @dataclass
@@ -35,6 +40,10 @@ class Group:
         ranks: the members as ranks of the team, in group order.
         backend: "gloo", "nccl", or "local" (ranks that take turns in one process).
         meter: where bytes are counted.
+        p2p: the backend for sends and receives, if not `pg`: lanes of one engine share connections for these, since
+            a few busy flows fill a link better than many.
+        tag: first of the tags that are this lane's on `p2p`.
+        hop_s: time of a small message one way, the longest between members; 0 within a node or if not measured.
     """
 
     pg: Any
@@ -43,6 +52,25 @@ class Group:
     ranks: tuple[int, ...]
     backend: str = "gloo"
     meter: Meter = field(default_factory=Meter)
+    p2p: Any = None
+    tag: int = 0
+    hop_s: float = 0.0
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Begin to send a tensor; returns the work to wait for."""
+        return (self.p2p or self.pg).send([tensor], peer, self.tag + tag)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Begin to receive a tensor; returns the work to wait for."""
+        return (self.p2p or self.pg).recv([tensor], peer, self.tag + tag)
+
+    @property
+    def direct(self) -> bool:
+        """Whether to send straight to the owner of a chunk where the backend would pass it on from rank to rank.
+
+        gloo's all-reduce takes some 4 R messages one after the other, a direct exchange 3.
+        """
+        return self.backend == "gloo" and self.size > 2 and self.hop_s >= _LONG_HOP_S
 
 
 @dataclass(eq=False)
@@ -62,6 +90,18 @@ class Groups:
     intra: Group | None = None
     inter: Group | None = None
     buffers: Buffers = field(default_factory=Buffers)
+
+    def know_hop(self, hop_s: float) -> None:
+        """Set how long a message takes between nodes; within a node it stays 0."""
+        self.world.hop_s = hop_s
+        if self.inter is not None:
+            self.inter.hop_s = hop_s
+
+    def share_connections(self, other: Groups, lane: int) -> None:
+        """Send and receive over the connections of `other`, the groups of another lane of the same engine."""
+        for mine, theirs in ((self.world, other.world), (self.inter, other.inter), (self.intra, other.intra)):
+            if mine is not None and theirs is not None:
+                mine.p2p, mine.tag = theirs.pg, lane * _TAGS
 
     @property
     def rank(self) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,14 +14,15 @@ from torch import nn
 from bagua import algorithms
 from bagua.algorithms.base import Algorithm
 from bagua.comm.goodbye import before_exit
+from bagua.comm.latency import measure_hop
 from bagua.comm.team import Team
-from bagua.engine.backward import Backward
+from bagua.engine.attachment import Attachment, attach, attachments
 from bagua.engine.bucket import Bucket
 from bagua.engine.engine import Engine
 from bagua.engine.handshake import shake_hands
 from bagua.engine.lane import make_lane
 from bagua.engine.params import Inventory, as_optimizers, take_inventory
-from bagua.engine.plan import default_bucket_bytes
+from bagua.engine.plan import check_num_lanes, default_bucket_bytes, default_num_lanes
 from bagua.engine.quality import Guard
 from bagua.engine.replicate import replicate_optimizers, replicate_tensors
 from bagua.engine.stats import Stats
@@ -35,25 +34,6 @@ _log = logging.getLogger("bagua")
 _M = TypeVar("_M", bound=nn.Module)
 
 
-class _Attachment:
-    """An engine with the handles of all hooks that feed it."""
-
-    def __init__(self, engine: Engine, process_group: Any) -> None:
-        self.engine = engine
-        self.process_group = process_group
-        self.handles: list[Any] = []
-
-    def remove_hooks(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-
-
-# A module's hooks are plain functions that look the engine up here, so that the module can be copied and pickled
-# (the copy is a plain module) and is collected when dropped.
-_attachments: weakref.WeakKeyDictionary[nn.Module, _Attachment] = weakref.WeakKeyDictionary()
-
-
 def distribute(
     module: _M,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -61,6 +41,7 @@ def distribute(
     *,
     process_group: Any = None,
     bucket_bytes: int | None = None,
+    num_lanes: int | None = None,
     hierarchical: bool | None = None,
     guard: Guard | None = None,
     **algorithm_options: Any,
@@ -79,6 +60,8 @@ def distribute(
         process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`; None is the default group, or, when
             switching, the group as before.
         bucket_bytes: payload that is exchanged at once; None takes BAGUA_DEFAULT_BUCKET_SIZE or 10 MiB.
+        num_lanes: exchanges that are under way at once on gloo, each with connections of its own; None takes
+            BAGUA_NUM_LANES or 4.
         hierarchical: exact within a node, the algorithm's exchange between nodes; None is the algorithm's default.
         guard: measure every so often what compression loses, and fall back when it is too much; None does neither.
         **algorithm_options: options of the named algorithm.
@@ -92,7 +75,7 @@ def distribute(
             hold different parameters or options, or another rank's arguments are wrong.
         CommunicationError: a rank did not come within the group's timeout.
     """
-    previous = _attachments.get(module) if isinstance(module, nn.Module) else None
+    previous = attachments.get(module) if isinstance(module, nn.Module) else None
     if process_group is None and previous is not None:
         process_group = previous.process_group
     problem: Exception | None = None
@@ -104,6 +87,7 @@ def distribute(
             algorithm_options["hierarchical"] = hierarchical
         chosen = algorithms.get(algorithm, **algorithm_options)
         bucket_bytes = _checked_bucket_bytes(bucket_bytes)
+        num_lanes = default_num_lanes() if num_lanes is None else check_num_lanes("num_lanes", num_lanes)
         if not isinstance(guard, Guard | None):
             raise TypeError(f"guard: expected a bagua.Guard or None, got {type(guard).__name__}")
         items = as_optimizers(optimizers)
@@ -117,12 +101,14 @@ def distribute(
     options = {
         "algorithm": repr(chosen),
         "bucket_bytes": str(bucket_bytes),
+        "num_lanes": str(num_lanes),
         "guard": repr(guard),
         "optimizers": ", ".join(f"{type(item).__name__} of {len(item.param_groups)} groups" for item in items),
     }
     ready = previous is not None and not previous.engine.failed
     agreement = shake_hands(team, signature, options, problem, ready)
-    assert inventory is not None and chosen is not None and bucket_bytes is not None
+    assert inventory is not None and chosen is not None
+    assert bucket_bytes is not None and num_lanes is not None
     chosen, remark = chosen.for_nodes(agreement.nodes)
     if remark and team.rank == 0:
         _log.warning("%s: %s", chosen.name, remark)
@@ -138,6 +124,8 @@ def distribute(
     fallback = guard.fallback_on(agreement.nodes) if guard is not None else None
     hierarchical_groups = chosen.hierarchical_groups or (fallback is not None and fallback.hierarchical_groups)
     groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes)
+    if len(agreement.nodes) > 1:
+        groups.know_hop(measure_hop(groups.world))
     replicate_tensors(
         [*inventory.trainable.values(), *inventory.frozen.values(), *inventory.buffers.values()],
         groups.world,
@@ -149,8 +137,8 @@ def distribute(
         meter.sent = meter.received = 0  # what follows is training
     lane = make_lane(groups, inventory.device)
     notices = (remark,) if remark else ()
-    engine = Engine(chosen, inventory, items, team, lane, bucket_bytes, key, order, notices, guard)
-    _attachments[module] = _attach(module, engine, items, process_group)
+    engine = Engine(chosen, inventory, items, team, lane, bucket_bytes, key, order, notices, guard, num_lanes)
+    attachments[module] = attach(module, engine, items, process_group)
     before_exit(_stop_lanes)
     atexit.unregister(_stop_lanes)
     atexit.register(_stop_lanes)  # for scripts that did without bagua.init_process_group()
@@ -171,7 +159,7 @@ def detach(module: _M) -> _M:
     """
     attachment = _attachment(module)
     attachment.remove_hooks()
-    del _attachments[module]
+    del attachments[module]
     attachment.engine.close()
     return module
 
@@ -278,7 +266,7 @@ def attached_buckets(module: nn.Module) -> list[Bucket]:
 
 def live_engines() -> list[Engine]:
     """All engines of this process."""
-    return [attachment.engine for attachment in list(_attachments.values())]
+    return [attachment.engine for attachment in list(attachments.values())]
 
 
 def _stop_lanes() -> None:
@@ -287,9 +275,9 @@ def _stop_lanes() -> None:
         engine.stop(_STOP_S)
 
 
-def _attachment(module: nn.Module) -> _Attachment:
+def _attachment(module: nn.Module) -> Attachment:
     try:
-        return _attachments[module]
+        return attachments[module]
     except (KeyError, TypeError):
         raise ValueError(f"{type(module).__name__} is not distributed; call bagua.distribute() first") from None
 
@@ -308,89 +296,3 @@ def _any_device(module: Any) -> torch.device:
     """A device to meet the others on although something is wrong with the module."""
     params = module.parameters() if isinstance(module, nn.Module) else ()
     return next((param.device for param in params if param.device.type in ("cpu", "cuda")), torch.device("cpu"))
-
-
-def _attach(
-    module: nn.Module, engine: Engine, optimizers: Sequence[torch.optim.Optimizer], process_group: Any
-) -> _Attachment:
-    attachment = _Attachment(engine, process_group)
-    attachment.handles.append(module.register_forward_pre_hook(_before_forward))
-    attachment.handles.append(module.register_forward_hook(_after_forward))
-    backward = weakref.ref(engine.backward)
-    for index, param in enumerate(engine.inventory.trainable.values()):
-        attachment.handles.append(param.register_post_accumulate_grad_hook(_gradient_hook(backward, index)))
-    for number, optimizer in enumerate(optimizers):
-        before, after = _step_hooks(weakref.ref(engine), number)
-        attachment.handles.append(optimizer.register_step_pre_hook(before))
-        attachment.handles.append(optimizer.register_step_post_hook(after))
-    return attachment
-
-
-def _before_forward(module: nn.Module, _args: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    attachment = _attachments.get(module)
-    if attachment is not None and module.training:
-        attachment.engine.forward_begins()
-
-
-def _after_forward(module: nn.Module, _args: Any, output: Any) -> None:
-    """Learn of the backward pass when it enters the module, not only when a first gradient comes out.
-
-    On a rank that uses no parameter in this step no gradient ever comes; and in a reentrant checkpoint the first
-    one comes within an inner pass, whose end is not the end.
-    """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
-    attachment = _attachments.get(module)
-    if attachment is not None and module.training:
-        ref = weakref.ref(attachment.engine.backward)
-        for tensor in _tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(_entry_hook(ref))
-
-
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):  # Hugging Face's outputs are dicts too
-        for item in output.values():
-            yield from _tensors_in(item)
-    elif isinstance(output, list | tuple):
-        for item in output:
-            yield from _tensors_in(item)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from _tensors_in(getattr(output, field.name))
-
-
-def _entry_hook(ref: weakref.ref[Backward]) -> Any:
-    def backward_enters(_grad: torch.Tensor) -> None:
-        backward = ref()
-        if backward is not None:
-            backward.enter()
-
-    return backward_enters
-
-
-def _gradient_hook(ref: weakref.ref[Backward], index: int) -> Any:
-    def gradient_ready(_param: torch.Tensor) -> None:
-        backward = ref()
-        if backward is not None:
-            backward.gradient_ready(index)
-
-    return gradient_ready
-
-
-def _step_hooks(ref: weakref.ref[Engine], number: int) -> tuple[Any, Any]:
-    def before(*_: Any) -> None:
-        engine = ref()
-        if engine is not None:
-            engine.end_backward()
-
-    def after(*_: Any) -> None:
-        engine = ref()
-        if engine is not None:
-            engine.optimizer_stepped(number)
-
-    return before, after

@@ -43,6 +43,13 @@ class Bucket:
         """Size of the payload."""
         return self.flat.numel() * self.flat.element_size()
 
+    def parts(self, part_bytes: int) -> tuple[tuple[int, int], ...]:
+        """Ranges of `flat` of about `part_bytes` bytes each, as equal as can be."""
+        numel, aligned = self.flat.numel(), 4096
+        count = max(1, round(self.nbytes / part_bytes))
+        step = max(aligned, -(-numel // (count * aligned)) * aligned)
+        return tuple((lo, min(lo + step, numel)) for lo in range(0, max(numel, 1), step))
+
     def split(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of `flat`, in the parameter's shape and, where that is dense, strides."""
         views: list[Tensor] = []

@@ -36,6 +36,7 @@ class Engine(Launcher):
         order: parameter names in the order in which gradients become ready, if that is known already.
         notices: what the user should know of the options.
         guard: when to measure what compression loses, and what to do about it.
+        num_lanes: lanes that may share the exchanges.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Engine(Launcher):
         order: Sequence[str] | None = None,
         notices: Sequence[str] = (),
         guard: Guard | None = None,
+        num_lanes: int = 1,
     ) -> None:
-        super().__init__(algorithm, inventory, optimizers, team, lane, key, notices, guard)
+        super().__init__(algorithm, inventory, optimizers, team, lane, key, notices, guard, num_lanes)
         self.bucket_bytes = bucket_bytes
         self.paused = False
         self._names = list(inventory.trainable)
@@ -132,6 +134,7 @@ class Engine(Launcher):
         self.step += 1
         self._forward_seen = False
         if self.step in self._schedule:
+            self.algorithm.on_pause(self)
             self._average_weights()  # what takes over starts from equal replicas, and no rank's work is lost
             self.bind(self._schedule.pop(self.step))
         self._tally.step_ended()
@@ -143,7 +146,7 @@ class Engine(Launcher):
         if self.algorithm.exactness is Exactness.DECENTRALIZED and self.algorithm.payload is Payload.PARAM:
             flats, groups, step = [bucket.flat for bucket in self.buckets], self.groups, self.step
             run = partial(probe.compare_weights, flats, groups, step)
-            self._tickets.append(self.lane.submit(run, f"consensus step {step}"))
+            self._tickets.append(self.lanes[0].submit(run, f"consensus step {step}"))
             self.wait()
         reason = probe.measured(self.step)
         if not reason:
@@ -174,7 +177,7 @@ class Engine(Launcher):
 
     def _finish(self) -> None:
         self.wait()
-        if isinstance(self.lane, StreamLane):  # over, not only enqueued
+        if isinstance(self.lanes[0], StreamLane):  # over, not only enqueued
             torch.cuda.current_stream(self.inventory.device).synchronize()
 
     # -- plan --------------------------------------------------------------------------------------------------
@@ -215,6 +218,7 @@ class Engine(Launcher):
         self._states.clear()
         self._tensors.clear()
         self._scratch.clear()
+        self._open_lanes()
         self.algorithm.setup(self)
 
     @property
@@ -273,7 +277,7 @@ class Engine(Launcher):
             steps=self.step,
             num_buckets=len(self.buckets),
             bucket_bytes=tuple(bucket.nbytes for bucket in self.buckets),
-            scratch_bytes=self.groups.buffers.nbytes,
+            scratch_bytes=sum(lane.groups.buffers.nbytes for lane in self.all_lanes),
             last=last,
             total=total,
             notices=self.notices,
@@ -304,7 +308,8 @@ class Engine(Launcher):
             return
         exchange = AllReduce()
         for bucket in self.buckets:
-            self._states.setdefault((exchange, bucket.index), {})
+            if (exchange, bucket.index, 0) not in self._states:
+                self.prepare(exchange, bucket)
             self.launch(exchange, bucket)
         self.wait()
 
@@ -317,7 +322,8 @@ class Engine(Launcher):
         finally:
             self._close_more_lanes()
             self._release_buckets()
-            self.lane.close()
+            for lane in self.lanes:
+                lane.close()
 
     def _close_more_lanes(self) -> None:
         if self.buckets and not self._failed:

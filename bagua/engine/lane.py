@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from torch.autograd.profiler import record_function
 from bagua.comm.groups import Groups
 from bagua.engine.gate import Gate
 
-__all__ = ["BackgroundLane", "InlineLane", "Lane", "StreamLane", "ThreadLane", "Ticket", "make_lane"]
+__all__ = ["BackgroundLane", "InlineLane", "JointTicket", "Lane", "StreamLane", "ThreadLane", "Ticket", "make_lane"]
 
 Run = Callable[[], None]
 
@@ -28,6 +28,7 @@ class Ticket:
         self.label = label
         self.error: BaseException | None = None
         self.seconds = 0.0
+        self.ended = 0.0  # time.perf_counter() at its end
         self._done = threading.Event()
 
     @property
@@ -47,12 +48,35 @@ class Ticket:
 
     def finish(self, seconds: float) -> None:
         """Mark as ended."""
-        self.seconds = seconds
+        self.seconds, self.ended = seconds, time.perf_counter()
         self._done.set()
 
     def wait(self) -> None:
         """Block until it has ended."""
         self._done.wait()
+
+
+class JointTicket(Ticket):
+    """Stands for the parts of one launch, which run on several lanes."""
+
+    def __init__(self, label: str, parts: Sequence[Ticket]) -> None:
+        self.label = label
+        self.parts = tuple(parts)
+
+    @property
+    def done(self) -> bool:
+        """Whether all parts have ended."""
+        return all(part.done for part in self.parts)
+
+    @property
+    def error(self) -> BaseException | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of the first part that failed."""
+        return next((part.error for part in self.parts if part.error is not None), None)
+
+    def wait(self) -> None:
+        """Block until all parts have ended."""
+        for part in self.parts:
+            part.wait()
 
 
 class Lane(ABC):
@@ -82,7 +106,7 @@ class Lane(ABC):
         """Give up the groups at once. Dropping them closes their connections, so that peers fail soon too."""
         for group in (self.groups.world, self.groups.intra, self.groups.inter):
             if group is not None:
-                group.pg = None
+                group.pg = group.p2p = None
         self.groups.buffers.clear()
 
 

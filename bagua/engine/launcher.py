@@ -20,12 +20,15 @@ from bagua.comm.team import Team
 from bagua.engine.backward import Backward
 from bagua.engine.bucket import Bucket
 from bagua.engine.gate import Gate
-from bagua.engine.lane import BackgroundLane, Lane, Ticket, make_lane
+from bagua.engine.lane import BackgroundLane, JointTicket, Lane, ThreadLane, Ticket, make_lane
 from bagua.engine.params import Inventory
+from bagua.engine.pieces import InPieces, Run
+from bagua.engine.plan import PART_BYTES
 from bagua.engine.quality import Guard, Probe
+from bagua.engine.state import States
 from bagua.engine.stats import Series, Tally
 from bagua.errors import CommunicationError
-from bagua.exchanges import Exchange, State
+from bagua.exchanges import Exchange
 
 __all__ = ["Launcher"]
 
@@ -49,33 +52,43 @@ class Launcher:
         key: str,
         notices: Sequence[str],
         guard: Guard | None,
+        num_lanes: int,
     ) -> None:
         self.algorithm = algorithm
         self.inventory = inventory
         self.team = team
-        self.lane = lane
+        self.lanes = [lane]
         self.notices = tuple(notices)
         self.buckets: list[Bucket] = []
         self.step = 0
+        # Slices pay where threads carry them; a stream or a simulation would only run them one after the other.
+        threads = isinstance(lane, ThreadLane) and team.size > 1
+        self.num_lanes = num_lanes if threads else 1
+        self.part_bytes = PART_BYTES if threads else None
         self._key = key
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._tally = Tally(lane.groups.meters, team.size)
         self._probe = Probe(guard) if guard is not None else None
-        self._states: dict[tuple[Exchange, int], State] = {}
+        self._states: States = {}
         self._tensors: dict[tuple[str, int], Tensor] = {}
         self._scratch: dict[tuple[str, int], Tensor] = {}
         self._kept: dict[str, Any] = {}
         self._extra: dict[str, Series] = {}
         self._tickets: list[Ticket] = []
         self._launched = False
-        self._num_lanes = 0  # ever opened beside the default one
+        self._num_opened = 0  # lanes ever opened beside the first one
         self._more_lanes: list[Lane] = []
         self._failed = False
 
     @property
     def groups(self) -> Groups:
         """Rank, size and nodes."""
-        return self.lane.groups
+        return self.lanes[0].groups
+
+    @property
+    def all_lanes(self) -> Sequence[Lane]:
+        """Those that share the launches of training, and those opened by the algorithm."""
+        return (*self.lanes, *self._more_lanes)
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -85,7 +98,14 @@ class Launcher:
     def prepare(self, exchange: Exchange, bucket: BucketView | None = None) -> None:
         """Make the state of `exchange` for one bucket or all."""
         for each in self.buckets if bucket is None else [bucket]:
-            self._states[exchange, each.index] = exchange.init(each.flat, self.groups)
+            for part, (lo, hi) in enumerate(self._parts(exchange, each.index)):
+                self._states[exchange, each.index, part] = exchange.init(each.flat[lo:hi], self.groups)
+
+    def _parts(self, exchange: Exchange, index: int) -> Sequence[tuple[int, int]]:
+        """Ranges of bucket `index` that are exchanged on their own."""
+        bucket = self.buckets[index]
+        whole = bucket.flat.numel()
+        return bucket.parts(self.part_bytes) if exchange.elementwise and self.part_bytes else ((0, whole),)
 
     @property
     def launched(self) -> bool:
@@ -128,24 +148,33 @@ class Launcher:
         self._more_lanes.append(lane)
         return lane
 
+    def _open_lanes(self) -> None:
+        """Have as many lanes as can be busy at once. Collective."""
+        pieces = sum(len(bucket.parts(self.part_bytes)) for bucket in self.buckets if self.part_bytes)
+        while len(self.lanes) < min(self.num_lanes, pieces):
+            groups = self._open_groups()
+            groups.share_connections(self.groups, len(self.lanes))
+            self.lanes.append(make_lane(groups, self.inventory.device))
+
     def background_lane(self) -> BackgroundLane:
         """Open a lane with a gate."""
-        if self.lane.groups.world.backend not in ("gloo", "nccl"):
+        if self.groups.world.backend not in ("gloo", "nccl"):
             raise ValueError(
                 f"{type(self.algorithm).__name__}: exchanges beside training depend on time, which is not simulated"
             )
         groups, team = self._open_groups(), self.team
         patience_s = min(_PATIENCE_S, team.timeout.total_seconds())
-        gate = Gate(team.store, f"gate/{self._key}/{self._num_lanes}", team.rank, team.size, patience_s)
+        gate = Gate(team.store, f"gate/{self._key}/{self._num_opened}", team.rank, team.size, patience_s)
         lane = BackgroundLane(groups, gate, self.inventory.device)
         self._more_lanes.append(lane)
         return lane
 
     def _open_groups(self) -> Groups:
-        self._num_lanes += 1
+        self._num_opened += 1
         groups = self.team.open(
-            f"lane/{self._key}/{self._num_lanes}", self.algorithm.hierarchical_groups, self.lane.groups.nodes
+            f"lane/{self._key}/{self._num_opened}", self.groups.intra is not None, self.groups.nodes
         )
+        groups.know_hop(self.groups.world.hop_s)
         self._tally.watch(groups.meters)
         return groups
 
@@ -162,42 +191,37 @@ class Launcher:
     ) -> Ticket:
         """Queue `exchange` on a lane."""
         self._check_alive()
-        state = self._states.get((exchange, bucket.index))
-        if state is None:
+        own = self.buckets[bucket.index]
+        if (exchange, own.index, 0) not in self._states:
             raise RuntimeError(
                 f"{type(self.algorithm).__name__}: launch of {exchange.name} without ctx.prepare() in setup()"
             )
-        own = self.buckets[bucket.index]
-        chosen = self.lane if lane is None else next(each for each in self._more_lanes if each is lane)
-        groups, now, alone = chosen.groups, self.step if step is None else step, self.team.size == 1
-        tensor = own.flat if x is None and not alone else x
-
-        probe = self._probe if exchange.lossy and self._probe is not None and self._probe.due(self.step) else None
-
-        def run() -> None:
-            if before is not None and before() is False:
-                return
-            if not alone:
-                assert tensor is not None
-                if probe is None:
-                    exchange.run(tensor, state, groups, now)
-                else:
-                    probe.run(exchange, tensor, state, groups, now)
-            if after is not None:
-                after()
-
+        now, alone = self.step if step is None else step, self.team.size == 1
         self._tally.launched(own.nbytes)
-        label = f"{exchange.name} step {self.step} {own.describe()}"
         self._launched = self._launched or lane is None
         self.backward.exchanged = self.backward.exchanged or lane is None
+        label = f"{exchange.name} step {self.step} {own.describe()}"
         if alone and before is None and after is None:
             ticket = Ticket(label)
             ticket.finish(0.0)
             return ticket
-        ticket = chosen.submit(run, label)
+        probe = self._probe if exchange.lossy and self._probe is not None and self._probe.due(self.step) else None
+        flat = own.flat if x is None else x
+        parts = self._parts(exchange, own.index)
+        piece = InPieces(len(parts), before, after)
+        tickets: list[Ticket] = []
+        for part, (lo, hi) in enumerate(parts):
+            chosen = (
+                self.lanes[(own.index + part) % len(self.lanes)]
+                if lane is None
+                else next(each for each in self._more_lanes if each is lane)
+            )
+            key = (own.index, part)
+            run = Run(exchange, flat[lo:hi], self._states[(exchange, *key)], chosen.groups, now, alone, probe, key)
+            tickets.append(chosen.submit(piece.wrap(run), label))
         if lane is None:
-            self._tickets.append(ticket)
-        return ticket
+            self._tickets += tickets
+        return tickets[0] if len(tickets) == 1 else JointTicket(label, tickets)
 
     def wait(self, ticket: TicketView | None = None) -> None:
         """Wait for one launch, or for everything on the default lane; raise the first error."""
@@ -206,12 +230,12 @@ class Launcher:
             tickets, self._tickets = self._tickets, []
         else:
             assert isinstance(ticket, Ticket)
-            tickets = [ticket]
+            tickets = list(ticket.parts) if isinstance(ticket, JointTicket) else [ticket]
         if not tickets:
             return
         started = time.perf_counter()
         for each in tickets:
-            self.lane.wait(each)
+            self.lanes[0].wait(each)
         self._tally.waited(tickets, time.perf_counter() - started)
         for each in tickets:
             if each.error is not None:
@@ -222,7 +246,7 @@ class Launcher:
         for lane in self._more_lanes:
             if isinstance(lane, BackgroundLane):
                 lane.gate.closing.set()  # all at once, before waiting for each
-        for lane in (self.lane, *self._more_lanes):
+        for lane in self.all_lanes:
             lane.stop(timeout_s)
 
     @property
@@ -239,7 +263,7 @@ class Launcher:
     def _fail(self, ticket: Ticket) -> None:
         """Raise what went wrong in the lane, with the ranks that give no sign of life."""
         self._failed = True
-        for lane in (self.lane, *self._more_lanes):
+        for lane in self.all_lanes:
             lane.abandon()
         gone = self.team.missing(f"failed/{self._key}", _ROLL_CALL_S)
         if len(gone) == self.team.size - 1 and self.team.size > 2:

@@ -6,9 +6,22 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "Entry", "Plan", "default_bucket_bytes", "make_plan"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "DEFAULT_NUM_LANES",
+    "PART_BYTES",
+    "Entry",
+    "Plan",
+    "check_num_lanes",
+    "default_bucket_bytes",
+    "default_num_lanes",
+    "make_plan",
+]
 
 DEFAULT_BUCKET_BYTES = 10 * 2**20
+DEFAULT_NUM_LANES = 4
+PART_BYTES = 8 * 2**20  # payload that one lane exchanges at once, where a bucket can be cut
+_MAX_LANES = 64
 
 
 def default_bucket_bytes() -> int:
@@ -23,6 +36,31 @@ def default_bucket_bytes() -> int:
     if not text.strip().isdigit() or int(text) <= 0:
         raise ValueError(f"BAGUA_DEFAULT_BUCKET_SIZE: expected a positive number of bytes, got {text!r}")
     return int(text)
+
+
+def default_num_lanes() -> int:
+    """`BAGUA_NUM_LANES` of the environment, or 4.
+
+    Raises:
+        ValueError: the variable is no integer from 1 to 64.
+    """
+    text = os.environ.get("BAGUA_NUM_LANES")
+    if text is None:
+        return DEFAULT_NUM_LANES
+    if not text.strip().isdigit():
+        raise ValueError(f"BAGUA_NUM_LANES: expected an integer from 1 to {_MAX_LANES}, got {text!r}")
+    return check_num_lanes("BAGUA_NUM_LANES", int(text))
+
+
+def check_num_lanes(name: str, value: int) -> int:
+    """Return `value` if it is a number of lanes.
+
+    Raises:
+        ValueError: it is none; names `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_LANES:
+        raise ValueError(f"{name}: expected an integer from 1 to {_MAX_LANES}, got {value!r}")
+    return value
 
 
 @dataclass(frozen=True)

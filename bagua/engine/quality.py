@@ -87,14 +87,16 @@ class Probe:
 
     guard: Guard
     last: Quality | None = None
-    _sums: list[Tensor] = field(default_factory=list)
+    _sums: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by bucket and part
 
     def due(self, step: int) -> bool:
         """Whether `step` is measured."""
         return step % self.guard.every == 0
 
-    def run(self, exchange: Exchange, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
-        """Run `exchange` and, on a copy, the exact one; keep what is needed to compare."""
+    def run(
+        self, exchange: Exchange, x_N: Tensor, state: State, groups: Groups, step: int, key: tuple[int, int]
+    ) -> None:
+        """Run `exchange` and, on a copy, the exact one; keep, under `key`, what is needed to compare."""
         exact_N, own = x_N.clone(), x_N.double().square().sum()
         exchange.run(x_N, state, groups, step)
         AllReduce(average=getattr(exchange, "average", True)).run(exact_N, {}, groups, step)
@@ -102,13 +104,15 @@ class Probe:
         residual = state["residual"].double().square().sum() if "residual" in state else torch.zeros_like(own)
         # Summed over the ranks, so that all of them hold the same bits and decide alike.
         sums = torch.stack([(a - b).square().sum(), a @ a, b @ b, a @ b, residual, own])
-        self._sums.append(all_reduce_(groups.world, sums))
+        self._sums[key] = all_reduce_(groups.world, sums)
 
     def measured(self, step: int) -> str:
         """Close the measurement of `step`; returns why it is too bad, or an empty string."""
         if not self._sums:
             return ""
-        error, aa, bb, ab, residual, own = torch.stack(self._sums).sum(0).tolist()
+        # In one order on all ranks, whichever lane was done first.
+        sums = torch.stack([self._sums[key] for key in sorted(self._sums)])
+        error, aa, bb, ab, residual, own = sums.sum(0).tolist()
         self._sums.clear()
         if not math.isfinite(error + bb):
             return ""  # an overflow, which GradScaler sees too, says nothing of the codec

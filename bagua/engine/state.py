@@ -11,13 +11,14 @@ from torch import Tensor
 from bagua.engine.bucket import Bucket
 from bagua.exchanges import Exchange, State
 
-__all__ = ["check_header", "load_states", "pack"]
+__all__ = ["States", "check_header", "load_states", "pack"]
 
-_VERSION = 1
-_States = Mapping[tuple[Exchange, int], State]
+_VERSION = 2
+States = dict[tuple[Exchange, int, int], State]
+"""By exchange, bucket, and part of the bucket."""
 
 
-def pack(header: dict[str, Any], states: _States, tensors: Mapping[tuple[str, int], Tensor]) -> dict[str, Any]:
+def pack(header: dict[str, Any], states: States, tensors: Mapping[tuple[str, int], Tensor]) -> dict[str, Any]:
     """Return `header` and copies of all states of exchanges and tensors of the algorithm, as plain data."""
     return {
         "version": _VERSION,
@@ -26,9 +27,10 @@ def pack(header: dict[str, Any], states: _States, tensors: Mapping[tuple[str, in
             {
                 "exchange": repr(exchange),
                 "bucket": bucket,
+                "part": part,
                 "tensors": {key: tensor.clone() for key, tensor in state.items()},
             }
-            for (exchange, bucket), state in states.items()
+            for (exchange, bucket, part), state in states.items()
             if state
         ],
         "tensors": [
@@ -52,17 +54,17 @@ def check_header(data: dict[str, Any], have: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def load_states(
-    data: dict[str, Any], states: _States, tensors: dict[tuple[str, int], Tensor], buckets: Sequence[Bucket]
+    data: dict[str, Any], states: States, tensors: dict[tuple[str, int], Tensor], buckets: Sequence[Bucket]
 ) -> None:
     """Copy what `pack` packed into `states` and `tensors`; all or nothing. Tensors not yet made are made.
 
     Raises:
         ValueError: there is no place for an entry, or it has another shape.
     """
-    known = {(repr(exchange), bucket): state for (exchange, bucket), state in states.items()}
+    known = {(repr(exchange), bucket, part): state for (exchange, bucket, part), state in states.items()}
     for entry in data["states"]:
-        where = f"state dict: {entry['exchange']}, bucket {entry['bucket']}"
-        state = known.get((entry["exchange"], entry["bucket"]))
+        where = f"state dict: {entry['exchange']}, bucket {entry['bucket']}, part {entry['part']}"
+        state = known.get((entry["exchange"], entry["bucket"], entry["part"]))
         if state is None or state.keys() != entry["tensors"].keys():
             raise ValueError(f"{where}: no place for {', '.join(entry['tensors'])}")
         for key, tensor in entry["tensors"].items():
@@ -83,4 +85,4 @@ def load_states(
         tensors[key].copy_(entry["value"])
     for entry in data["states"]:
         for key, tensor in entry["tensors"].items():
-            known[entry["exchange"], entry["bucket"]][key].copy_(tensor)
+            known[entry["exchange"], entry["bucket"], entry["part"]][key].copy_(tensor)

@@ -21,7 +21,7 @@ class StepStats:
         bytes_received: bytes this rank received.
         payload_bytes: size of the tensors that were exchanged, as they lie in memory.
         dense_bytes: what a ring all-reduce of the same tensors, uncompressed, would have sent: 2 (R-1)/R of them.
-        comm_s: seconds in which a lane was busy.
+        comm_s: seconds in which at least one lane was busy.
         exposed_s: seconds in which the training thread waited for a lane: communication not hidden by compute.
         launches: number of exchanges.
     """
@@ -138,11 +138,13 @@ class Tally:
     def waited(self, tickets: Sequence[Ticket], exposed_s: float) -> None:
         """Count what has been waited for."""
         self._step.exposed_s += exposed_s
+        busy: list[tuple[float, float]] = []
         for ticket in tickets:
             if ticket.error is None and isinstance(ticket, _StreamTicket):
                 self._unread.append(ticket)  # its duration is known later; asking now would stop the CPU
             else:
-                self._step.comm_s += ticket.seconds
+                busy.append((ticket.ended - ticket.seconds, ticket.ended))
+        self._step.comm_s += _covered(busy)
         self._collect()
 
     def step_ended(self) -> None:
@@ -170,3 +172,12 @@ class Tally:
             else:
                 self._step.comm_s += seconds
         self._unread = pending
+
+
+def _covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of the intervals."""
+    total, end = 0.0, float("-inf")
+    for begun, ended in sorted(intervals):
+        total += max(0.0, ended - max(begun, end))
+        end = max(end, ended)
+    return total

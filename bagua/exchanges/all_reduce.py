@@ -10,7 +10,9 @@ from torch import Tensor
 from bagua.codecs import Codec, Identity
 from bagua.comm.collectives import all_reduce_
 from bagua.comm.groups import Groups
+from bagua.comm.pipelined import scatter_gather_rows
 from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.scatter_gather import ScatterGather, chunk_numel
 
 __all__ = ["AllReduce"]
 
@@ -25,6 +27,9 @@ class AllReduce(Exchange):
     Args:
         codec: identity, or a linear codec (bf16, fp16), in which case the sum is taken in that type.
         average: mean if true, else sum.
+
+    On gloo groups with a long way between ranks (`Group.direct`) chunks go straight to their owners and back
+    instead, and the sum is taken in fp32, in the order of the ranks.
 
     Bytes: 2 (R-1)/R times the encoded size, sent per rank.
     """
@@ -46,10 +51,21 @@ class AllReduce(Exchange):
         """Unless the codec is the identity."""
         return not self.codec.lossless
 
+    @property
+    def elementwise(self) -> bool:
+        """True."""
+        return True
+
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N], any N."""
         group = groups.world
         if group.size == 1:
+            return
+        if group.direct:
+            if self.codec.lossless:
+                _direct(x_N, groups, self.average)
+            else:
+                ScatterGather(self.codec, average=self.average).run(x_N, state, groups, step)
             return
         if self.average:
             x_N.mul_(1.0 / group.size)
@@ -65,3 +81,25 @@ class AllReduce(Exchange):
     def bytes_per_rank(self, n: int, size: int) -> float:
         """2 (R-1)/R times the encoded size."""
         return 2 * self.codec.wire_bytes(n, torch.float32) * (size - 1) / size
+
+
+def _direct(x_N: Tensor, groups: Groups, average: bool) -> None:
+    """The mean or sum without copies: chunks are sent from `x_N`, and owners' answers land in it."""
+    group, codec = groups.world, Identity()
+    rank, size, n = group.rank, group.size, x_N.numel()
+    c = chunk_numel(n, size)
+    chunks = [x_N[r * c : (r + 1) * c] for r in range(size)]
+    mine_M = chunks[rank]
+    m = mine_M.numel()
+    peers_RW = groups.buffers.get("peers", (size, codec.wire_bytes(m, x_N.dtype)), torch.uint8, x_N.device)
+    payload_RB = peers_RW[:, : m * x_N.element_size()]
+
+    def write(lo: int, hi: int, out: Tensor) -> None:
+        if lo == rank:
+            out.copy_(mine_M.view(torch.uint8))
+
+    def combine() -> None:
+        codec.decode_mean(peers_RW, m, out=mine_M, weight=1.0 / size if average else 1.0)
+
+    wire = [chunk.view(torch.uint8) for chunk in chunks]
+    scatter_gather_rows(group, wire, payload_RB, write=write, combine=combine, read=lambda lo, hi: None)

@@ -43,6 +43,11 @@ class Exchange(ABC):
         """Whether the result is an approximation of the exact mean (or sum) of all ranks."""
         return False
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether slices of a tensor may be exchanged on their own, each with a state of its own, on several lanes."""
+        return False
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """Make the state for a bucket like `x_N`. Called once, when the algorithm is bound, on all ranks."""
         return {}

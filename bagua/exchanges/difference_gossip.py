@@ -52,6 +52,11 @@ class DifferenceGossip(Exchange):
         """False: ranks stay apart by what the codec loses."""
         return False
 
+    @property
+    def elementwise(self) -> bool:
+        """True."""
+        return True
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """Replicas equal to `x_N`: replicas must be made while all ranks hold the same values."""
         peers = self.topology.peers(groups.rank, groups.size, 0)

@@ -47,6 +47,11 @@ class Gossip(Exchange):
         """As the topology."""
         return self.topology.complete
 
+    @property
+    def elementwise(self) -> bool:
+        """True."""
+        return True
+
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N]."""
         group, buffers, codec, n = groups.world, groups.buffers, self.codec, x_N.numel()

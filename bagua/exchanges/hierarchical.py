@@ -55,6 +55,11 @@ class Hierarchical(Exchange):
         return self.inner.lossy
 
     @property
+    def elementwise(self) -> bool:
+        """As the inner exchange."""
+        return self.inner.elementwise
+
+    @property
     def average(self) -> bool:
         """As the inner exchange."""
         return getattr(self.inner, "average", True)

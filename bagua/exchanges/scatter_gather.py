@@ -9,11 +9,11 @@ from torch import Tensor
 
 from bagua.codecs import Codec
 from bagua.comm.buffers import Buffers
-from bagua.comm.collectives import all_gather_rows, all_to_all_rows
 from bagua.comm.groups import Groups
+from bagua.comm.pipelined import scatter_gather_rows
 from bagua.exchanges.base import Exchange, State
 
-__all__ = ["ScatterGather"]
+__all__ = ["ScatterGather", "chunk_numel"]
 
 _ALIGN = 16  # elements; a chunk starts where vector loads like it
 
@@ -55,11 +55,16 @@ class ScatterGather(Exchange):
         """Unless the codec is the identity."""
         return not self.codec.lossless
 
+    @property
+    def elementwise(self) -> bool:
+        """True: a slice is as good as the whole (block boundaries move)."""
+        return True
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """Zero residuals; nothing without error feedback or with a single rank."""
         if not self.error_feedback or groups.size == 1:
             return {}
-        chunk = torch.zeros(_chunk_numel(x_N.numel(), groups.size), dtype=torch.float32, device=x_N.device)
+        chunk = torch.zeros(chunk_numel(x_N.numel(), groups.size), dtype=torch.float32, device=x_N.device)
         return {"residual": torch.zeros_like(x_N), "chunk_residual": chunk}
 
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
@@ -68,63 +73,79 @@ class ScatterGather(Exchange):
         rank, size, n, device = group.rank, group.size, x_N.numel(), x_N.device
         if size == 1 or n == 0:
             return
-        c = _chunk_numel(n, size)
+        c = chunk_numel(n, size)
         dtype = x_N.dtype if codec.lossless else torch.float32
         wire_shape = (size, codec.wire_bytes(c, dtype))
         wire_RW = buffers.get("wire", wire_shape, torch.uint8, device)
         peers_RW = buffers.get("peers", wire_shape, torch.uint8, device)
-        chunk_C = buffers.get("chunk", (c,), dtype, device)
+        weight = 1.0 / size if self.average else 1.0
 
-        if self.error_feedback:
-            x_N.add_(state["residual"])
-        self._encode_rows(x_N, c, wire_RW, buffers)
-        if self.error_feedback:
-            state["residual"].copy_(x_N)
-            self._decode_rows(wire_RW, c, x_N, buffers)
-            _keep_finite(state["residual"].sub_(x_N))
-        all_to_all_rows(group, peers_RW, wire_RW)
-        codec.decode_mean(peers_RW, c, out=chunk_C, weight=1.0 / size if self.average else 1.0)
+        def combine() -> None:
+            mine_1W = wire_RW[rank : rank + 1]
+            if codec.lossless:
+                chunk_C = buffers.get("chunk", (c,), dtype, device)
+                codec.decode_mean(peers_RW, c, out=chunk_C, weight=weight)
+                codec.encode(chunk_C.view(1, c), out=mine_1W)
+            else:
+                codec.decode_mean_encode(peers_RW, c, weight, residual_N=state.get("chunk_residual"), out=mine_1W)
 
-        mine_1W = wire_RW[rank : rank + 1]
-        if self.error_feedback:
-            chunk_C.add_(state["chunk_residual"])
-        codec.encode(chunk_C.view(1, c), out=mine_1W)
-        if self.error_feedback:
-            state["chunk_residual"].copy_(chunk_C)
-            codec.decode(mine_1W, c, out=chunk_C.view(1, c))
-            _keep_finite(state["chunk_residual"].sub_(chunk_C))
-        all_gather_rows(group, wire_RW)
-        self._decode_rows(wire_RW, c, x_N, buffers)
+        scatter_gather_rows(
+            group,
+            wire_RW,
+            peers_RW,
+            write=lambda lo, hi, out: self._encode_rows(x_N, state.get("residual"), lo, hi, c, out, buffers),
+            combine=combine,
+            read=lambda lo, hi: self._decode_rows(wire_RW[lo:hi], lo, hi, c, x_N, buffers),
+        )
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """2 (R-1) encoded chunks."""
-        return 2 * (size - 1) * self.codec.wire_bytes(_chunk_numel(n, size), torch.float32) if size > 1 else 0
+        return 2 * (size - 1) * self.codec.wire_bytes(chunk_numel(n, size), torch.float32) if size > 1 else 0
 
-    def _encode_rows(self, x_N: Tensor, c: int, wire_RW: Tensor, buffers: Buffers) -> None:
-        """Encode chunk r of `x_N` into row r. Only the rows that `x_N` does not fill are copied."""
+    def _encode_rows(
+        self, x_N: Tensor, residual_N: Tensor | None, lo: int, hi: int, c: int, out_RW: Tensor, buffers: Buffers
+    ) -> None:
+        """Encode chunks lo to hi of `x_N`, with feedback if there is a residual. Only what fills no row is copied."""
         full, rest = divmod(x_N.numel(), c)
-        if full:
-            self.codec.encode(x_N[: full * c].view(full, c), out=wire_RW[:full])
-        if full < wire_RW.shape[0]:
-            tail = buffers.get("tail", (wire_RW.shape[0] - full, c), x_N.dtype, x_N.device).zero_()
-            tail[0, :rest].copy_(x_N[full * c :])
-            self.codec.encode(tail, out=wire_RW[full:])
+        whole = min(max(full - lo, 0), hi - lo)
+        if whole:
+            a, b = lo * c, (lo + whole) * c
+            residual_RC = None if residual_N is None else residual_N[a:b].view(whole, c)
+            self._encode(x_N[a:b].view(whole, c), residual_RC, out_RW[:whole])
+        if whole == hi - lo:
+            return
+        shape = (hi - lo - whole, c)
+        tail_RC = buffers.get("tail", shape, x_N.dtype, x_N.device).zero_()
+        lost_RC = None
+        if residual_N is not None:
+            lost_RC = buffers.get("tail residual", shape, x_N.dtype, x_N.device).zero_()
+        if lo <= full:
+            tail_RC[0, :rest].copy_(x_N[full * c :])
+            if lost_RC is not None and residual_N is not None:
+                lost_RC[0, :rest].copy_(residual_N[full * c :])
+        self._encode(tail_RC, lost_RC, out_RW[whole:])
+        if lo <= full and lost_RC is not None and residual_N is not None:
+            residual_N[full * c :].copy_(lost_RC[0, :rest])
 
-    def _decode_rows(self, wire_RW: Tensor, c: int, x_N: Tensor, buffers: Buffers) -> None:
+    def _encode(self, x_RC: Tensor, residual_RC: Tensor | None, out_RW: Tensor) -> None:
+        if residual_RC is None:
+            self.codec.encode(x_RC, out=out_RW)
+        else:
+            self.codec.encode_with_feedback(x_RC, residual_RC, out=out_RW)
+
+    def _decode_rows(self, wire_RW: Tensor, lo: int, hi: int, c: int, x_N: Tensor, buffers: Buffers) -> None:
+        """Decode chunks lo to hi into `x_N`; `wire_RW` holds only these."""
         full, rest = divmod(x_N.numel(), c)
-        if full:
-            self.codec.decode(wire_RW[:full], c, out=x_N[: full * c].view(full, c))
-        if rest:
+        whole = min(max(full - lo, 0), hi - lo)
+        if whole:
+            self.codec.decode(wire_RW[:whole], c, out=x_N[lo * c : (lo + whole) * c].view(whole, c))
+        if rest and lo <= full < hi:
             tail = buffers.get("tail", (1, c), x_N.dtype, x_N.device)
-            self.codec.decode(wire_RW[full : full + 1], c, out=tail)
+            self.codec.decode(wire_RW[full - lo : full - lo + 1], c, out=tail)
             x_N[full * c :].copy_(tail[0, :rest])
 
 
-def _chunk_numel(n: int, size: int) -> int:
+def chunk_numel(n: int, size: int) -> int:
+    """Elements of one rank's chunk of `n`."""
     per_rank = -(-n // size)
     return -(-per_rank // _ALIGN) * _ALIGN
-
-
-def _keep_finite(residual: Tensor) -> None:
-    # An overflowed step is skipped by the GradScaler; its NaN must not come back from the residual for ever.
-    residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

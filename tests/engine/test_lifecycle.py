@@ -148,7 +148,7 @@ def detach_leaves_nothing(algorithm: str) -> None:
     before, grads, threads = values(model), gradients(model), threading.active_count()
     assert bagua.detach(model) is model
     assert equal(before, values(model)) and equal(grads, gradients(model))
-    assert threading.active_count() == threads - 1
+    assert threading.active_count() < threads
     assert not model._forward_pre_hooks and not optimizer._optimizer_step_post_hooks
     assert not optimizer._optimizer_step_pre_hooks
     for param in model.parameters():
@@ -264,7 +264,7 @@ def wrong_states() -> list[str]:
     model, optimizer = distributed(Net, "bytegrad", error_feedback=True)
     train(model, optimizer, range(1))
     state = bagua.state_dict(model)
-    for change in ({"version": 2}, {"rank": 7}, {"size": 5}, {"plan": [["scale"]]}, {"algorithm": "other"}):
+    for change in ({"version": 9}, {"rank": 7}, {"size": 5}, {"plan": [["scale"]]}, {"algorithm": "other"}):
         try:
             bagua.load_state_dict(model, {**state, **change})
         except ValueError as error:
@@ -276,5 +276,5 @@ def wrong_states() -> list[str]:
 def test_foreign_states_are_refused(pool: RankPool) -> None:
     for found in pool.run(2, wrong_states):
         assert len(found) == 5
-        for word, message in zip(("version 2", "rank 7", "size 5", "plan", "algorithm other"), found, strict=True):
+        for word, message in zip(("version 9", "rank 7", "size 5", "plan", "algorithm other"), found, strict=True):
             assert word in message

@@ -86,7 +86,7 @@ class Overlapping(nn.Module):
 
 
 def hidden() -> bagua.Stats:
-    model, optimizer = distributed(Overlapping, Slowly(), bucket_bytes=1)
+    model, optimizer = distributed(Overlapping, Slowly(), bucket_bytes=1, num_lanes=1)
     train(model, optimizer, range(3))
     return bagua.stats(model)
 

@@ -1,0 +1,91 @@
+"""All-to-all, local work, all-gather, in one: each row leaves as soon as it is written, and is read as it comes.
+
+Legend: R = ranks of the group, W = bytes of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from bagua.comm.collectives import all_gather_rows, all_to_all_rows
+from bagua.comm.groups import Group
+
+__all__ = ["scatter_gather_rows"]
+
+_SCATTER, _GATHER = 0, 1  # tags; transfers of one tag between two ranks match in order
+Rows = Callable[[int, int, Any], object]
+
+
+def scatter_gather_rows(
+    group: Group,
+    wire_RW: Tensor | Sequence[Tensor],
+    peers_RW: Tensor,
+    *,
+    write: Rows,
+    combine: Callable[[], object],
+    read: Callable[[int, int], object],
+) -> None:
+    """Send row r of `wire_RW` to rank r, let `combine` make one row of all that came, and give that row to all.
+
+    On gloo every receive is posted before anything is sent: a sender that finds no receive posted has to ask
+    first, which costs a round trip. Sends go in staggered order (rank + 1 first), so that no rank is flooded.
+
+    Args:
+        group: at least two ranks.
+        wire_RW: rows to send; in the end row r is what rank r's `combine` made.
+        peers_RW: row r becomes what rank r sent to me, my own row included.
+        write: `write(lo, hi, out)` writes rows lo to hi (what goes to ranks lo to hi - 1) into `out`.
+        combine: all of `peers_RW` has come; makes row `group.rank` of `wire_RW`.
+        read: `read(lo, hi)` is told that rows lo to hi of `wire_RW` are final. Rows come in any order.
+
+    Shapes: both [R, W], rows contiguous, same dtype; they must not overlap. On gloo `wire_RW` may be a list of R
+        rows of different, even zero, lengths; rows of `peers_RW` are as long as my own then.
+    Bytes: 2 (R-1) rows sent per rank.
+    """
+    rank, size = group.rank, group.size
+    if group.backend == "nccl":
+        assert isinstance(wire_RW, Tensor)
+        write(0, size, wire_RW)
+        all_to_all_rows(group, peers_RW, wire_RW)
+        combine()
+        all_gather_rows(group, wire_RW)
+        read(0, size)
+        return
+    mine = wire_RW[rank].numel() > 0
+    later = [(rank + k) % size for k in range(1, size)]
+    sources = later[::-1]  # rank - 1 sends to me first
+    scattered = [group.recv(peers_RW[peer], peer, _SCATTER) for peer in sources if mine]
+    # Row r is overwritten by rank r's answer only after rank r has all of what row r held before.
+    filled = [peer for peer in sources if wire_RW[peer].numel()]
+    gathered = [group.recv(wire_RW[peer], peer, _GATHER) for peer in filled]
+    sent, nbytes = None, 0
+    for peer in later:
+        if wire_RW[peer].numel():
+            write(peer, peer + 1, wire_RW[peer : peer + 1])
+            sent = _send_next(group, wire_RW[peer], peer, _SCATTER, sent)
+            nbytes += wire_RW[peer].numel() * wire_RW[peer].element_size()
+    if mine:
+        write(rank, rank + 1, peers_RW[rank : rank + 1])
+        for work in scattered:
+            work.wait()
+        combine()
+        for peer in later:
+            sent = _send_next(group, wire_RW[rank], peer, _GATHER, sent)
+        read(rank, rank + 1)
+    for work, peer in zip(gathered, filled, strict=True):
+        work.wait()
+        read(peer, peer + 1)
+    if sent is not None:
+        sent.wait()
+    answers = (size - 1) * wire_RW[rank].numel() * wire_RW[rank].element_size()
+    group.meter.add(nbytes + answers, nbytes + answers)
+
+
+def _send_next(group: Group, row: Tensor, peer: int, tag: int, previous: Any) -> Any:
+    """Send behind `previous`: one at a time, so that each receiver has one sender at a time."""
+    if previous is not None:
+        previous.wait()
+    return group.send(row, peer, tag)
