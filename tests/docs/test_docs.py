@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import bagua
+from bagua.bench.main import build_parser
 from tests.docs.markdown import DOCUMENTS, ROOT, anchors, blocks, links, table_after
 from tests.rank_pool import RankPool
 
@@ -53,7 +54,7 @@ def outcomes() -> dict[str, str]:
 def test_the_documents_hold_code() -> None:
     """A wrong pattern would find nothing and pass everything."""
     expected = {"README.md", "docs/algorithms.md", "docs/errors.md", "docs/getting-started.md"}
-    expected |= {"docs/migrate-from-deepspeed.md", "docs/new-algorithm.md"}
+    expected |= {"docs/lab.md", "docs/migrate-from-deepspeed.md", "docs/new-algorithm.md"}
     assert expected == {name_of(path) for path in WITH_CODE}
 
 
@@ -98,12 +99,16 @@ def shell_lines() -> list[tuple[Path, str]]:
 @pytest.mark.parametrize(("path", "line"), shell_lines(), ids=lambda value: str(value)[:50])
 def test_shell_commands_exist(path: Path, line: str) -> None:
     """Of each kind of command that the documents use, what can be checked without running it."""
-    words = shlex.split(line)
+    words = shlex.split(line, comments=True)
+    if words[:3] == ["bagua", "lab", "run"]:
+        words = words[words.index("--") + 1 :]
     if words[0] == "make":
         makefile = (ROOT / "Makefile").read_text()
         assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:]), line
     elif words[:2] == ["pip", "install"]:
         assert words[2] in ("torch", "."), line
+    elif words[:2] == ["bagua", "bench"]:
+        build_parser().parse_args(words[2:])
     else:
         assert any(words[: len(launcher)] == launcher for launcher in LAUNCHERS), f"{line}: unknown command"
         if words[0] != "python":

@@ -1,0 +1,66 @@
+"""Conditions of the network, as written on the command line: `1gbit/5ms`, `250mbit/0ms/jitter2ms`, `nolimit`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+__all__ = ["Condition", "parse"]
+
+_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_SPEED = re.compile(r"^(\d+(?:\.\d+)?)(k|m|g)?bit$")
+_TIME = re.compile(r"^(jitter)?(\d+(?:\.\d+)?)(us|ms|s)$")
+_SLOW = re.compile(r"^slow(\d*\.?\d+)$")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A link, the same for all hosts, and maybe one slow host.
+
+    Attributes:
+        name: as it was written.
+        bits_per_s: of a host's link, each way; infinite for no limit.
+        latency_s: from one host to another, one way.
+        jitter_s: by which the latency varies.
+        slow: speed of the last host; 1 is as fast as the others.
+    """
+
+    name: str
+    bits_per_s: float = math.inf
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+    slow: float = 1.0
+
+
+def parse(text: str) -> Condition:
+    """Read one condition: a bandwidth or `nolimit`, then a latency, `jitterTIME`, `slowSPEED`, in any order.
+
+    Raises:
+        ValueError: names the part that is wrong.
+    """
+    values: dict[str, float] = {}
+    for word in text.lower().split("/"):
+        speed, time, slow = _SPEED.match(word), _TIME.match(word), _SLOW.match(word)
+        if word == "nolimit":
+            key, value = "bits_per_s", math.inf
+        elif speed:
+            key, value = "bits_per_s", float(speed[1]) * _UNITS[(speed[2] or "") + "bit"]
+        elif time:
+            key, value = ("jitter_s" if time[1] else "latency_s"), float(time[2]) * _SECONDS[time[3]]
+        elif slow:
+            key, value = "slow", float(slow[1])
+        else:
+            raise ValueError(
+                f"condition {text!r}: {word!r} is neither a bandwidth (1gbit, 250mbit, nolimit), a latency (5ms), "
+                "a jitter (jitter2ms) nor a slow host (slow0.5)"
+            )
+        if key in values:
+            raise ValueError(f"condition {text!r}: two values for {key}")
+        if key in ("bits_per_s", "slow") and not value > 0:
+            raise ValueError(f"condition {text!r}: {word!r} must be more than 0")
+        values[key] = value
+    if "bits_per_s" not in values:
+        raise ValueError(f"condition {text!r}: a bandwidth is missing; nolimit for none")
+    return Condition(text, **values)

@@ -1,0 +1,35 @@
+"""What the kernel counts: bytes on this host's network device, and how busy the machine's cores are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Busy", "busy", "sent_bytes"]
+
+
+class Busy(NamedTuple):
+    """Seconds (in ticks) of all cores since the machine started."""
+
+    working: int
+    total: int
+
+    def share_since(self, earlier: Busy) -> float:
+        """Part of all cores' time that was not idle, 0 to 1."""
+        total = self.total - earlier.total
+        return (self.working - earlier.working) / total if total > 0 else 0.0
+
+
+def busy() -> Busy:
+    """Read the whole machine's, whatever namespace this is."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return Busy(sum(ticks) - ticks[3] - ticks[4], sum(ticks))  # idle, waiting for disks
+
+
+def sent_bytes(interface: str) -> int | None:
+    """Bytes that left through `interface`, headers included; None if there is no such device."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[8])
+    return None

@@ -1,0 +1,264 @@
+"""`bagua bench ...`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bagua.bench import entrants, models, overhead, plots, primitives, scaling, tables, tradeoff, wire
+from bagua.bench.tradeoff import Plan
+
+__all__ = ["build_parser", "main"]
+
+_EPILOG = """\
+conditions: BANDWIDTH[/LATENCY][/jitterTIME][/slowSPEED], e.g. 1gbit/5ms, 250mbit/0ms, nolimit, 1gbit/0ms/slow0.5
+  (the last host at half speed)
+entrants: {entrants}
+  Options of an algorithm go behind a colon: bytegrad:bucket_bytes=1000000,average=True;next_entrant
+models: {models}
+"""
+
+
+def _split(text: str) -> tuple[str, ...]:
+    """Entrants are separated by commas; by semicolons if one of them has options."""
+    return tuple(word.strip() for word in text.split(";" if ";" in text or ":" in text else ",") if word.strip())
+
+
+def _add_measured(parser: argparse.ArgumentParser, quick: str) -> None:
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write figures (PNG and SVG) there")
+    parser.add_argument("--local", action="store_true", help="processes of this machine instead of emulated hosts")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--algorithms", metavar="NAMES", help="entrants; default: all that can run here")
+    parser.add_argument("--model", metavar="NAME", help="layer shapes; default: layers25m")
+    parser.add_argument("--compute-ms", type=float, metavar="MS", help="forward and backward together; default: 300")
+    parser.add_argument("--forward-share", type=float, default=1 / 3, metavar="SHARE", help="part that is forward")
+    parser.add_argument("--steps", type=int, metavar="N", help="most steps that are timed; default: 10")
+    parser.add_argument("--budget-s", type=float, metavar="S", help="fewer are, if they would take longer; default: 20")
+    parser.add_argument(
+        "--optimizer",
+        choices=("emulated", "real"),
+        default="emulated",
+        help="emulated: optimizers of the Adam kind do the arithmetic of SGD, as if an accelerator did theirs",
+    )
+    parser.add_argument("--profile", metavar="NAME", default="", help="keep a timeline of two steps of this entrant")
+    parser.add_argument("--profile-dir", type=Path, metavar="DIR", default=Path("profile"), help="where it is kept")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    epilog = _EPILOG.format(entrants=", ".join(entrants.available()), models=", ".join(models.MODELS))
+    parser = argparse.ArgumentParser(
+        prog="bagua bench",
+        description="Measure training steps, collectives and the engine's cost.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=epilog,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    raw = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": epilog}
+    one = commands.add_parser("tradeoff", help="every entrant under every condition of the network", **raw)
+    _add_measured(one, "few conditions, few entrants, a small model: at most 5 minutes on 2 cores")
+    one.add_argument("--conditions", metavar="LIST", help=f"default: {tradeoff.FULL_CONDITIONS}")
+    one.add_argument("--hosts", type=int, default=4, metavar="N", help="default: 4, with one rank each")
+    _add_training(one)
+    two = commands.add_parser("scaling", help="the same with 2 to 16 hosts, with a model of a tenth", **raw)
+    _add_measured(two, "2 and 4 hosts, few entrants, short")
+    two.add_argument("--conditions", metavar="LIST", help=f"default: {scaling.CONDITIONS}")
+    two.add_argument("--hosts", type=_numbers, metavar="LIST", help="default: 2,4,8,16")
+    _add_training(two)
+    three = commands.add_parser("primitives", help="collectives against the wire", **raw)
+    _add_measured(three, "two small sizes, one condition")
+    three.add_argument("--conditions", metavar="LIST", help=f"default: {wire.CONDITIONS}")
+    three.add_argument("--hosts", type=int, default=4, metavar="N", help="default: 4")
+    three.add_argument("--sizes", type=_numbers, metavar="LIST", help="bytes; default: 16 KB to 40 MB")
+    four = commands.add_parser("overhead", help="what the engine costs on a model of 300 parameters", add_help=False)
+    four.set_defaults(rest=[])
+    five = commands.add_parser("report", help="a Markdown table and figures from a results file")
+    five.add_argument("file", type=Path, help="written with --json")
+    five.add_argument("--plots", type=Path, metavar="DIR", help="write figures (PNG and SVG) there")
+    five.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there instead of printing them")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    found = tuple(int(word) for word in text.split(",") if word.strip())
+    if not found or min(found) < 1:
+        raise ValueError
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        0; 1 if there is no result at all; 2 for wrong arguments.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["overhead"]:
+        return overhead.main(words[1:])
+    args = build_parser().parse_args(words)
+    prepare, run = _COMMANDS[args.command]
+    try:
+        plans = prepare(args)
+    except ValueError as error:
+        print(f"bagua bench {args.command}: {error}", file=sys.stderr)
+        return 2
+    return run(args, plans)
+
+
+def _tradeoff(args: argparse.Namespace, plans: Sequence[Plan]) -> int:
+    (plan,) = plans
+    for remark in tradeoff.check(plan):
+        print(f"left out: {remark}")
+    rows: list[dict[str, Any]] = []
+
+    def keep(report: dict[str, Any]) -> None:
+        rows[:] = report["rows"]
+        _write(args, report)
+
+    tradeoff.run(plan, args.profile_dir, _say, keep)
+    return 0 if any(not row["error"] for row in rows) else 1
+
+
+def _plan(args: argparse.Namespace, hosts: Sequence[int]) -> list[Plan]:
+    quick = args.quick
+    default = tradeoff.QUICK_CONDITIONS if quick else tradeoff.FULL_CONDITIONS
+    names = _split(args.algorithms) if args.algorithms else _split(tradeoff.QUICK_ENTRANTS) if quick else _everyone()
+    for name in names:
+        entrants.get(name)
+    if args.profile and args.profile not in names:
+        raise ValueError(f"--profile: {args.profile!r} is not among the entrants of this run")
+    for option in ("steps", "budget_s", "compute_ms"):
+        value = getattr(args, option)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{option.replace('_', '-')}: expected a number > 0, got {value}")
+    if not 0 <= args.forward_share <= 1:
+        raise ValueError(f"--forward-share: expected a share in [0, 1], got {args.forward_share}")
+    chosen = tradeoff.parse_conditions("nolimit" if args.local else args.conditions or default)
+    plans = []
+    for num in hosts:
+        if num < 1:
+            raise ValueError(f"--hosts: expected a number >= 1, got {num}")
+        plan = Plan(
+            conditions=chosen,
+            entrants=names,
+            hosts=num,
+            model=args.model or ("layers25m/10" if quick else "layers25m"),
+            compute_ms=args.compute_ms or (100 if quick else 300),
+            forward_share=args.forward_share,
+            steps=args.steps or (5 if quick else 10),
+            budget_s=args.budget_s or (4 if quick else 20),
+            emulated=args.optimizer == "emulated",
+            local=args.local,
+            profile=args.profile,
+        )
+        tradeoff.check(plan)
+        plans.append(plan)
+    return plans
+
+
+def _everyone() -> tuple[str, ...]:
+    return tuple(name for name in entrants.available() if not name.startswith(entrants.OFF))
+
+
+def _scaling_plans(args: argparse.Namespace) -> list[Plan]:
+    args.conditions = args.conditions or scaling.CONDITIONS
+    args.model = args.model or "layers25m/10"
+    return _plan(args, args.hosts or ((2, 4) if args.quick else scaling.HOSTS))
+
+
+def _scaling(args: argparse.Namespace, plans: Sequence[Plan]) -> int:
+    rows: list[dict[str, Any]] = []
+
+    def keep(report: dict[str, Any]) -> None:
+        rows[:] = report["rows"]
+        _write(args, report)
+
+    scaling.run(plans, args.profile_dir, _say, keep)
+    return 0 if any(not row["error"] for row in rows) else 1
+
+
+def _transfers_wanted(args: argparse.Namespace) -> dict[str, Any]:
+    default = "1gbit/2ms" if args.quick else wire.CONDITIONS
+    if args.hosts < 1:
+        raise ValueError(f"--hosts: expected a number >= 1, got {args.hosts}")
+    sizes = args.sizes or (wire.QUICK_SIZES if args.quick else primitives.SIZES)
+    if min(sizes) < 4 * args.hosts:
+        raise ValueError(f"--sizes: {min(sizes)} bytes are less than an element for each of {args.hosts} hosts")
+    return {
+        "conditions": tradeoff.parse_conditions("nolimit" if args.local else args.conditions or default),
+        "hosts": args.hosts,
+        "local": args.local,
+        "sizes": sizes,
+        "budget_s": 0.5 if args.quick else 2.0,
+    }
+
+
+def _primitives(args: argparse.Namespace, wanted: dict[str, Any]) -> int:
+    report = wire.run_primitives(**wanted, told=_say)
+    _write(args, report)
+    return 0 if any(not row["error"] for row in report["rows"]) else 1
+
+
+def _read(args: argparse.Namespace) -> dict[str, Any]:
+    try:
+        report = json.loads(args.file.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{args.file}: {error}") from error
+    if not isinstance(report, dict) or report.get("kind") not in ("tradeoff", "scaling", "primitives"):
+        raise ValueError(f"{args.file}: not written by bagua bench tradeoff, scaling or primitives")
+    return report
+
+
+def _report(args: argparse.Namespace, report: dict[str, Any]) -> int:
+    made = tables.document(report)
+    if args.markdown is not None:
+        args.markdown.parent.mkdir(parents=True, exist_ok=True)
+        args.markdown.write_text(made + "\n")
+    else:
+        print(made)
+    _draw(args, report)
+    return 0
+
+
+def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    _draw(args, report)
+
+
+def _draw(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    if args.plots is None:
+        return
+    try:
+        written = plots.plot_report(report, args.plots)
+    except ModuleNotFoundError:
+        print("no figures: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+        return
+    for path in written:
+        print(f"written: {path}")
+    if not written:
+        print("no figures: they take two bandwidths, two latencies or two numbers of hosts at least")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+_COMMANDS: dict[str, tuple[Any, Any]] = {
+    "tradeoff": (lambda args: _plan(args, (args.hosts,)), _tradeoff),
+    "scaling": (_scaling_plans, _scaling),
+    "primitives": (_transfers_wanted, _primitives),
+    "report": (_read, _report),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

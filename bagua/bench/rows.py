@@ -1,0 +1,191 @@
+"""From what the ranks saw to rows of a table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bagua.bench import entrants
+from bagua.bench.bounds import Moment, Timing, bound_s
+from bagua.bench.conditions import Condition
+from bagua.bench.entrants import ADAMS, OFF, Entrant
+from bagua.bench.models import Model
+from bagua.bench.runner import Outcome
+
+__all__ = ["DDP", "Row", "rank_step_s", "rows_of", "timings_of"]
+
+DDP = "ddp"
+BUSY = 0.9  # share of the machine's cores above which ranks may have waited for a core
+
+
+@dataclass(frozen=True)
+class Row:
+    """One entrant under one condition. Times are milliseconds per step.
+
+    Attributes:
+        condition, entrant, family: names.
+        hosts: number of hosts, one rank each.
+        model: its name.
+        step_ms: of the slowest rank, or of the middle one for entrants that do not wait; for a rank the median of its
+            steps, or their mean where steps differ by design.
+        p25_ms, p75_ms: quartiles of all ranks' steps.
+        rank_ms: of each rank.
+        num_steps: that were timed.
+        ratio_to_ddp: how many times faster than DDP in the same run.
+        bytes_per_host: sent in a step.
+        bytes_from: "device" (its counters, headers included), "library" (its own count) or "formula".
+        bound_ms: the least that physics allows; `bagua.bench.bounds`.
+        efficiency: bound / step.
+        exposed_ms: step less the step without communication.
+        compute_ms, forward_ms, optimizer_ms: C, F and S, measured in the same run with communication switched off.
+        busy: share of the machine's cores that were busy.
+        cpu_share: CPU seconds a second of one rank, the mean.
+        late_share: of frames that the emulated network released over 1 ms late.
+        limited: why the machine and not the link may have been the limit; empty if it was not.
+        error: why there is no result.
+        notices: what the library said.
+    """
+
+    condition: str
+    entrant: str
+    family: str
+    hosts: int
+    model: str
+    step_ms: float | None = None
+    p25_ms: float | None = None
+    p75_ms: float | None = None
+    rank_ms: tuple[float, ...] = ()
+    num_steps: int = 0
+    ratio_to_ddp: float | None = None
+    bytes_per_host: float | None = None
+    bytes_from: str = ""
+    bound_ms: float | None = None
+    efficiency: float | None = None
+    exposed_ms: float | None = None
+    compute_ms: float | None = None
+    forward_ms: float | None = None
+    optimizer_ms: float | None = None
+    busy: float | None = None
+    cpu_share: float | None = None
+    late_share: float | None = None
+    limited: str = ""
+    error: str = ""
+    notices: tuple[str, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def rank_step_s(entrant: Entrant, measured: Mapping[str, Any]) -> float:
+    """Seconds of a step of one rank."""
+    steps = measured["steps"]
+    return statistics.fmean(steps) if entrant.averaged else statistics.median(steps)
+
+
+def timings_of(outcomes: Sequence[Outcome], name: str) -> list[Timing]:
+    """C, F and S of each rank, means over all runs of `name`, an entrant without communication."""
+    runs = [outcome.ranks for outcome in outcomes if outcome.name == name and not outcome.error]
+    entrant = entrants.get(name)
+    return [
+        Timing(
+            statistics.fmean(rank_step_s(entrant, each) for each in ranks),
+            statistics.fmean(each["forward_s"] for each in ranks),
+            statistics.fmean(each["optimizer_s"] for each in ranks),
+        )
+        for ranks in zip(*runs, strict=True)
+    ]
+
+
+def rows_of(condition: Condition, model: Model, hosts: int, outcomes: Sequence[Outcome]) -> list[Row]:
+    """One row for each entrant, in order; entrants that ran several times get the median."""
+    rows: list[Row] = []
+    ddp = _steps_s(outcomes, DDP)
+    names = list(dict.fromkeys(outcome.name for outcome in outcomes))
+    for name in names:
+        entrant = entrants.get(name)
+        base = Row(condition.name, name, entrant.family, hosts, model.name)
+        runs = [each for each in outcomes if each.name == name]
+        good = [each for each in runs if not each.error]
+        if not good:
+            rows.append(Row(**{**base.as_dict(), "error": runs[0].error}))
+            continue
+        own = f"{OFF}_{entrant.optimizer}" if entrant.optimizer in ADAMS else OFF
+        timings = timings_of(outcomes, own) or timings_of(outcomes, OFF)
+        facts = {**base.as_dict(), **_facts(entrant, good), **_machine(good)}
+        traffic = entrant.traffic(model, hosts)
+        if facts["bytes_per_host"] is None:
+            facts |= {"bytes_per_host": traffic.bytes_per_host / traffic.every, "bytes_from": "formula"}
+        step_s = facts["step_ms"] / 1000
+        if ddp:
+            facts["ratio_to_ddp"] = statistics.median(ddp) / step_s
+        if timings:
+            timing = _which(timings, traffic.moment)
+            least_s = bound_s(traffic, timing, condition.bits_per_s, condition.latency_s)
+            facts |= {
+                "compute_ms": 1000 * timing.step_s,
+                "forward_ms": 1000 * timing.forward_s,
+                "optimizer_ms": 1000 * timing.optimizer_s,
+                "bound_ms": 1000 * least_s,
+                "efficiency": least_s / step_s,
+                "exposed_ms": 1000 * (step_s - timing.step_s),
+            }
+        rows.append(Row(**facts))
+    return rows
+
+
+def _which(timings: Sequence[Timing], moment: Moment) -> Timing:
+    """Of a slow host where all wait for it, else of an ordinary one."""
+    ordered = sorted(timings, key=lambda each: each.step_s)
+    return ordered[(len(ordered) - 1) // 2] if moment is Moment.BACKGROUND else ordered[-1]
+
+
+def _steps_s(outcomes: Sequence[Outcome], name: str) -> list[float]:
+    return [
+        _pace([rank_step_s(entrants.get(name), each) for each in outcome.ranks], entrants.get(name))
+        for outcome in outcomes
+        if outcome.name == name and not outcome.error
+    ]
+
+
+def _pace(ranks_s: Sequence[float], entrant: Entrant) -> float:
+    """Of all ranks: the slowest where they wait for one another sooner or later, else the middle one."""
+    return max(ranks_s) if entrant.synchronous else statistics.median(ranks_s)
+
+
+def _facts(entrant: Entrant, runs: Sequence[Outcome]) -> dict[str, Any]:
+    steps = sorted(1000 * step for run in runs for rank in run.ranks for step in rank["steps"])
+    ranks_s = [[rank_step_s(entrant, rank) for rank in run.ranks] for run in runs]
+    low, _, high = statistics.quantiles(steps, n=4) if len(steps) > 1 else steps * 3
+    facts: dict[str, Any] = {
+        "step_ms": 1000 * statistics.median(_pace(run, entrant) for run in ranks_s),
+        "p25_ms": low,
+        "p75_ms": high,
+        "rank_ms": tuple(1000 * statistics.median(each) for each in zip(*ranks_s, strict=True)),
+        "num_steps": sum(len(run.ranks[0]["steps"]) for run in runs),
+        "notices": tuple(runs[0].ranks[0]["extra"].get("notices", ())),
+        "bytes_per_host": None,
+    }
+    for source, key in (("device", "sent_bytes"), ("library", "counted_bytes")):
+        found = [rank[key] for run in runs for rank in run.ranks if rank[key] is not None]
+        if found:
+            return facts | {"bytes_per_host": statistics.fmean(found), "bytes_from": source}
+    return facts
+
+
+def _machine(runs: Sequence[Outcome]) -> dict[str, Any]:
+    busy = statistics.fmean(rank["busy"] for run in runs for rank in run.ranks)
+    reports = [run.report for run in runs if run.report is not None]
+    frames = sum(report.frames for report in reports)
+    late = sum(report.late_frames for report in reports) / frames if frames else None
+    reasons = [f"cores {busy:.0%} busy"] if busy >= BUSY else []
+    if any(report.machine_limited for report in reports):
+        reasons.append(f"network late for {late or 0:.0%} of frames")
+    return {
+        "busy": busy,
+        "cpu_share": statistics.fmean(rank["cpu_s"] / rank["wall_s"] for run in runs for rank in run.ranks),
+        "late_share": late,
+        "limited": ", ".join(reasons),
+    }

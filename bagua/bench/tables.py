@@ -1,0 +1,120 @@
+"""Tables of results, as text for a terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["HEAD", "cells", "document", "line", "markdown", "table", "text"]
+
+HEAD = ("entrant", "step ms", "quartiles", "x DDP", "MB/host", "exposed ms", "bound ms", "efficiency", "busy", "")
+_WIDTHS = (36, 9, 15, 7, 9, 11, 9, 11, 6)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """The cells of one row, as strings."""
+    if row["error"]:
+        return [row["entrant"], "-", "", "", "", "", "", "", "", f"error: {row['error']}"]
+    remark = f"machine-limited: {row['limited']}" if row["limited"] else ""
+    if row["condition"].find("/slow") >= 0:
+        remark = "; ".join(filter(None, [remark, "by rank " + ", ".join(f"{each:.0f}" for each in row["rank_ms"])]))
+    return [
+        row["entrant"],
+        f"{row['step_ms']:.0f}",
+        f"{row['p25_ms']:.0f}-{row['p75_ms']:.0f}",
+        _number(row["ratio_to_ddp"], 2),
+        f"{row['bytes_per_host'] / 1e6:.2f}" + ("" if row["bytes_from"] == "device" else "*"),
+        _number(row["exposed_ms"], 0),
+        _number(row["bound_ms"], 0),
+        _number(row["efficiency"], 2),
+        _number(row["busy"], 2),
+        remark,
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def line(row: Sequence[str]) -> str:
+    """One line for a terminal."""
+    first, *rest = [word.rjust(width) for word, width in zip(row, _WIDTHS, strict=False)]
+    return "".join([first.strip().ljust(_WIDTHS[0]), *rest, "  ", row[-1]]).rstrip()
+
+
+def text(rows: Sequence[dict[str, Any]]) -> str:
+    """All rows, a table for each condition."""
+    lines: list[str] = []
+    for heading, chosen in _groups(rows):
+        lines += ["", heading, line(HEAD), *(line(cells(row)) for row in chosen)]
+    return "\n".join(lines)
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """All rows as Markdown, a table for each condition."""
+    blocks = [
+        f"### {heading}\n\n" + table((*HEAD[:-1], "remarks"), [cells(row) for row in chosen])
+        for heading, chosen in _groups(rows)
+    ]
+    return "\n\n".join(blocks)
+
+
+def _groups(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(f"{row['condition']}, {row['hosts']} hosts", []).append(row)
+    return list(found.items())
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; numbers to the right."""
+    lines = [" | ".join(head), " | ".join(["---", *["---:"] * (len(head) - 2), "---"])]
+    lines += [" | ".join(word.replace("|", "\\|") for word in row) for row in rows]
+    return "\n".join(f"| {each} |" for each in lines)
+
+
+def document(report: dict[str, Any]) -> str:
+    """A whole report as Markdown: what was measured on what, then the tables."""
+    machine, settings = report["machine"], report["settings"]
+    facts = [
+        f"{report['date'][:10]}, bagua {report['bagua']}, torch {machine['torch']}",
+        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_1min']:.1f} at the start",
+    ]
+    if report["kind"] == "primitives":
+        return _headed(facts, _primitives(report["rows"]))
+    model, compute = report["model"], f"{settings['compute_ms']:g} ms of emulated compute"
+    facts.append(f"{model['name']}: {model['num_elements']:,} fp32 elements in {model['num_layers']} layers, {compute}")
+    if report["kind"] == "tradeoff":
+        facts.append(f"{settings['hosts']} hosts, one rank each")
+    facts += [f"left out: {each}" for each in report["left_out"]]
+    return _headed(facts, markdown(report["rows"]))
+
+
+def _headed(facts: Sequence[str], body: str) -> str:
+    return "\n".join(f"- {fact}" for fact in facts) + "\n\n" + body
+
+
+def _primitives(rows: Sequence[dict[str, Any]]) -> str:
+    blocks = []
+    for condition in dict.fromkeys(row["condition"] for row in rows):
+        chosen = [primitive_cells(row) for row in rows if row["condition"] == condition]
+        blocks.append(f"### {condition}\n\n" + table((*PRIMITIVE_HEAD[:-1], "remarks"), chosen))
+    return "\n\n".join(blocks)
+
+
+PRIMITIVE_HEAD = ("collective", "KB", "ms", "bound ms", "of the wire", "")
+
+
+def primitive_cells(row: dict[str, Any]) -> list[str]:
+    """The cells of one row of `primitives`."""
+    size = f"{row['size_bytes'] / 1024:.0f}"
+    if row["error"]:
+        return [row["operation"], size, "-", "", "", f"error: {row['error']}"]
+    share = "" if row["efficiency"] is None else f"{row['efficiency']:.2f}"
+    return [row["operation"], size, f"{row['measured_ms']:.2f}", f"{row['bound_ms']:.2f}", share, ""]
+
+
+def primitive_line(words: Sequence[str]) -> str:
+    """One line of `primitives` for a terminal."""
+    first, *rest = words
+    return (first.ljust(32) + "".join(word.rjust(12) for word in rest[:-1]) + "  " + rest[-1]).rstrip()

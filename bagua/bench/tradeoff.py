@@ -1,0 +1,180 @@
+"""Every entrant under every condition: step times, bytes, and how near they come to what physics allows."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import bagua
+from bagua.bench import bounds, conditions, entrants, machine, models, tables
+from bagua.bench.conditions import Condition
+from bagua.bench.entrants import ADAMS, OFF
+from bagua.bench.hosts import Hosts, LabHosts, LocalHosts
+from bagua.bench.measure import Job
+from bagua.bench.rows import DDP, Row, rank_step_s, rows_of
+from bagua.bench.runner import Outcome, run_cases
+
+__all__ = ["FULL_CONDITIONS", "QUICK_CONDITIONS", "QUICK_ENTRANTS", "Plan", "cases_for", "check", "run"]
+
+# The bandwidths at 0 ms and the latencies at 1 Gbit/s make the two figures; then the corners, jitter, a straggler.
+FULL_CONDITIONS = (
+    "1gbit/0ms,1gbit/1ms,1gbit/2ms,1gbit/5ms,500mbit/0ms,250mbit/0ms,100mbit/0ms,100mbit/5ms,nolimit,"
+    "1gbit/2ms/jitter2ms,1gbit/0ms/slow0.5"
+)
+QUICK_CONDITIONS = "1gbit/0ms,1gbit/5ms,100mbit/0ms"
+QUICK_ENTRANTS = (
+    "ddp,ddp_fp16,ddp_powersgd,gradient_allreduce,bytegrad,qadam_1bit,low_precision_decentralized,async,local_sgd"
+)
+_BYTES_PER_ELEMENT = 4
+_COPIES = 7  # of the model that a rank holds at most: weights, gradients, buckets, residuals, scratch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `bagua bench tradeoff` was asked for.
+
+    Attributes:
+        conditions: to be run, in this order.
+        entrants: names, in the order of the table.
+        hosts: how many, one rank each.
+        local: plain processes instead of an emulated cluster.
+        others: see `Job`.
+    """
+
+    conditions: tuple[Condition, ...]
+    entrants: tuple[str, ...]
+    hosts: int
+    model: str
+    compute_ms: float
+    forward_share: float
+    steps: int
+    budget_s: float
+    emulated: bool
+    local: bool = False
+    profile: str = ""
+
+
+def cases_for(names: Sequence[str], emulated: bool) -> list[str]:
+    """The order of a condition: no communication and DDP at both ends, so that drift of the machine shows in both."""
+    middle = [name for name in names if name not in (OFF, DDP)]
+    adams = [f"{OFF}_{entrants.get(n).optimizer}" for n in names if entrants.get(n).optimizer in ADAMS]
+    extra = [] if emulated else list(dict.fromkeys(adams))
+    base = [DDP] if DDP in names else []
+    return [OFF, *base, *(name for name in middle if name not in extra), *extra, *base, OFF]
+
+
+def check(plan: Plan) -> list[str]:
+    """Refuse what cannot work, and say what will be left out.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    model = models.get(plan.model)
+    needed = plan.hosts * _COPIES * _BYTES_PER_ELEMENT * model.num_elements
+    there = _available_bytes()
+    if needed > there:
+        raise ValueError(
+            f"model {plan.model!r} on {plan.hosts} hosts may need {needed / 1e9:.0f} GB of memory, "
+            f"{there / 1e9:.0f} GB are free; take {plan.model.removesuffix('/10')}/10 or fewer hosts"
+        )
+    return [f"{name}: {entrants.get(name).missing}" for name in plan.entrants if entrants.get(name).missing]
+
+
+def run(plan: Plan, folder: Path | None, told: Callable[[str], None], keep: Callable[[dict[str, Any]], None]) -> None:
+    """Run everything.
+
+    Args:
+        folder: where timelines go.
+        told: called with each line for the terminal.
+        keep: called with the report, as far as it goes, after each condition.
+    """
+    rows: list[Row] = []
+    names = [name for name in plan.entrants if not entrants.get(name).missing]
+    for number, condition in enumerate(plan.conditions, 1):
+        told(f"\n{condition.name} ({number} of {len(plan.conditions)})\n{tables.line(tables.HEAD[:2])}")
+        rows += _run_condition(plan, condition, names, folder, told)
+        keep(report(plan, rows))
+
+
+def report(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
+    """The content of a results file."""
+    model = models.get(plan.model)
+    settings = {**asdict(plan), "conditions": [_plain(each) for each in plan.conditions]}
+    return {
+        "kind": "tradeoff",
+        "date": machine.now(),
+        "bagua": bagua.__version__,
+        "machine": {**machine.describe_machine(), "kernel": platform.release()},
+        "settings": settings,
+        "model": {"name": model.name, "num_elements": model.num_elements, "num_layers": len(model.layers)},
+        "left_out": check(plan),
+        "rows": [each.as_dict() for each in rows],
+    }
+
+
+def _plain(condition: Condition) -> dict[str, Any]:
+    content = asdict(condition)
+    return {key: None if value == math.inf else value for key, value in content.items()}
+
+
+def _run_condition(
+    plan: Plan, condition: Condition, names: Sequence[str], folder: Path | None, told: Callable[[str], None]
+) -> list[Row]:
+    model = models.get(plan.model)
+    dense_s = 8 * bounds.all_to_all_mean(model.num_elements, plan.hosts, 32).bytes_per_host / condition.bits_per_s
+    step_s = plan.compute_ms / 1000 / min(condition.slow, 1.0)
+    timeout_s = 90 + 8 * dense_s + 2 * plan.budget_s + 80 * step_s
+    cases = cases_for(names, plan.emulated)
+    job = Job(
+        model=plan.model,
+        compute_ms=plan.compute_ms,
+        forward_share=plan.forward_share,
+        steps=plan.steps,
+        budget_s=plan.budget_s,
+        round_s=min(1.2 * dense_s + 3 * step_s, 40.0),
+        emulated=plan.emulated,
+        timeout_s=timeout_s,
+        cases=tuple(enumerate(cases)),
+        switches=False,
+        profile=plan.profile,
+    )
+
+    def say(outcome: Outcome) -> None:
+        place = f"[{outcome.number + 1}/{len(cases)}]"
+        if outcome.error:
+            told(f"{outcome.name:<36}        -  {place} {outcome.error}")
+        else:
+            entrant = entrants.get(outcome.name)
+            fastest = min(rank_step_s(entrant, each) for each in outcome.ranks)
+            told(f"{outcome.name:<36}{1000 * fastest:9.0f}  {place}")
+
+    outcomes = run_cases(partial(_make_hosts, plan, condition), plan.hosts, job, timeout_s, say, folder)
+    rows = rows_of(condition, model, plan.hosts, outcomes)
+    told(tables.text([each.as_dict() for each in rows]))
+    return rows
+
+
+def _make_hosts(plan: Plan, condition: Condition) -> Hosts:
+    return LocalHosts(plan.hosts) if plan.local else LabHosts(plan.hosts, condition)
+
+
+def parse_conditions(text: str) -> tuple[Condition, ...]:
+    """Conditions separated by commas.
+
+    Raises:
+        ValueError: one is wrong, or there is none.
+    """
+    found = tuple(conditions.parse(word.strip()) for word in text.split(",") if word.strip())
+    if not found:
+        raise ValueError("conditions: none given")
+    return found
+
+
+def _available_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

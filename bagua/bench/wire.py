@@ -1,0 +1,69 @@
+"""`bagua bench primitives`: every collective, at several sizes, under several conditions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import bagua
+from bagua.bench import machine
+from bagua.bench.conditions import Condition
+from bagua.bench.hosts import Hosts, LabHosts, LocalHosts
+from bagua.bench.primitives import OPERATIONS, SIZES, Transfers, row_of
+from bagua.bench.runner import Outcome, run_cases
+from bagua.bench.tables import PRIMITIVE_HEAD, primitive_cells, primitive_line
+
+__all__ = ["CONDITIONS", "QUICK_SIZES", "run_primitives"]
+
+CONDITIONS = "1gbit/0ms,1gbit/2ms,1gbit/5ms,100mbit/0ms"
+QUICK_SIZES = (16 << 10, 1 << 20)
+
+
+def run_primitives(
+    conditions: Sequence[Condition],
+    hosts: int,
+    local: bool,
+    sizes: Sequence[int] = SIZES,
+    budget_s: float = 2.0,
+    told: Callable[[str], None] = print,
+    names: Sequence[str] = tuple(OPERATIONS),
+) -> dict[str, Any]:
+    """Measure; returns the content of a results file."""
+    cases = tuple(enumerate(f"{name}/{size}" for name in names for size in sizes))
+    rows: list[dict[str, Any]] = []
+    for condition in conditions:
+        told(f"\n{condition.name}, {hosts} hosts\n" + primitive_line(PRIMITIVE_HEAD))
+
+        def say(outcome: Outcome, condition: Condition = condition) -> None:
+            rows.append(_row(outcome, condition, hosts))
+            told(primitive_line(primitive_cells(rows[-1])))
+
+        slowest_s = 8 * 2 * max(sizes) / condition.bits_per_s
+        timeout_s = 60 + 10 * slowest_s
+        job = Transfers(budget_s=budget_s, timeout_s=timeout_s, cases=cases)
+        run_cases(partial(_make, hosts, local, condition), hosts, job, timeout_s, say)
+    return {
+        "kind": "primitives",
+        "date": machine.now(),
+        "bagua": bagua.__version__,
+        "machine": machine.describe_machine(),
+        "settings": {"hosts": hosts, "local": local, "sizes": list(sizes), "budget_s": budget_s},
+        "rows": rows,
+    }
+
+
+def _make(hosts: int, local: bool, condition: Condition) -> Hosts:
+    return LocalHosts(hosts) if local else LabHosts(hosts, condition)
+
+
+def _row(outcome: Outcome, condition: Condition, hosts: int) -> dict[str, Any]:
+    base = {"condition": condition.name, "hosts": hosts, "error": outcome.error}
+    if outcome.error:
+        operation, _, size = outcome.name.partition("/")
+        return {**base, "operation": operation, "size_bytes": int(size)}
+    row = {**base, **row_of(outcome.name, outcome.ranks, condition.bits_per_s, condition.latency_s)}
+    if math.isinf(condition.bits_per_s):
+        row["efficiency"] = None  # nothing but the machine limits it
+    return row

@@ -1,0 +1,74 @@
+"""Wrong arguments are refused, and named."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from bagua.bench import entrants
+from bagua.bench.conditions import Condition, parse
+from bagua.bench.main import main
+
+
+def test_conditions() -> None:
+    assert parse("1gbit/5ms") == Condition("1gbit/5ms", 1e9, 0.005)
+    assert parse("250mbit") == Condition("250mbit", 250e6)
+    assert parse("nolimit").bits_per_s == math.inf
+    assert parse("2.5gbit/500us/jitter2ms/slow0.5") == Condition(
+        "2.5gbit/500us/jitter2ms/slow0.5", 2.5e9, 0.0005, 0.002, 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["tradeoff", "--conditions", "1gbit/0mz"], "0mz"),
+        (["tradeoff", "--conditions", "5ms"], "bandwidth"),
+        (["tradeoff", "--conditions", "1gbit/1ms/2ms"], "two values"),
+        (["tradeoff", "--conditions", "0mbit"], "more than 0"),
+        (["tradeoff", "--conditions", ","], "conditions"),
+        (["tradeoff", "--algorithms", "bytegrat"], "bytegrat"),
+        (["tradeoff", "--algorithms", "bytegrad:lanes=2"], "lanes"),
+        (["tradeoff", "--algorithms", "ddp:x=2"], "options"),
+        (["tradeoff", "--model", "vgg17"], "vgg17"),
+        (["tradeoff", "--hosts", "0"], "--hosts"),
+        (["tradeoff", "--steps", "0"], "--steps"),
+        (["tradeoff", "--compute-ms", "-1"], "--compute-ms"),
+        (["tradeoff", "--forward-share", "1.5"], "--forward-share"),
+        (["tradeoff", "--profile", "ddp", "--algorithms", "bytegrad"], "--profile"),
+        (["scaling", "--hosts", "2,0"], "--hosts"),
+        (["primitives", "--sizes", "8"], "--sizes"),
+        (["primitives", "--hosts", "0"], "--hosts"),
+        (["report", "missing.json"], "missing.json"),
+        ([], "COMMAND"),
+        (["fly"], "fly"),
+    ],
+)
+def test_wrong_arguments(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(words)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.json").write_text('{"kind": "other"}')
+    assert main(["report", str(tmp_path / "other.json")]) == 2
+    assert "not written by bagua bench" in capsys.readouterr().err
+
+
+def test_options_go_behind_a_colon() -> None:
+    entrant = entrants.get("bytegrad:bucket_bytes=1000,average=False")
+    assert entrant.options == {"bucket_bytes": 1000, "average": False}
+    assert entrant.name == "bytegrad:bucket_bytes=1000,average=False"
+
+
+def test_every_algorithm_takes_part() -> None:
+    import bagua
+
+    algorithms = {entrant.algorithm for entrant in entrants.available().values()} - {""}
+    assert algorithms == {row.name for row in bagua.algorithms.available()}

@@ -1,0 +1,74 @@
+"""The bounds, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bagua.bench import bounds, entrants, models
+from bagua.bench.bounds import Moment, Timing, Traffic, bound_s
+
+N = 25_000_000
+TIMING = Timing(step_s=0.34, forward_s=0.1, optimizer_s=0.04)
+
+
+@pytest.mark.parametrize(
+    ("traffic", "num_bytes", "messages", "moment"),
+    [
+        (bounds.all_to_all_mean(N, 4, 32), 150_000_000, 2, Moment.GRADIENT),  # 8 N (R-1)/R
+        (bounds.all_to_all_mean(N, 4, 8), 37_500_000, 2, Moment.GRADIENT),  # 2 N (R-1)/R
+        (bounds.all_to_all_mean(N, 4, 1), 4_687_500, 2, Moment.GRADIENT),  # N (R-1)/(4 R)
+        (bounds.gossip(N, 4), 100_000_000, 1, Moment.PARAMETER),  # 4 N
+        (bounds.difference_gossip(N, 4), 50_000_000, 1, Moment.AFTER),  # 2 N
+        (bounds.difference_gossip(N, 2), 25_000_000, 1, Moment.AFTER),  # one neighbour
+        (bounds.difference_gossip(N, 4, overlap=True), 50_000_000, 1, Moment.PARAMETER),
+        (bounds.background(N, 4), 150_000_000, 0, Moment.BACKGROUND),
+        # 100 x 50: 4 (100 + 50) = 600 factors instead of 5000; a vector of 10; 4 x 4 would not get smaller.
+        (bounds.low_rank(((100, 50), (10,), (4, 4)), 4, 4), 8 * (600 + 10 + 16) * 3 / 4, 4, Moment.GRADIENT),
+    ],
+)
+def test_what_a_host_sends(traffic: Traffic, num_bytes: float, messages: int, moment: Moment) -> None:
+    assert traffic == Traffic(num_bytes, messages, moment)
+
+
+@pytest.mark.parametrize(
+    ("traffic", "bits_per_s", "latency_s", "expected"),
+    [
+        # 0.1 + 8 * 150e6 / 1e9 + 2 * 0.005 + 0.04
+        (bounds.all_to_all_mean(N, 4, 32), 1e9, 0.005, 1.35),
+        (bounds.all_to_all_mean(N, 4, 8), 1e9, 0.0, 0.44),
+        # 0.1 + 0.0375 + 0.04 is less than the computation
+        (bounds.all_to_all_mean(N, 4, 1), 1e9, 0.0, 0.34),
+        # leaves at the start of the step: 0.8 + 0.005 + 0.04
+        (bounds.gossip(N, 4), 1e9, 0.005, 0.845),
+        # after the step: 0.34 + 0.4 + 0.005, or hidden: 0.4 + 0.005 + 0.04
+        (bounds.difference_gossip(N, 4), 1e9, 0.005, 0.745),
+        (bounds.difference_gossip(N, 4, overlap=True), 1e9, 0.005, 0.445),
+        (bounds.background(N, 4), 1e6, 1.0, 0.34),
+        # once in 8 steps: 0.34 + 1.2 / 8
+        (bounds.all_to_all_mean(N, 4, 32, Moment.AFTER, 8), 1e9, 0.0, 0.49),
+        # hidden behind 64 steps of 0.34, and of 0.01 only with the bound of the wire: 12.04 / 64
+        (bounds.all_to_all_mean(N, 4, 32, Moment.PARAMETER, 64), 1e8, 0.0, 0.34),
+        (bounds.all_to_all_mean(N, 4, 32), math.inf, 0.0, 0.34),
+    ],
+)
+def test_the_least_time_of_a_step(traffic: Traffic, bits_per_s: float, latency_s: float, expected: float) -> None:
+    assert bound_s(traffic, TIMING, bits_per_s, latency_s) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("entrant", entrants.available().values(), ids=lambda entrant: entrant.name)
+def test_every_entrant_sends_nothing_alone_and_something_in_company(entrant: entrants.Entrant) -> None:
+    model = models.get("resnet50/10")
+    assert entrant.traffic(model, 1).bytes_per_host == 0
+    assert (entrant.traffic(model, 4).bytes_per_host > 0) is not entrant.name.startswith(entrants.OFF)
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "qadam_1bit", "decentralized_shift_one"])
+def test_formulas_agree_with_what_the_algorithms_say(name: str) -> None:
+    import bagua
+
+    entrant, model = entrants.get(name), models.get("layers25m")
+    algorithm = bagua.algorithms.get(entrant.algorithm, **entrant.options)
+    said = algorithm.bytes_per_rank(model.num_elements, 4)
+    assert entrant.traffic(model, 4).bytes_per_host == pytest.approx(said, rel=0.03)  # codecs add scales

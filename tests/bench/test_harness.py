@@ -1,0 +1,119 @@
+"""The whole harness, on two processes of this machine, with settings that make it short."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bagua.bench import peers
+from bagua.bench.hosts import LocalHosts
+from bagua.bench.main import main
+from bagua.bench.measure import Job
+from bagua.bench.runner import Outcome, run_cases
+
+SHORT = ["--local", "--hosts", "2", "--model", "layers25m/10", "--compute-ms", "30", "--steps", "2", "--budget-s", "1"]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A results file of a few entrants."""
+    folder = tmp_path_factory.mktemp("bench")
+    file = folder / "out.json"
+    names = ["--algorithms", "ddp,qadam_1bit,async"]
+    profile = ["--profile", "qadam_1bit", "--profile-dir", str(folder / "profile")]
+    assert main(["tradeoff", *SHORT, *names, *profile, "--json", str(file)]) == 0
+    return file
+
+
+def test_tradeoff(measured: Path) -> None:
+    report = json.loads(measured.read_text())
+    assert report["kind"] == "tradeoff"
+    assert report["settings"]["conditions"][0]["bits_per_s"] is None
+    rows: dict[str, dict[str, Any]] = {row["entrant"]: row for row in report["rows"]}
+    assert list(rows) == ["off", "ddp", "qadam_1bit", "async"]
+    for row in rows.values():
+        assert not row["error"]
+        assert row["step_ms"] >= 30 and len(row["rank_ms"]) == 2
+        assert row["compute_ms"] >= 30 and row["bound_ms"] >= 30
+    assert rows["ddp"]["ratio_to_ddp"] == pytest.approx(1)
+    # The timed steps are those in 1 bit: 2 N / 8 bytes would be 0.6 MB, an exact step 10 MB.
+    assert rows["qadam_1bit"]["bytes_from"] == "library"
+    assert 0.3e6 < rows["qadam_1bit"]["bytes_per_host"] < 0.4e6
+    assert rows["ddp"]["bytes_from"] == "formula"
+
+
+def test_timeline(measured: Path) -> None:
+    events = json.loads((measured.parent / "profile" / "qadam_1bit.trace.json").read_text())["traceEvents"]
+    runs = [event for event in events if str(event.get("name", "")).startswith("bagua::run")]
+    launches = [event for event in events if str(event.get("name", "")).startswith("bagua::launch")]
+    assert runs and launches
+    assert {event["tid"] for event in runs}.isdisjoint({event["tid"] for event in launches})
+
+
+def test_report(measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(measured), "--markdown", str(tmp_path / "table.md")]) == 0
+    text = (tmp_path / "table.md").read_text()
+    assert "| qadam_1bit |" in text and "2,509,056 fp32 elements" in text
+    capsys.readouterr()
+
+
+BROKEN = """
+import os
+if os.environ.get("BAGUA_BENCH_ADDRESS"):
+    import time, torch.distributed as dist
+    from bagua.bench import peers
+    def broken(model):
+        if dist.get_rank() == 1:
+            raise RuntimeError("this one is broken")
+        dist.barrier()
+    def stuck(model):
+        time.sleep(600)
+    peers.ddp_fp16, peers.ddp_bf16 = broken, stuck
+"""
+
+
+def run_broken(
+    names: tuple[str, ...], timeout_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[Outcome]:
+    """Run `names`, of which ddp_fp16 raises on rank 1 and leaves rank 0 waiting, and ddp_bf16 never ends."""
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told: list[Outcome] = []
+    job = Job("layers25m/10", 10, 0.5, 2, 0.1, 0.1, True, 60, tuple(enumerate(names)), False)
+    outcomes = run_cases(lambda: LocalHosts(2), 2, job, timeout_s, told.append)
+    assert outcomes == told
+    assert [outcome.name for outcome in outcomes] == list(names)
+    return outcomes
+
+
+def test_a_case_that_fails_is_a_row_and_the_rest_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, after = run_broken(("ddp_fp16", "off"), 60.0, tmp_path, monkeypatch)
+    assert failed.error == "rank 1: RuntimeError: this one is broken"
+    assert not after.error and len(after.ranks) == 2
+
+
+@pytest.mark.slow
+def test_a_case_that_hangs_is_a_row_and_the_rest_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, stuck, after = run_broken(("off", "ddp_bf16", "off"), 10.0, tmp_path, monkeypatch)
+    assert stuck.error == "not done within 10 s"
+    assert not first.error and not after.error and len(after.ranks) == 2
+
+
+def test_primitives(tmp_path: Path) -> None:
+    file = tmp_path / "wire.json"
+    assert main(["primitives", "--quick", "--local", "--hosts", "2", "--sizes", "4096,65536", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len({row["operation"] for row in rows}) == 10
+    assert all(not row["error"] and row["measured_ms"] > 0 for row in rows)
+    sent = {(row["operation"], row["size_bytes"]): row["bytes_per_host"] for row in rows}
+    assert sent["torch all_reduce", 65536] == 65536  # 2 (R-1)/R
+    assert sent["all_to_all_rows", 65536] == 32768
+    assert sent["swap with one peer", 65536] == 65536
+
+
+def test_what_is_not_installed_says_so() -> None:
+    assert peers.missing("torch") == ""
+    assert peers.missing("no_such_package.torch") == "no_such_package is not installed"
