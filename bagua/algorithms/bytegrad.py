@@ -28,7 +28,8 @@ class ByteGrad(GradientAllReduce):
             that is with several nodes of which one has several ranks, and compresses between all ranks elsewhere.
         average: mean if true, else sum; see `GradientAllReduce` for several backward passes.
         codec: the codec on the wire, "minmax_uint8" with blocks of 1024 elements by default.
-        error_feedback: add what one step lost to the next; 8 bytes of state per element and rank at most.
+        error_feedback: add what one step lost to the next; 8 bytes of state per element and rank at most. None
+            (default) does so for codecs with less than 8 bits per element.
 
     Bytes: about 2 (R-1)/R bytes per element sent, a quarter of an all-reduce in fp32.
     Source: the original's ByteGrad (its documentation; arXiv:2107.01499 section 3).

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context
+from bagua.algorithms.feedback import fit_feedback
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
@@ -26,7 +28,8 @@ class GradientAllReduce(Algorithm):
             passes but the last: a sum that is summed again counts twice.
         codec: "identity" (exact), "bf16" or "fp16" (summed in that type), or any lossy codec, which is what
             `ByteGrad` is with "minmax_uint8".
-        error_feedback: add what a lossy codec lost in one step to the next; for 4 bits and less it is needed.
+        error_feedback: add what a lossy codec lost in one step to the next. None (default) does so for codecs with
+            less than 8 bits per element, which do not converge without.
 
     Bytes: 2 (R-1)/R times the encoded gradients, sent per rank.
     Source: arXiv:2107.01499 (Bagua), section 2.
@@ -38,7 +41,7 @@ class GradientAllReduce(Algorithm):
     hierarchical: bool | None = None
     average: bool = True
     codec: str | Codec = "identity"
-    error_feedback: bool = False
+    error_feedback: bool | None = None
 
     def __post_init__(self) -> None:
         _ = self.exchange  # refuse what does not mix now, not in the middle of a run
@@ -46,11 +49,12 @@ class GradientAllReduce(Algorithm):
     @cached_property
     def exchange(self) -> Exchange:
         """The mean of all ranks through the codec, maybe among leaders only."""
+        codec = codecs.get(self.codec)
         return mix(
             "complete",
-            self.codec,
+            codec,
             hierarchical=bool(self.hierarchical),
-            error_feedback=self.error_feedback,
+            error_feedback=fit_feedback(self.error_feedback, codec),
             average=self.average,
         )
 

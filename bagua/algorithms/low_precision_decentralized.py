@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+import torch
+
 from bagua import codecs, topologies
-from bagua.algorithms.base import Algorithm, Context, Exactness, Payload
+from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, Payload
 from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
@@ -33,9 +35,19 @@ class LowPrecisionDecentralized(Algorithm):
         communication_interval: gossip after every so many steps only.
         codec: any lossy, non-linear codec.
         topology: any topology with fixed peers.
+        overlap: exchange beside the next forward and backward pass. What the ranks agree on at the end of step t is
+            waited for, and added as a difference, at the end of step t + 1:
+
+                s = x_t;  me += Q((s - me) + sum_j w_j (y_j - me));  x_{t+1} = x_t - lr g(x_t) + (me - s)
+
+            Without loss x_{t+1} + lr g(x_t) = me, hence me_{t+1} = W me_t - lr g(x_t): the recursion without
+            overlap, with a gradient taken at weights that lack the last mixing, as `decentralized` takes it
+            throughout. So the steps' mean is that of plain SGD and only the distance among the ranks grows, by
+            one step's drift. Two more copies of the weights.
 
     Bytes: the encoded weights once per neighbour and interval.
-    Source: the original's low-precision decentralized SGD; arXiv:1803.06443 (DCD-PSGD), algorithm 1.
+    Source: the original's low-precision decentralized SGD; arXiv:1803.06443 (DCD-PSGD), algorithm 1;
+        the overlap follows D-PSGD, arXiv:1705.09056, algorithm 1, where gradient and average are computed at once.
     """
 
     name: ClassVar[str] = "low_precision_decentralized"
@@ -47,9 +59,12 @@ class LowPrecisionDecentralized(Algorithm):
     communication_interval: int = 1
     codec: str | Codec = "minmax_uint8"
     topology: str | Topology = "ring"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         check_interval("communication_interval", self.communication_interval)
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap: expected True or False, got {self.overlap!r}")
         _ = self.exchange
 
     @cached_property
@@ -66,9 +81,49 @@ class LowPrecisionDecentralized(Algorithm):
         """The exchange's, spread over the interval."""
         return self.exchange.bytes_per_rank(n, size) / self.communication_interval
 
-    def on_step_end(self, ctx: Context) -> None:
-        """Gossip; the next forward pass needs the result."""
-        if (ctx.step + 1) % self.communication_interval == 0:
+    def setup(self, ctx: Context) -> None:
+        """With overlap, make what a step leaves to the next, so that a checkpoint in between holds it."""
+        super().setup(ctx)
+        if self.overlap:
             for bucket in ctx.buckets:
+                ctx.tensor("snapshot", bucket)
+                ctx.tensor("mixed", bucket)
+                ctx.tensor("pending", bucket, torch.zeros(1, dtype=torch.int64))
+
+    def on_step_end(self, ctx: Context) -> None:
+        """Gossip; the next forward pass needs the result, or with overlap the end of the next step."""
+        self._finish(ctx)
+        if (ctx.step + 1) % self.communication_interval:
+            return
+        for bucket in ctx.buckets:
+            if self.overlap:
+                self._begin(ctx, bucket)
+            else:
                 ctx.launch(self.exchange, bucket)
+        if not self.overlap:
             ctx.wait()
+
+    def on_pause(self, ctx: Context) -> None:
+        """Take over what is under way."""
+        self._finish(ctx)
+
+    def on_load(self, ctx: Context) -> None:
+        """What is under way belongs to other weights."""
+        if self.overlap:
+            for bucket in ctx.buckets:
+                ctx.tensor("pending", bucket).zero_()
+
+    def _begin(self, ctx: Context, bucket: Bucket) -> None:
+        snapshot, mixed = ctx.tensor("snapshot", bucket), ctx.tensor("mixed", bucket)
+        snapshot.copy_(bucket.flat)
+        ctx.launch(self.exchange, bucket, mixed, before=lambda: mixed.copy_(snapshot))
+        ctx.tensor("pending", bucket).fill_(1)
+
+    def _finish(self, ctx: Context) -> None:
+        """Add what the exchange under way changed; the optimizer's step made meanwhile stays."""
+        pending = [bucket for bucket in ctx.buckets if self.overlap and int(ctx.tensor("pending", bucket))]
+        if pending:
+            ctx.wait()
+        for bucket in pending:
+            bucket.flat.add_(ctx.tensor("mixed", bucket).sub_(ctx.tensor("snapshot", bucket)))
+            ctx.tensor("pending", bucket).zero_()

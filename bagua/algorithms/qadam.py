@@ -12,6 +12,7 @@ from torch import nn
 
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness
+from bagua.algorithms.feedback import fit_feedback
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
@@ -46,7 +47,7 @@ class MomentumAverage(Algorithm):
     def exchange(self) -> Exchange:
         """That of the momenta."""
         codec = codecs.get(self.codec)
-        feedback = loses_much(codec) if self.error_feedback is None else self.error_feedback
+        feedback = fit_feedback(self.error_feedback, codec)
         return mix("complete", codec, hierarchical=bool(self.hierarchical), error_feedback=feedback)
 
     @cached_property
@@ -140,9 +141,3 @@ class QAdam(MomentumAverage):
     name: ClassVar[str] = "qadam"
     summary: ClassVar[str] = "Adam with momenta averaged in 8 bits (or 1) after a warm-up"
     optimizer_class: ClassVar[type[TwoStage]] = QAdamOptimizer
-
-
-def loses_much(codec: Codec) -> bool:
-    """Whether `codec` spends less than 8 bits per fp32 element, so that its errors must be fed back."""
-    many = 1 << 20
-    return not codec.linear and not codec.lossless and codec.wire_bytes(many) < many

@@ -19,12 +19,13 @@ class OneBitLamb(TwoStage):
 
     Per parameter tensor ("layer"), with g the mean gradient:
 
-        m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  p = m / (sqrt(v) + eps),  u = p + weight_decay x
+        m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  M = m / (1 - b1^k),  V = v / (1 - b2^k)
+        p = M / (sqrt(V) + eps),  u = p + weight_decay x
         warm-up:    c = |x| / |u| within [min_coeff, max_coeff];  a = coeff_beta a + (1 - coeff_beta) c
                     x -= lr c u
-        afterwards: p uses the v of the warm-up's end, while v is followed further with the gradient that the
+        afterwards: p uses the V of the warm-up's end, while v is followed further with the gradient that the
                     mean of the quantised momenta implies, (m - b1 m_before) / (1 - b1);
-                    f = max over elements of (sqrt(v_fixed) + eps) / (sqrt(v) + eps), brought closer to 1 by the
+                    f = max over elements of (sqrt(V_fixed) + eps) / (sqrt(V) + eps), brought closer to 1 by the
                     part of weight decay in u, within [factor_min, factor_max] and within factor_threshold
                     (relative) of the f before
                     x -= lr a f u
@@ -47,9 +48,13 @@ class OneBitLamb(TwoStage):
     Raises:
         ValueError: an argument is wrong; the message names it.
 
-    Source: arXiv:2104.06069 (1-bit LAMB), algorithm 2.
-    Differs: a starts with the first c instead of 0. The paper scales layers to a common magnitude before it
-        quantises them with one scale; codecs here have a scale for each block, so nothing is to be evened out.
+    Source: arXiv:2104.06069 (1-bit LAMB), algorithm 2; the corrections of m and v as in LAMB itself,
+        arXiv:1904.00962, algorithm 2.
+    Differs: 1-bit LAMB leaves the corrections out. Within the warm-up that only matters to the bounds of c, but
+        after a warm-up that is not many times 1 / (1 - b2) steps long, v goes on growing for want of one, which f
+        takes for larger gradients; it then halves every step. a starts with the first c instead of 0. The paper
+        scales layers to a common magnitude before it quantises them with one scale; codecs here have a scale for
+        each block, so nothing is to be evened out.
     """
 
     common: ClassVar[tuple[str, ...]] = ("warmup_steps",)
@@ -124,7 +129,9 @@ class OneBitLamb(TwoStage):
         params, grads, slots = [one[0] for one in live], [one[1] for one in live], [one[2] for one in live]
         firsts, seconds = [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
         update_moments(grads, firsts, seconds, group["betas"])
-        updates = torch._foreach_div(firsts, _roots(seconds, group["eps"]))
+        for slot in slots:
+            slot["num_updates"] += 1
+        updates = _ratios(firsts, _roots(seconds, [slot["num_updates"] for slot in slots], group), slots, group)
         if group["weight_decay"]:
             torch._foreach_add_(updates, params, alpha=group["weight_decay"])
         sizes: list[float] = []
@@ -147,10 +154,15 @@ class OneBitLamb(TwoStage):
                 slot["factor"] = 1.0
         firsts, fresh = [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq_fresh"] for slot in slots]
         update_moments(grads, firsts, fresh, group["betas"])
-        roots = _roots([slot["exp_avg_sq"] for slot in slots], group["eps"])
-        updates = torch._foreach_div(firsts, roots)
-        followed = [each.clamp_min(slot["floor"]) for each, slot in zip(fresh, slots, strict=True)]
-        torch._foreach_div_(roots, _roots(followed, group["eps"]))
+        fixed_at, now = [slot["num_updates"] for slot in slots], [slot["step"] for slot in slots]
+        roots = _roots([slot["exp_avg_sq"] for slot in slots], fixed_at, group)
+        updates = _ratios(firsts, roots, slots, group)
+        beta2 = group["betas"][1]
+        followed = [  # the floor is that of the corrected moment
+            each.clamp_min(slot["floor"] * (1 - beta2 ** slot["step"]) / (1 - beta2 ** slot["num_updates"]))
+            for each, slot in zip(fresh, slots, strict=True)
+        ]
+        torch._foreach_div_(roots, _roots(followed, now, group))
         drifts = torch.stack([root.nan_to_num_(0.0, 0.0, 0.0).max() for root in roots]).tolist()
         shares = [1.0] * len(slots)
         if group["weight_decay"]:
@@ -165,10 +177,21 @@ class OneBitLamb(TwoStage):
         torch._foreach_add_(params, updates)
 
 
-def _roots(moments: list[Tensor], eps: float) -> list[Tensor]:
+def _roots(moments: list[Tensor], updates: list[int], group: dict[str, Any]) -> list[Tensor]:
+    """sqrt(V) + eps of second moments after so many updates each."""
     roots = list(torch._foreach_sqrt(moments))
-    torch._foreach_add_(roots, eps)
+    torch._foreach_div_(roots, [(1 - group["betas"][1] ** count) ** 0.5 for count in updates])
+    torch._foreach_add_(roots, group["eps"])
     return roots
+
+
+def _ratios(
+    firsts: list[Tensor], roots: list[Tensor], slots: list[dict[str, Any]], group: dict[str, Any]
+) -> list[Tensor]:
+    """p of the class."""
+    ratios = list(torch._foreach_div(firsts, roots))
+    torch._foreach_div_(ratios, [1 - group["betas"][0] ** slot["step"] for slot in slots])
+    return ratios
 
 
 def _norms(tensors: Any) -> list[float]:

@@ -64,7 +64,7 @@ class ZeroOneAdam(TwoStage):
     Raises:
         ValueError: an argument is wrong; the message names it.
 
-    Source: arXiv:2202.06009 (0/1 Adam), algorithm 1 and section 5 on policies.
+    Source: arXiv:2202.06009 (0/1 Adam), algorithm 1, and its policies for T_v and T_u.
     Differs: the paper leaves out both bias corrections, which with seldom updates of v makes steps several times
         larger than Adam's; it sends quantised momenta at variance steps too, where the exact mean is known anyway.
         Intervals count steps instead of watching the learning rate. Sums are sent divided by L, so that errors

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bagua.algorithms import Algorithm
+from bagua import algorithms
+from bagua.algorithms import Algorithm, Exactness, Warmup
 from bagua.engine import Stats, detach, distribute, stats
 from bagua.simulation.switchboard import LocalTeam, Switchboard
 from bagua.simulation.turns import Turns
@@ -69,7 +70,7 @@ def simulate(
         **options: further arguments of `distribute`.
 
     Raises:
-        ValueError: an argument is wrong.
+        ValueError: an argument is wrong, or the algorithm averages in the background, as "async" does.
         Deadlock: the algorithm makes all ranks wait for one another.
 
     Returns:
@@ -80,6 +81,7 @@ def simulate(
             raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
     if nodes is not None and len(nodes) != ranks:
         raise ValueError(f"nodes: {len(nodes)} entries for {ranks} ranks")
+    _refuse_background(algorithm)
     make_optimizer = optimizer or (lambda params: torch.optim.SGD(params, lr=0.01))
     turns = Turns(ranks)
     store, boards = dist.HashStore(), dict[str, Switchboard]()
@@ -118,6 +120,19 @@ def simulate(
     found = turns.run(rank_main)
     sent = sum(each.total.bytes_sent for each in found) / ranks
     return Simulation(losses, consensus, sent, tuple(models), tuple(found))
+
+
+def _refuse_background(algorithm: str | Algorithm) -> None:
+    """Now, and not in the middle of a run when a warm-up hands over."""
+    chosen = algorithms.get(algorithm)
+    if isinstance(chosen, Warmup):
+        _refuse_background(chosen.first)
+        _refuse_background(chosen.then)
+    elif chosen.exactness is Exactness.ASYNCHRONOUS:
+        raise ValueError(
+            f"algorithm: {type(chosen).__name__} averages at moments that depend on time, which is not simulated; "
+            "run it in processes, or simulate 'local_sgd' for a first idea"
+        )
 
 
 def _flat(module: nn.Module) -> Tensor:

@@ -7,6 +7,7 @@ import datetime
 import math
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,19 +15,21 @@ import torch
 
 import benchmarks.convergence
 from benchmarks.convergence.configurations import Configuration, all_configurations, select
+from benchmarks.convergence.merge import combine, read, without_known_bases
 from benchmarks.convergence.plots import plot
 from benchmarks.convergence.pool import run_simulated
 from benchmarks.convergence.processes import run_in_processes
 from benchmarks.convergence.report import TARGETS, summarise, table, to_json
 from benchmarks.convergence.tasks import RANKS, TASKS, make_task
-from benchmarks.convergence.training import BUCKET_BYTES
+from benchmarks.convergence.training import BUCKET_BYTES, Outcome
 from benchmarks.overhead import describe_machine
 
 SEEDS = 3
 
 
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    """Names with a comma in them need ";" between names."""
+    return [word.strip() for word in text.split(";" if ";" in text else ",") if word.strip()]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,7 +44,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="one seed and few steps: the figures mean nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results and curves there")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write a PNG and an SVG for each task there")
-    parser.add_argument("--only", type=_words, metavar="NAMES", help="configurations, algorithms or families, a,b")
+    parser.add_argument("--only", type=_words, metavar="NAMES", help="configurations, algorithms, families: a,b or a;b")
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        metavar="FILE",
+        help="take the runs of all other configurations from this earlier --json file; DDP too, unless it is named",
+    )
     parser.add_argument("--tasks", type=_words, metavar="NAMES", default=list(TASKS), help=f"of {','.join(TASKS)}")
     parser.add_argument(
         "--limit",
@@ -54,6 +63,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _with_runs(outcomes: Sequence[Outcome], tasks: Iterable[str]) -> list[Configuration]:
+    """Configurations that have been run, in the table's order."""
+    ran = {each.configuration for each in outcomes if each.task in tasks}
+    return [each for each in all_configurations() if each.name in ran]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run, print the table, maybe write files; 1 if a run failed. Missed targets are results, not failures."""
     parser = build_parser()
@@ -61,8 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         chosen: list[Configuration] = select(args.only) if args.only else all_configurations()
         tasks = {name: make_task(name, 0, args.quick) for name in args.tasks}
+        earlier = read(args.merge, args.quick) if args.merge is not None else []
     except ValueError as error:
         parser.error(str(error))
+    chosen = without_known_bases(chosen, args.only or [], earlier, list(tasks))
     torch.set_num_threads(1)  # as the workers have
     machine, started = describe_machine(), time.perf_counter()
     seeds = range(1 if args.quick else SEEDS)
@@ -75,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{len(jobs[False])} simulated runs", flush=True)
     seconds = 60 * args.limit - (time.perf_counter() - started)
     outcomes += run_simulated(jobs[False], args.quick, args.workers, seconds)
+    outcomes = combine(earlier, outcomes)
+    again, chosen = [each.name for each in chosen], _with_runs(outcomes, tasks)
     rows = summarise(outcomes, chosen, {name: task.metric for name, task in tasks.items()})
     print(f"\n{table(rows)}\n")
     print("result: mean of all ranks' weights, mean over seeds +- half the range; against DDP: + is worse")
@@ -86,6 +105,7 @@ def main(argv: list[str] | None = None) -> int:
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "machine": machine,
             "quick": args.quick,
+            **({"merged_with": args.merge.parent.name, "run_again": again} if args.merge is not None else {}),
             "minutes": (time.perf_counter() - started) / 60,
             "ranks": RANKS,
             "seeds": len(seeds),

@@ -61,8 +61,8 @@ def _configurations() -> Iterable[Configuration]:
     def sgd(name: str, algorithm: str, warmup: float = 0.0, **options: Any) -> Configuration:
         return Configuration(name, "sgd", algorithm, options, warmup)
 
-    def adam(name: str, algorithm: str, optimizer: str = "adam", **options: Any) -> Configuration:
-        return Configuration(name, "adam", algorithm, options, optimizer=optimizer)
+    def adam(name: str, algorithm: str, optimizer: str = "adam", warmup: float = 0.0, **options: Any) -> Configuration:
+        return Configuration(name, "adam", algorithm, options, warmup, optimizer)
 
     for family in FAMILIES:
         yield Configuration(DDP if family == "sgd" else f"{DDP}, {family}", family, "", processes=True)
@@ -70,10 +70,10 @@ def _configurations() -> Iterable[Configuration]:
     yield sgd("gradient_allreduce bf16", "gradient_allreduce", codec="bf16")
     yield sgd("bytegrad", "bytegrad")
     yield sgd("bytegrad + feedback", "bytegrad", error_feedback=True)
-    yield sgd("bytegrad int4 + feedback", "bytegrad", codec="int4", error_feedback=True)
-    yield sgd("bytegrad sign + feedback", "bytegrad", codec="sign", error_feedback=True)
-    yield sgd("bytegrad sign, no feedback", "bytegrad", codec="sign")  # to show what the feedback is for
-    yield sgd("bytegrad top_k + feedback", "bytegrad", codec="top_k", error_feedback=True)
+    yield sgd("bytegrad int4 + feedback", "bytegrad", codec="int4")
+    yield sgd("bytegrad sign + feedback", "bytegrad", codec="sign")
+    yield sgd("bytegrad sign, no feedback", "bytegrad", codec="sign", error_feedback=False)  # shows what for
+    yield sgd("bytegrad top_k + feedback", "bytegrad", codec="top_k")
     yield sgd("power_sgd", "power_sgd")
     yield sgd("power_sgd after 10 %", "power_sgd", 0.1)
     yield sgd("decentralized all", "decentralized")
@@ -81,19 +81,24 @@ def _configurations() -> Iterable[Configuration]:
     yield sgd("decentralized ring", "decentralized", topology="ring")
     yield sgd("decentralized exponential", "decentralized", topology="exponential")
     yield sgd("low_precision_decentralized", "low_precision_decentralized")
+    yield sgd("low_precision overlapped", "low_precision_decentralized", overlap=True)
     yield sgd("local_sgd", "local_sgd")
     yield sgd("local_sgd after 25 %", "local_sgd", 0.25)
     yield sgd("diloco", "diloco", communication_interval=16)
     yield sgd("diloco after 25 %", "diloco", 0.25, communication_interval=16)
     yield Configuration("async", "sgd", "async", {"sync_interval_ms": 0}, processes=True)
+    yield Configuration("async after 25 %", "sgd", "async", {"sync_interval_ms": 0}, 0.25, processes=True)
     yield adam("gradient_allreduce, adam", "gradient_allreduce")
     yield adam("bytegrad, adam", "bytegrad")
     yield adam("qadam", "qadam", "qadam")
     yield adam("qadam sign", "qadam", "qadam", codec="sign")
     yield adam("zero_one_adam", "zero_one_adam", "zero_one_adam")
     yield adam("local_sgd, adam", "local_sgd")
+    yield adam("local_sgd after 25 %, adam", "local_sgd", warmup=0.25)
     yield adam("diloco, adam", "diloco", communication_interval=16)
+    yield adam("diloco after 25 %, adam", "diloco", warmup=0.25, communication_interval=16)
     yield Configuration("one_bit_lamb", "lamb", "one_bit_lamb", optimizer="one_bit_lamb")
+    yield Configuration("one_bit_lamb 8 bits", "lamb", "one_bit_lamb", {"codec": "minmax_uint8"}, 0.0, "one_bit_lamb")
 
 
 def all_configurations() -> list[Configuration]:

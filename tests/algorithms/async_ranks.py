@@ -16,7 +16,9 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -64,12 +66,12 @@ def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
     print("notices:", bagua.stats(model).notices if not odd else "", file=sys.stderr)
 
 
-def spawn(scenario: str, size: int) -> tuple[int, int] | None:
-    """Fork the ranks. In a rank: its number and the port. In the parent, when all have ended: None."""
+def spawn(size: int) -> tuple[int, int] | tuple[list[int], Sequence[IO[bytes]]]:
+    """Fork the ranks. In a rank: its number and the port. In the parent: process ids and what they write to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    outputs = [tempfile.TemporaryFile() for _ in range(size)]  # noqa: SIM115  (closed below)
+    outputs = [tempfile.TemporaryFile() for _ in range(size)]  # noqa: SIM115  (closed in `report`)
     pids: list[int] = []
     for rank in range(size):
         pid = os.fork()
@@ -79,23 +81,32 @@ def spawn(scenario: str, size: int) -> tuple[int, int] | None:
             signal.alarm(40)
             return rank, port
         pids.append(pid)
-    ends: dict[int, int] = {}
-    while len(ends) < size:
-        pid, status = os.wait()
-        ends[pid] = os.waitstatus_to_exitcode(status)
+    return pids, outputs
+
+
+def report(scenario: str, pids: list[int], outputs: Sequence[IO[bytes]]) -> None:
+    """Wait for the ranks of a scenario and print what became of them."""
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     written = []
     for output in outputs:
         output.seek(0)
         written.append(output.read().decode(errors="replace"))
         output.close()
-    print(json.dumps({"scenario": scenario, "codes": [ends[pid] for pid in pids], "stderr": written}), flush=True)
-    return None
+    print(json.dumps({"scenario": scenario, "codes": codes, "stderr": written}), flush=True)
+
+
+def main(size: int, scenarios: list[str]) -> None:
+    """All scenarios at once: most of their time is waiting."""
+    running = []
+    for scenario in scenarios:
+        first, second = spawn(size)
+        if isinstance(first, int) and isinstance(second, int):
+            rank_main(scenario, first, size, second)
+            return
+        running.append((scenario, first, second))
+    for scenario, pids, outputs in running:
+        report(scenario, pids, outputs)
 
 
 torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports a lot on first use
-SIZE = int(sys.argv[1])
-for word in sys.argv[2:]:
-    mine = spawn(word, SIZE)
-    if mine is not None:
-        rank_main(word, mine[0], SIZE, mine[1])
-        break
+main(int(sys.argv[1]), sys.argv[2:])

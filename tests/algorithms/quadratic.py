@@ -64,6 +64,21 @@ def follow(
     return np.stack(seen), stats
 
 
+def simulated(size: int, algorithm: Any, steps: int, make_optimizer: Any) -> list[tuple[np.ndarray, bagua.Stats]]:
+    """What `follow` returns, for all ranks, from the simulator; for runs of hundreds of steps."""
+    seen: list[list[np.ndarray]] = [[] for _ in range(size)]
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        seen[rank].append(flat(model).detach().double().numpy().copy())
+        return model(torch.tensor(target(rank, step), dtype=torch.float32))
+
+    run = bagua.simulate(
+        algorithm, ranks=size, model=Quadratic, loss=loss, steps=steps, optimizer=make_optimizer, seed=0
+    )
+    last = [flat(model).detach().double().numpy() for model in run.models]
+    return [(np.stack([*seen[rank][1:], last[rank]]), run.stats[rank]) for rank in range(size)]
+
+
 def targets(size: int, step: int) -> np.ndarray:
     """All ranks' targets, [size, N]."""
     return np.stack([target(rank, step) for rank in range(size)])

@@ -128,8 +128,8 @@ def test_low_precision_decentralized(size: int, interval: int) -> None:
     assert worst(run_teams(size, follow, algorithm, STEPS), low_precision(size, interval)) < 1e-5
 
 
-def test_consensus_contracts_at_the_spectral_rate() -> None:
-    """Without gradients the distance to the mean shrinks by the second eigenvalue of the ring at every step."""
+def test_consensus_is_bounded_by_drift_over_spectral_gap() -> None:
+    """For the rate itself see tests/exchanges/test_contraction.py."""
     size = 8
     matrix = mixing("ring", size, 0)
     rate = np.sort(np.abs(np.linalg.eigvalsh(matrix)))[-2]
@@ -197,6 +197,14 @@ def test_error_feedback_makes_coarse_codecs_train(codec: str, size: int) -> None
     assert all(np.array_equal(seen, results[0][0]) for seen, _ in results)
     start_distance = np.linalg.norm(start() - want)
     assert np.linalg.norm(results[0][0][-1] - want) < 0.35 * start_distance
+
+
+@pytest.mark.parametrize("algorithm", [ByteGrad, GradientAllReduce])
+def test_error_feedback_follows_the_codec_unless_told_otherwise(algorithm) -> None:
+    for codec, wanted in {"minmax_uint8": False, "int4": True, "sign": True, "top_k": True}.items():
+        assert algorithm(codec=codec).exchange == algorithm(codec=codec, error_feedback=wanted).exchange
+        assert algorithm(codec=codec).exchange != algorithm(codec=codec, error_feedback=not wanted).exchange
+    assert algorithm(codec="bf16").exchange == algorithm(codec="bf16", error_feedback=False).exchange
 
 
 @pytest.mark.parametrize(("codec", "bits"), [("bf16", 8), ("fp16", 11)])

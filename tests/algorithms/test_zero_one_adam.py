@@ -15,7 +15,7 @@ from bagua.comm.team import Team
 from bagua.exchanges import AllReduce
 from bagua.optim.zero_one_adam import StepKind
 from tests.algorithms.momentum import Plain, interrupted
-from tests.algorithms.quadratic import N, follow, start, targets
+from tests.algorithms.quadratic import N, follow, simulated, start, targets
 from tests.rank_threads import run_teams
 
 STEPS, LR, B1, B2, EPS = 44, 0.03, 0.9, 0.99, 1e-8
@@ -122,10 +122,10 @@ def test_hierarchical(nodes: list[int]) -> None:
 
 
 def test_1_bit_follows_adam_and_sends_little() -> None:
-    size, steps = 4, 240
+    size, steps = 2, 240
     options = {"lr": 0.01, "var_freeze_step": 80, "var_update_scaler": 16, "local_step_scaler": 40}
-    coarse = run_teams(size, follow, ZeroOneAdam(), steps, lambda p: optimizer(p, **options))
-    exact = run_teams(size, follow, ZeroOneAdam(codec="identity"), steps, lambda p: optimizer(p, **options))
+    coarse = simulated(size, ZeroOneAdam(), steps, lambda p: optimizer(p, **options))
+    exact = simulated(size, ZeroOneAdam(codec="identity"), steps, lambda p: optimizer(p, **options))
     kinds = optimizer([nn.Parameter(torch.ones(1))], **options).kind
     last = max(k for k in range(1, steps) if kinds(k) is StepKind.MEET)
     assert all(np.array_equal(seen[last - 1], coarse[0][0][last - 1]) for seen, _ in coarse)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import bagua
+import bagua.engine.launcher
 from bagua.exchanges import Exchange
 from bagua.simulation.turns import Deadlock
 from tests.algorithms.quadratic import Quadratic, flat, follow, target
@@ -89,6 +90,13 @@ class Waits(bagua.algorithms.GradientAllReduce):
     exchange = Never()
 
 
+@pytest.fixture
+def short_roll_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that failed wait less for the others to fail too."""
+    monkeypatch.setattr(bagua.engine.launcher, "_ROLL_CALL_S", 0.05)
+
+
+@pytest.mark.usefixtures("short_roll_call")
 def test_a_deadlock_is_an_error() -> None:
     before = threading.active_count()
     with pytest.raises(bagua.CommunicationError, match="a message from rank 1") as error:
@@ -97,6 +105,7 @@ def test_a_deadlock_is_an_error() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.usefixtures("short_roll_call")
 def test_an_exception_of_one_rank_ends_all() -> None:
     def explode(module: nn.Module, rank: int, step: int) -> torch.Tensor:
         if (rank, step) == (2, 3):

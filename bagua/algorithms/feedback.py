@@ -1,0 +1,18 @@
+"""Whether what a codec loses is fed back, if the user left it open."""
+
+from __future__ import annotations
+
+from bagua.codecs import Codec
+
+__all__ = ["fit_feedback"]
+
+
+def fit_feedback(wanted: bool | None, codec: Codec) -> bool:
+    """Resolve `error_feedback`: None becomes true for a codec with less than 8 bits per fp32 element.
+
+    Such codecs do not converge without; with 8 bits it costs memory and gains next to nothing.
+    """
+    if wanted is not None:
+        return wanted
+    many = 1 << 20
+    return not codec.linear and not codec.lossless and codec.wire_bytes(many) < many

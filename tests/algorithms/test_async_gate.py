@@ -1,0 +1,56 @@
+"""The gate of a background lane: verdicts are unanimous, and it ends when a rank does."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from bagua.comm.team import Team
+from bagua.engine.gate import Gate
+from tests.algorithms.async_run import PATIENCE_S
+from tests.rank_threads import _run, teams
+
+
+@pytest.mark.parametrize("giving_up", [0.0, 0.3])
+def test_gate_verdicts_are_unanimous(giving_up: float) -> None:
+    """Whatever the timing, a meeting takes place for all or for none."""
+    size, meetings = 4, 60
+    members = teams(size)
+    rng = [np.random.default_rng(rank) for rank in range(size)]
+
+    def rank_main(team: Team) -> list[bool]:
+        gate, seen = Gate(team.store, "gate", team.rank, team.size, PATIENCE_S), []
+        for _ in range(meetings):
+            patience = rng[team.rank].random() * 0.004 if rng[team.rank].random() < giving_up else 99
+            end = time.monotonic() + patience
+            time.sleep(rng[team.rank].random() * 0.002)
+            seen.append(gate.enter(lambda end=end: time.monotonic() > end))
+        gate.leave()
+        assert not gate.enter(lambda: False) and gate.over
+        return seen
+
+    results = _run(members, rank_main, (), 30)
+    assert all(seen == results[0] for seen in results)
+    assert any(results[0]) and (giving_up > 0) == (not all(results[0]))
+    assert members[0].store.num_keys() < 3 * meetings
+
+
+def test_gate_is_over_when_a_rank_leaves_or_the_store_is_gone() -> None:
+    first, second = (Gate(team.store, "gate", team.rank, 2, PATIENCE_S) for team in teams(2))
+    second.leave()
+    second.leave()
+    assert not first.enter(lambda: False)
+    assert first.over and first.remark == "rank 1 has left" and not first.urgent
+    gone = Gate(Gone(), "gate", 0, 2, PATIENCE_S)
+    assert not gone.enter(lambda: False)
+    assert gone.over and "probably gone: Broken pipe" in gone.remark and gone.urgent
+
+
+class Gone:
+    """A store whose server is no more."""
+
+    def set(self, key: str, value: str) -> None:
+        raise dist.DistNetworkError("Broken pipe")
