@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Busy", "busy", "sent_bytes"]
+__all__ = ["Busy", "busy", "sent_bytes", "waited_s"]
 
 
 class Busy(NamedTuple):
@@ -24,6 +24,17 @@ def busy() -> Busy:
     """Read the whole machine's, whatever namespace this is."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return Busy(sum(ticks) - ticks[3] - ticks[4], sum(ticks))  # idle, waiting for disks
+
+
+def waited_s() -> float:
+    """Seconds in which threads of this process that still live were ready to run and had no core."""
+    total_ns = 0
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            total_ns += int((thread / "schedstat").read_text().split()[1])
+        except (OSError, IndexError):  # it has ended just now, or the kernel does not count
+            continue
+    return total_ns / 1e9
 
 
 def sent_bytes(interface: str) -> int | None:

@@ -65,6 +65,7 @@ class Measured:
         steps: of each, in order.
         forward_s, backward_s, optimizer_s: medians.
         wall_s, cpu_s: of all steps; CPU time is that of all threads of the rank.
+        waited_s: in which threads of the rank were ready to run and had no core, all threads together.
         busy: share of all cores of the machine that were busy in that time.
         sent_bytes: that left the host's network device per step; None without a device of its own.
         counted_bytes: the same by the library's own count; None if it has none.
@@ -76,6 +77,7 @@ class Measured:
     optimizer_s: float
     wall_s: float
     cpu_s: float
+    waited_s: float
     busy: float
     sent_bytes: float | None
     counted_bytes: float | None
@@ -136,10 +138,11 @@ def _timed(training: Training, model: EmulatedModel, num_steps: int, ours: bool)
     gc.disable()
     try:
         sent, mine = counters.sent_bytes(interface), _counted(model) if ours else 0
-        busy, cpu, wall = counters.busy(), time.process_time(), time.perf_counter()
+        busy, waited = counters.busy(), counters.waited_s()
+        cpu, wall = time.process_time(), time.perf_counter()
         parts: list[Parts] = [training.step() for _ in range(num_steps)]
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        share = counters.busy().share_since(busy)
+        share, waited = counters.busy().share_since(busy), counters.waited_s() - waited
         after, ours_after = counters.sent_bytes(interface), _counted(model) if ours else 0
     finally:
         gc.enable()
@@ -150,6 +153,7 @@ def _timed(training: Training, model: EmulatedModel, num_steps: int, ours: bool)
         optimizer_s=statistics.median(each.optimizer_s for each in parts),
         wall_s=wall,
         cpu_s=cpu,
+        waited_s=waited,
         busy=share,
         sent_bytes=None if sent is None or after is None else (after - sent) / num_steps,
         counted_bytes=(ours_after - mine) / num_steps if ours else None,

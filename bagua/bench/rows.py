@@ -17,6 +17,7 @@ from bagua.bench.runner import Outcome
 __all__ = ["DDP", "Row", "rank_step_s", "rows_of", "timings_of"]
 
 DDP = "ddp"
+WAITS = 0.3  # seconds a second in which threads of a rank waited for a core
 BUSY = 0.9  # share of the machine's cores above which ranks may have waited for a core
 
 
@@ -42,6 +43,7 @@ class Row:
         compute_ms, forward_ms, optimizer_ms: C, F and S, measured in the same run with communication switched off.
         busy: share of the machine's cores that were busy.
         cpu_share: CPU seconds a second of one rank, the mean.
+        wait_share: seconds a second in which threads of a rank were ready to run and had no core, the mean.
         late_share: of frames that the emulated network released over 1 ms late.
         limited: why the machine and not the link may have been the limit; empty if it was not.
         error: why there is no result.
@@ -69,6 +71,7 @@ class Row:
     optimizer_ms: float | None = None
     busy: float | None = None
     cpu_share: float | None = None
+    wait_share: float | None = None
     late_share: float | None = None
     limited: str = ""
     error: str = ""
@@ -180,12 +183,16 @@ def _machine(runs: Sequence[Outcome]) -> dict[str, Any]:
     reports = [run.report for run in runs if run.report is not None]
     frames = sum(report.frames for report in reports)
     late = sum(report.late_frames for report in reports) / frames if frames else None
+    waits = statistics.fmean(rank["waited_s"] / rank["wall_s"] for run in runs for rank in run.ranks)
     reasons = [f"cores {busy:.0%} busy"] if busy >= BUSY else []
+    if waits >= WAITS:
+        reasons.append(f"threads waited for a core {waits:.2f} s a second")
     if any(report.machine_limited for report in reports):
         reasons.append(f"network late for {late or 0:.0%} of frames")
     return {
         "busy": busy,
         "cpu_share": statistics.fmean(rank["cpu_s"] / rank["wall_s"] for run in runs for rank in run.ranks),
+        "wait_share": waits,
         "late_share": late,
         "limited": ", ".join(reasons),
     }

@@ -7,14 +7,26 @@ from typing import Any
 
 __all__ = ["HEAD", "cells", "document", "line", "markdown", "table", "text"]
 
-HEAD = ("entrant", "step ms", "quartiles", "x DDP", "MB/host", "exposed ms", "bound ms", "efficiency", "busy", "")
-_WIDTHS = (36, 9, 15, 7, 9, 11, 9, 11, 6)
+HEAD = (
+    "entrant",
+    "step ms",
+    "quartiles",
+    "x DDP",
+    "MB/host",
+    "exposed ms",
+    "bound ms",
+    "efficiency",
+    "busy",
+    "waits",
+    "",
+)
+_WIDTHS = (36, 9, 15, 7, 9, 11, 9, 11, 6, 6)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """The cells of one row, as strings."""
     if row["error"]:
-        return [row["entrant"], "-", "", "", "", "", "", "", "", f"error: {row['error']}"]
+        return [row["entrant"], "-", *[""] * (len(HEAD) - 3), f"error: {row['error']}"]
     remark = f"machine-limited: {row['limited']}" if row["limited"] else ""
     if row["condition"].find("/slow") >= 0:
         remark = "; ".join(filter(None, [remark, "by rank " + ", ".join(f"{each:.0f}" for each in row["rank_ms"])]))
@@ -28,6 +40,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         _number(row["bound_ms"], 0),
         _number(row["efficiency"], 2),
         _number(row["busy"], 2),
+        _number(row["wait_share"], 2),
         remark,
     ]
 

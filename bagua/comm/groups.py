@@ -13,7 +13,6 @@ from bagua.comm.buffers import Buffers
 __all__ = ["Group", "Groups", "Meter"]
 
 _TAGS = 1 << 16  # of one lane
-_LONG_HOP_S = 0.0005  # far above what loopback or a switch takes, so that a repeated run decides alike
 
 
 @dataclass
@@ -43,7 +42,8 @@ class Group:
         p2p: the backend for sends and receives, if not `pg`: lanes of one engine share connections for these, since
             a few busy flows fill a link better than many.
         tag: first of the tags that are this lane's on `p2p`.
-        hop_s: time of a small message one way, the longest between members; 0 within a node or if not measured.
+        direct: small sums may go straight to the owners of chunks instead of from rank to rank. A property of the
+            nodes and never measured, so that a repeated run sums in the same order.
     """
 
     pg: Any
@@ -54,7 +54,7 @@ class Group:
     meter: Meter = field(default_factory=Meter)
     p2p: Any = None
     tag: int = 0
-    hop_s: float = 0.0
+    direct: bool = False
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         """Begin to send a tensor; returns the work to wait for."""
@@ -63,14 +63,6 @@ class Group:
     def recv(self, tensor: Tensor, peer: int, tag: int) -> Any:
         """Begin to receive a tensor; returns the work to wait for."""
         return (self.p2p or self.pg).recv([tensor], peer, self.tag + tag)
-
-    @property
-    def direct(self) -> bool:
-        """Whether to send straight to the owner of a chunk where the backend would pass it on from rank to rank.
-
-        gloo's all-reduce takes some 4 R messages one after the other, a direct exchange 3.
-        """
-        return self.backend == "gloo" and self.size > 2 and self.hop_s >= _LONG_HOP_S
 
 
 @dataclass(eq=False)
@@ -90,12 +82,6 @@ class Groups:
     intra: Group | None = None
     inter: Group | None = None
     buffers: Buffers = field(default_factory=Buffers)
-
-    def know_hop(self, hop_s: float) -> None:
-        """Set how long a message takes between nodes; within a node it stays 0."""
-        self.world.hop_s = hop_s
-        if self.inter is not None:
-            self.inter.hop_s = hop_s
 
     def share_connections(self, other: Groups, lane: int) -> None:
         """Send and receive over the connections of `other`, the groups of another lane of the same engine."""

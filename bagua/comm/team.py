@@ -167,12 +167,14 @@ class Team:
         """Make process groups for one lane. Collective over the team; `name` must be new and the same everywhere."""
         members = tuple(range(self.size))
         nodes = tuple(tuple(node) for node in nodes) if nodes else (members,)
-        groups = Groups(self._group(f"{name}/world", members), nodes)
+        # With several ranks a node, direct exchange would send the same sums through one network interface.
+        alone = len(nodes) == self.size
+        groups = Groups(self._group(f"{name}/world", members, direct=alone), nodes)
         if hierarchical:
             mine = next(node for node in nodes if self.rank in node)
             leaders = tuple(node[0] for node in nodes)
             groups.intra = self._group(f"{name}/intra{mine[0]}", mine)
-            groups.inter = self._group(f"{name}/inter", leaders) if self.rank in leaders else None
+            groups.inter = self._group(f"{name}/inter", leaders, direct=True) if self.rank in leaders else None
         return groups
 
     def discover_nodes(self, keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -182,7 +184,7 @@ class Team:
             nodes.setdefault(key, []).append(rank)
         return tuple(tuple(node) for node in nodes.values())
 
-    def _group(self, name: str, ranks: tuple[int, ...]) -> Group:
+    def _group(self, name: str, ranks: tuple[int, ...], direct: bool = False) -> Group:
         rank, size = ranks.index(self.rank), len(ranks)
         if size == 1:
             return Group(None, rank, size, ranks, self.backend)
@@ -196,7 +198,7 @@ class Team:
                 pg = dist.ProcessGroupGloo(store, rank, size, self.timeout)
             except RuntimeError as error:
                 raise CommunicationError(f"ranks {ranks}: connecting over gloo failed: {error}") from error
-        return Group(pg, rank, size, ranks, self.backend)
+        return Group(pg, rank, size, ranks, self.backend, direct=direct and self.backend == "gloo" and size > 2)
 
     def _next_meeting(self) -> int:
         self.counters.meetings += 1

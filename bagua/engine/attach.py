@@ -14,7 +14,6 @@ from torch import nn
 from bagua import algorithms
 from bagua.algorithms.base import Algorithm
 from bagua.comm.goodbye import before_exit
-from bagua.comm.latency import measure_hop
 from bagua.comm.team import Team
 from bagua.engine.attachment import Attachment, attach, attachments
 from bagua.engine.bucket import Bucket
@@ -124,8 +123,6 @@ def distribute(
     fallback = guard.fallback_on(agreement.nodes) if guard is not None else None
     hierarchical_groups = chosen.hierarchical_groups or (fallback is not None and fallback.hierarchical_groups)
     groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes)
-    if len(agreement.nodes) > 1:
-        groups.know_hop(measure_hop(groups.world))
     replicate_tensors(
         [*inventory.trainable.values(), *inventory.frozen.values(), *inventory.buffers.values()],
         groups.world,

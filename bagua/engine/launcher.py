@@ -174,7 +174,6 @@ class Launcher:
         groups = self.team.open(
             f"lane/{self._key}/{self._num_opened}", self.groups.intra is not None, self.groups.nodes
         )
-        groups.know_hop(self.groups.world.hop_s)
         self._tally.watch(groups.meters)
         return groups
 

@@ -16,6 +16,10 @@ from bagua.exchanges.scatter_gather import ScatterGather, chunk_numel
 
 __all__ = ["AllReduce"]
 
+# gloo's all-reduce fills a link better, but a small one spends its time on some 4 R messages, one after the other.
+# At 1 Gbit/s and 5 ms, 4 hosts, direct exchange took 31 ms for 1 MB where gloo took 80; at 0 ms 17 and 15.
+_SMALL_BYTES = 2 * 2**20
+
 
 @dataclass(frozen=True)
 class AllReduce(Exchange):
@@ -28,7 +32,7 @@ class AllReduce(Exchange):
         codec: identity, or a linear codec (bf16, fp16), in which case the sum is taken in that type.
         average: mean if true, else sum.
 
-    On gloo groups with a long way between ranks (`Group.direct`) chunks go straight to their owners and back
+    On gloo groups with one rank a node (`Group.direct`) the chunks of up to 2 MiB go straight to their owners and back
     instead, and the sum is taken in fp32, in the order of the ranks.
 
     Bytes: 2 (R-1)/R times the encoded size, sent per rank.
@@ -61,7 +65,7 @@ class AllReduce(Exchange):
         group = groups.world
         if group.size == 1:
             return
-        if group.direct:
+        if group.direct and x_N.nbytes <= _SMALL_BYTES:
             if self.codec.lossless:
                 _direct(x_N, groups, self.average)
             else:

@@ -68,9 +68,9 @@ class DifferenceGossip(Exchange):
         me_N, peers_PN = state["me"], state["peers"]
         peers = self.topology.peers(group.rank, group.size, 0)
         d_N = buffers.get("difference", (n,), x_N.dtype, x_N.device)
-        torch.sub(x_N, me_N, out=d_N)
+        torch.sub(x_N, me_N, alpha=1.0 + sum(weight for _, weight in peers), out=d_N)
         for k, (_, weight) in enumerate(peers):
-            d_N.add_(peers_PN[k], alpha=weight).sub_(me_N, alpha=weight)
+            d_N.add_(peers_PN[k], alpha=weight)
         width = codec.wire_bytes(n, x_N.dtype)
         mine_1W = buffers.get("wire", (1, width), torch.uint8, x_N.device)
         peers_PW = buffers.get("peers", (max(1, len(peers)), width), torch.uint8, x_N.device)

@@ -115,10 +115,12 @@ class ScatterGather(Exchange):
         if whole == hi - lo:
             return
         shape = (hi - lo - whole, c)
-        tail_RC = buffers.get("tail", shape, x_N.dtype, x_N.device).zero_()
+        tail_RC = buffers.get("tail", shape, x_N.dtype, x_N.device)
+        tail_RC.view(-1)[rest if lo <= full else 0 :].zero_()
         lost_RC = None
         if residual_N is not None:
-            lost_RC = buffers.get("tail residual", shape, x_N.dtype, x_N.device).zero_()
+            lost_RC = buffers.get("tail residual", shape, x_N.dtype, x_N.device)
+            lost_RC.view(-1)[rest if lo <= full else 0 :].zero_()
         if lo <= full:
             tail_RC[0, :rest].copy_(x_N[full * c :])
             if lost_RC is not None and residual_N is not None:

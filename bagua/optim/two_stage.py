@@ -124,8 +124,7 @@ class TwoStage(torch.optim.Optimizer):
     def to_gradient(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """The inverse of `to_momentum`, in place."""
         for beta1, moments, grads in self._by_beta1(params, values):
-            torch._foreach_sub_(grads, moments, alpha=beta1)
-            torch._foreach_mul_(grads, 1 / (1 - beta1))
+            torch._foreach_lerp_(grads, moments, -beta1 / (1 - beta1))
 
     def _by_beta1(
         self, params: Sequence[Tensor], values: Sequence[Tensor]

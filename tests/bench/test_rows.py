@@ -15,7 +15,7 @@ from bagua.bench.tradeoff import cases_for
 MODEL = models.get("layers25m")
 
 
-def rank(*steps: float, busy: float = 0.2, sent: float | None = 1e6) -> dict[str, Any]:
+def rank(*steps: float, busy: float = 0.2, waited: float = 0.01, sent: float | None = 1e6) -> dict[str, Any]:
     return {
         "steps": list(steps),
         "forward_s": 0.1,
@@ -23,6 +23,7 @@ def rank(*steps: float, busy: float = 0.2, sent: float | None = 1e6) -> dict[str
         "optimizer_s": 0.04,
         "wall_s": sum(steps),
         "cpu_s": 0.1 * sum(steps),
+        "waited_s": waited,
         "busy": busy,
         "sent_bytes": sent,
         "counted_bytes": None,
@@ -80,6 +81,7 @@ def test_rows_where_the_machine_was_the_limit_are_marked() -> None:
     found = rows(OFF, of("ddp", *[rank(1.5, 1.5, busy=0.97)] * 4))
     assert "97%" in found["ddp"].limited
     assert not found["off"].limited
+    assert "waited for a core 0.50 s" in rows(OFF, of("ddp", *[rank(2.0, 2.0, waited=2.0)] * 4))["ddp"].limited
     assert "machine-limited" in markdown([found["ddp"].as_dict()])
 
 
