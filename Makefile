@@ -11,6 +11,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 # More arguments for pytest, e.g. PYTEST_ARGS="-x -m slow".
 PYTEST_ARGS ?=
+# Test files that run at once: most tests wait for other processes. 0 runs all in one process.
+TEST_JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,7 +37,7 @@ demo: $(STAMP)  ## train, compare and plot on this machine; writes out/demo
 	$(BIN)/python examples/demo.py --out out/demo
 
 test: $(STAMP)  ## the everyday tests
-	$(BIN)/python -m pytest -q tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile tests $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## style, format and types
 	$(BIN)/python -m ruff check .
@@ -45,8 +47,9 @@ lint: $(STAMP)  ## style, format and types
 bench: $(STAMP)  ## cost of the wrapper beside plain PyTorch
 	$(BIN)/python -m benchmarks.overhead
 
-docs: $(STAMP)  ## check that the code and the links in docs/ are right
-	$(BIN)/python -m pytest -q tests/docs $(PYTEST_ARGS)
+docs: $(STAMP)  ## write docs/compatibility.md from its tests, check the code and the links in docs/
+	$(BIN)/python -m tests.parity.page
+	$(BIN)/python -m pytest -q tests/docs tests/parity/test_page.py $(PYTEST_ARGS)
 
 clean:  ## remove what was built, .venv too
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from importlib import metadata as _metadata
 
-from bagua import algorithms, codecs, exchanges, optim, topologies
+from bagua import algorithms, checkpoint, codecs, exchanges, interop, nn, optim, topologies
 from bagua.algorithms import Algorithm, Context
 from bagua.comm.world import destroy_process_group, init_process_group
 from bagua.engine import (
+    GradScaler,
     Guard,
     Quality,
     Stats,
@@ -23,6 +24,7 @@ from bagua.engine import (
     average,
     detach,
     distribute,
+    join,
     load_state_dict,
     no_sync,
     resume,
@@ -36,6 +38,7 @@ __all__ = [
     "Algorithm",
     "CommunicationError",
     "Context",
+    "GradScaler",
     "Guard",
     "Quality",
     "RankMismatchError",
@@ -45,13 +48,17 @@ __all__ = [
     "abort",
     "algorithms",
     "average",
+    "checkpoint",
     "codecs",
     "destroy_process_group",
     "detach",
     "distribute",
     "exchanges",
     "init_process_group",
+    "interop",
+    "join",
     "load_state_dict",
+    "nn",
     "no_sync",
     "optim",
     "resume",

@@ -75,6 +75,11 @@ class AsyncModelAverage(Algorithm):
         """Weights; gradients while it warms up."""
         return Payload.GRAD if self.warmup_steps else Payload.PARAM
 
+    @property
+    def payloads(self) -> set[Payload]:
+        """Gradients first, while it warms up."""
+        return {self.payload, Payload.PARAM}
+
     @cached_property
     def exchange(self) -> Exchange:
         """The mean of all ranks."""

@@ -266,7 +266,7 @@ class Context(Protocol):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Five moments of a training step. Override those you need; a specification, so keep tensors in the context.
+    """Six moments of a training step. Override those you need; a specification, so keep tensors in the context.
 
     Attributes:
         name: the registry name.
@@ -284,6 +284,16 @@ class Algorithm:
     def payload(self) -> Payload:
         """What the buckets are views of."""
         return self.payload_kind
+
+    @property
+    def payloads(self) -> set[Payload]:
+        """The payload, and those of algorithms that it hands over to."""
+        return {self.payload}
+
+    @property
+    def uneven(self) -> str:
+        """Why ranks cannot train on different numbers of batches (`bagua.join`), or ""."""
+        return ""
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -308,6 +318,19 @@ class Algorithm:
             ValueError: names what is missing.
         """
 
+    def check_sparse(
+        self, params: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """As `check`, of parameters whose gradients are sparse, and exchanged beside the buckets.
+
+        Raises:
+            ValueError: names what does not work.
+        """
+
+    def shares_gradients(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether optimizers find the same gradients on all ranks, and so decide alike to skip a step."""
+        return self.payload is Payload.GRAD
+
     @property
     def hierarchical_groups(self) -> bool:
         """Whether lanes need groups within and between nodes."""
@@ -329,6 +352,9 @@ class Algorithm:
 
     def on_backward_end(self, ctx: Context) -> None:
         """The backward pass is over and every bucket has been ready."""
+
+    def on_step_begin(self, ctx: Context) -> None:
+        """Before the first optimizer's step: backward passes, one or several, are over."""
 
     def on_step_end(self, ctx: Context) -> None:
         """Every optimizer has made its step."""

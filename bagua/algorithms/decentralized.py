@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from bagua import codecs, topologies
-from bagua.algorithms.base import Algorithm, Context, Exactness, Payload
+from bagua.algorithms.base import Algorithm, Context, Exactness, Payload, Ticket
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
@@ -89,20 +89,36 @@ class Decentralized(Algorithm):
             return
         for bucket in ctx.buckets:
             mixed, flat = ctx.scratch("mixed", bucket), bucket.flat
-            ctx.launch(
+            ticket = ctx.launch(
                 self.exchange,
                 bucket,
                 mixed,
                 before=lambda mixed=mixed, flat=flat: mixed.copy_(flat),
                 step=ctx.step // self.communication_interval,
             )
+            _pending(ctx).append(ticket)
 
-    def on_backward_end(self, ctx: Context) -> None:
-        """Take the average over."""
-        if ctx.launched:
+    def on_step_begin(self, ctx: Context) -> None:
+        """Take the average over: now that no backward pass needs the weights of the step's start any more."""
+        pending = _pending(ctx)
+        if pending:
             ctx.wait()
             for bucket in ctx.buckets:
                 bucket.flat.copy_(ctx.scratch("mixed", bucket))
+            pending.clear()
+
+    def on_pause(self, ctx: Context) -> None:
+        """Take over what is under way."""
+        self.on_step_begin(ctx)
+
+    def on_load(self, ctx: Context) -> None:
+        """What is under way belongs to other weights."""
+        _pending(ctx).clear()
+
+
+def _pending(ctx: Context) -> list[Ticket]:
+    """The launches of this step that have not been taken over."""
+    return ctx.keep("pending", list)
 
 
 def check_interval(name: str, value: object) -> None:

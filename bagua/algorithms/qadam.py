@@ -74,6 +74,27 @@ class MomentumAverage(Algorithm):
                 f"which lacks {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
             )
 
+    def check_sparse(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Another optimizer steps with sparse gradients; they are exchanged exactly."""
+        held = {
+            param
+            for optimizer in optimizers
+            if isinstance(optimizer, self.optimizer_class)
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        wrong = next((name for name, param in params.items() if param in held), None)
+        if wrong is not None:
+            raise ValueError(
+                f"optimizers: {self.name!r} and its {self.optimizer_class.__name__} cannot step with the sparse "
+                f"gradients of {wrong!r}; give it to another optimizer, torch.optim.SparseAdam for one"
+            )
+
+    @property
+    def uneven(self) -> str:
+        """Momenta of a rank that makes no steps would be wrong."""
+        return "its momenta are those of optimizers that make every step on every rank"
+
     def optimizer(self, ctx: Context) -> TwoStage:
         """The one of the right class.
 

@@ -48,6 +48,18 @@ class Warmup(Algorithm):
         return self._parts[0 if self.steps else 1].payload
 
     @property
+    def payloads(self) -> set[Payload]:
+        """Those of both."""
+        return {payload for part in self._parts for payload in part.payloads}
+
+    def check_sparse(
+        self, params: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Both must agree."""
+        for part in self._parts:
+            part.check_sparse(params, optimizers)
+
+    @property
     def hierarchical_groups(self) -> bool:
         """Whether either of the two needs them."""
         return any(part.hierarchical_groups for part in self._parts)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from bagua.algorithms.base import Bucket, Context
 from bagua.algorithms.qadam import MomentumAverage
@@ -43,6 +46,12 @@ class ZeroOneAdam(MomentumAverage):
 
     codec: str | Codec = "sign"
 
+    def shares_gradients(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Not in local steps."""
+        return all(
+            group.get("local_step_clipper", 1) == 1 for optimizer in optimizers for group in optimizer.param_groups
+        )
+
     def on_ready(self, ctx: Context, bucket: Bucket) -> None:
         """Nothing is exchanged in local steps."""
         optimizer = self.optimizer(ctx)
@@ -63,4 +72,3 @@ class ZeroOneAdam(MomentumAverage):
         ctx.wait()
         for bucket, flat in zip(ctx.buckets, means, strict=True):
             optimizer.meet(bucket.params, bucket.split(flat))
-        optimizer.interval_ends()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from bagua.engine.attach import abort, average, detach, distribute, load_state_dict, no_sync, resume, state_dict, stats
+from bagua.engine.joining import join
 from bagua.engine.quality import Guard, Quality
+from bagua.engine.scaler import GradScaler
 from bagua.engine.stats import Series, Stats, StepStats
 
 __all__ = [
+    "GradScaler",
     "Guard",
     "Quality",
     "Series",
@@ -16,6 +19,7 @@ __all__ = [
     "average",
     "detach",
     "distribute",
+    "join",
     "load_state_dict",
     "no_sync",
     "resume",

@@ -17,6 +17,7 @@ from bagua.comm.goodbye import before_exit
 from bagua.comm.team import Team
 from bagua.engine.attachment import Attachment, attach, attachments
 from bagua.engine.bucket import Bucket
+from bagua.engine.buffers import check_broadcast
 from bagua.engine.engine import Engine
 from bagua.engine.handshake import shake_hands
 from bagua.engine.lane import make_lane
@@ -24,6 +25,7 @@ from bagua.engine.params import Inventory, as_optimizers, take_inventory
 from bagua.engine.plan import check_num_lanes, default_bucket_bytes, default_num_lanes
 from bagua.engine.quality import Guard
 from bagua.engine.replicate import replicate_optimizers, replicate_tensors
+from bagua.engine.sparse import check_sparse
 from bagua.engine.stats import Stats
 
 __all__ = ["abort", "average", "detach", "distribute", "load_state_dict", "no_sync", "resume", "state_dict", "stats"]
@@ -43,6 +45,8 @@ def distribute(
     num_lanes: int | None = None,
     hierarchical: bool | None = None,
     guard: Guard | None = None,
+    broadcast_buffers: bool = False,
+    static_graph: bool = False,
     **algorithm_options: Any,
 ) -> _M:
     """Train `module` data-parallel from now on. Collective: call it on all ranks with the same arguments.
@@ -63,6 +67,10 @@ def distribute(
             BAGUA_NUM_LANES or 4.
         hierarchical: exact within a node, the algorithm's exchange between nodes; None is the algorithm's default.
         guard: measure every so often what compression loses, and fall back when it is too much; None does neither.
+        broadcast_buffers: give everyone rank 0's buffers (running statistics, say) before each forward pass in
+            training mode that is to be synchronised; all ranks wait for that.
+        static_graph: every step uses the same parameters, each as often as in the first one. Then ranks that leave
+            some of them out need not ask each other again, and reentrant checkpoints may share weights.
         **algorithm_options: options of the named algorithm.
 
     Returns:
@@ -89,9 +97,16 @@ def distribute(
         num_lanes = default_num_lanes() if num_lanes is None else check_num_lanes("num_lanes", num_lanes)
         if not isinstance(guard, Guard | None):
             raise TypeError(f"guard: expected a bagua.Guard or None, got {type(guard).__name__}")
+        for name, value in (("broadcast_buffers", broadcast_buffers), ("static_graph", static_graph)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: expected True or False, got {value!r}")
+        if broadcast_buffers:
+            check_broadcast(chosen)
         items = as_optimizers(optimizers)
-        inventory = take_inventory(module, items)
+        inventory = take_inventory(module, items, chosen.payload)
         chosen.check(inventory.trainable, items)
+        chosen.check_sparse(inventory.sparse, items)
+        check_sparse(inventory.sparse, chosen, guard.fallback_on(((0,),)) if guard is not None else None)
     except (ValueError, TypeError) as error:
         problem = error  # the other ranks must hear of it before it is raised
     device = inventory.device if inventory is not None else _any_device(module)
@@ -102,6 +117,8 @@ def distribute(
         "bucket_bytes": str(bucket_bytes),
         "num_lanes": str(num_lanes),
         "guard": repr(guard),
+        "broadcast_buffers": str(broadcast_buffers),
+        "static_graph": str(static_graph),
         "optimizers": ", ".join(f"{type(item).__name__} of {len(item.param_groups)} groups" for item in items),
     }
     ready = previous is not None and not previous.engine.failed
@@ -124,17 +141,19 @@ def distribute(
     hierarchical_groups = chosen.hierarchical_groups or (fallback is not None and fallback.hierarchical_groups)
     groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes)
     replicate_tensors(
-        [*inventory.trainable.values(), *inventory.frozen.values(), *inventory.buffers.values()],
+        [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values()],
         groups.world,
         inventory.device,
     )
-    everything = {**inventory.trainable, **inventory.frozen}
+    everything = {**inventory.parameters, **inventory.frozen}
     replicate_optimizers(items, everything, team, groups.world, inventory.device)
     for meter in groups.meters:
         meter.sent = meter.received = 0  # what follows is training
     lane = make_lane(groups, inventory.device)
     notices = (remark,) if remark else ()
     engine = Engine(chosen, inventory, items, team, lane, bucket_bytes, key, order, notices, guard, num_lanes)
+    engine.backward.static_graph = static_graph
+    engine.broadcasts_buffers = broadcast_buffers and team.size > 1 and bool(inventory.buffers)
     attachments[module] = attach(module, engine, items, process_group)
     before_exit(_stop_lanes)
     atexit.unregister(_stop_lanes)

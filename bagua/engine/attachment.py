@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from bagua.engine.backward import Backward
+from bagua.engine.buffers import broadcast_buffers
 from bagua.engine.engine import Engine
+from bagua.engine.moment import Moment
 
 
 class Attachment:
@@ -42,6 +44,8 @@ def attach(
     backward = weakref.ref(engine.backward)
     for index, param in enumerate(engine.inventory.trainable.values()):
         attachment.handles.append(param.register_post_accumulate_grad_hook(_gradient_hook(backward, index)))
+    for param in engine.inventory.sparse.values():
+        attachment.handles.append(param.register_post_accumulate_grad_hook(_sparse_hook(backward)))
     for number, optimizer in enumerate(optimizers):
         before, after = _step_hooks(weakref.ref(engine), number)
         attachment.handles.append(optimizer.register_step_pre_hook(before))
@@ -53,8 +57,13 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     attachment = attachments.get(module)
-    if attachment is not None and module.training:
-        attachment.engine.forward_begins()
+    if attachment is not None:
+        engine = attachment.engine
+        engine.hooks_ran = True
+        if module.training:
+            engine.forward_begins()
+            if engine.broadcasts_buffers and engine.backward.sync:
+                broadcast_buffers(module, engine, engine.announce(Moment.BUFFERS))
 
 
 def _after_forward(module: nn.Module, _args: Any, output: Any) -> None:
@@ -96,6 +105,15 @@ def _entry_hook(ref: weakref.ref[Backward]) -> Any:
     return backward_enters
 
 
+def _sparse_hook(ref: weakref.ref[Backward]) -> Any:
+    def sparse_ready(_param: torch.Tensor) -> None:
+        backward = ref()
+        if backward is not None:
+            backward.sparse_ready()
+
+    return sparse_ready
+
+
 def _gradient_hook(ref: weakref.ref[Backward], index: int) -> Any:
     def gradient_ready(_param: torch.Tensor) -> None:
         backward = ref()
@@ -109,7 +127,7 @@ def _step_hooks(ref: weakref.ref[Engine], number: int) -> tuple[Any, Any]:
     def before(*_: Any) -> None:
         engine = ref()
         if engine is not None:
-            engine.end_backward()
+            engine.step_begins()
 
     def after(*_: Any) -> None:
         engine = ref()

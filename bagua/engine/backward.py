@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bagua.engine.bucket import Bucket
+from bagua.engine.graph_task import accumulates
 from bagua.engine.usage import UsageBoard
 
 __all__ = ["Backward"]
@@ -28,6 +29,7 @@ class Backward:
         usage: who used what, on all ranks.
         views_are_gradients: whether bucket views hold gradients (else gradients are only counted).
         alone: a single rank; nothing is exchanged, so nothing is copied or settled.
+        on_begin: called before each pass.
         on_first: called at the end of the first pass with the order of arrival; must call `set_buckets`.
         on_ready: called with each bucket, in order.
         on_end: called when every bucket has been ready; afterwards the pass counts as done.
@@ -42,23 +44,32 @@ class Backward:
         *,
         views_are_gradients: bool,
         alone: bool,
+        on_begin: Callable[[], None],
         on_first: Callable[[list[int]], None],
         on_ready: Callable[[Bucket], None],
         on_end: Callable[[], None],
         finish: Callable[[], None],
     ) -> None:
         self.sync = True  # False within no_sync
+        self.static_graph = False  # every pass uses the same parameters as often as the first
         self.open = False  # a synchronised pass has begun and is not over
         self.count = 0  # synchronised passes that are over; the same on all ranks
         self._names, self._params, self._usage = names, params, usage
         self.views_are_gradients, self._alone = views_are_gradients, alone
-        self._on_first, self._on_ready, self._on_end, self._finish = on_first, on_ready, on_end, finish
+        self._on_begin, self._on_first, self._on_ready, self._on_end = on_begin, on_first, on_ready, on_end
+        self._finish = finish
         self._callback_queued = False
         self._arrived = bytearray(len(params))
         self._used = bytearray(len(params))  # within no_sync, since the last synchronised pass
         self._uncounted = False  # a single rank, in a pass: nobody needs to know which gradients have come
         self.exchanged = False  # in this pass; if not, no rank may wait for another's set of used parameters
         self._order: list[int] = []
+        self._repeats: dict[int, int] = {}  # with a static graph: gradients of a pass after a parameter's first one
+        self._repeats_left = 0  # in this pass
+        self._static_used: int | None = None  # on this rank; bits
+        self._static_union: int | None = None  # on any rank
+        self._last_exchanged = -1  # the last pass, before this one, with an exchange
+        self._shadow = False  # the pass is one of other ranks
         self._buckets: Sequence[Bucket] = ()
         self._views: list[Tensor] = []
         self._bucket_of: list[int] = []
@@ -77,6 +88,8 @@ class Backward:
                 self._bucket_of[position[name]] = bucket.index
                 self._views[position[name]] = view
         self._sizes = [len(bucket.params) for bucket in buckets]
+        for index, times in self._repeats.items() if buckets else ():
+            self._sizes[self._bucket_of[index]] += times
         self._waiting = list(self._sizes)
         self._next = 0
 
@@ -106,6 +119,11 @@ class Backward:
 
     def enter(self) -> None:
         """A backward pass has reached the module's output."""
+        if self.sync and not self._callback_queued and accumulates():
+            self._begin()
+
+    def sparse_ready(self) -> None:
+        """autograd has accumulated a sparse gradient, which no bucket waits for."""
         if self.sync and not self._callback_queued:
             self._begin()
 
@@ -123,10 +141,15 @@ class Backward:
         self._on_end()
         if kept and self.exchanged:
             self._settle(kept)
+        if self.static_graph and not self._shadow:
+            self._check_static()
         self._used = bytearray(len(self._params))
         self.count += 1
 
     def _begin(self) -> None:
+        if not self.open:
+            self._on_begin()
+            self._open()
         self._callback_queued = True
         ref = weakref.ref(self)
 
@@ -136,29 +159,41 @@ class Backward:
                 backward._graph_task_ended()
 
         torch.autograd.Variable._execution_engine.queue_callback(backward_ended)  # pyright: ignore
-        if not self.open:
-            self.open = True
-            self.exchanged = False
-            self._arrived = bytearray(len(self._params))
-            self._uncounted = self._alone and bool(self._buckets)
-            self._order = []
-            self._waiting = list(self._sizes)
-            self._next = 0
+
+    def _open(self) -> None:
+        self.open = True
+        if self.exchanged:  # in the last pass, or after it at the end of the step
+            self._last_exchanged = self.count - 1
+        self.exchanged = False
+        self._arrived = bytearray(len(self._params))
+        self._uncounted = self._alone and bool(self._buckets)
+        self._order = []
+        self._repeats_left = sum(self._repeats.values())
+        self._waiting = list(self._sizes)
+        self._next = 0
+
+    def shadow(self) -> None:
+        """Make a pass in which no gradient comes, beside one of other ranks."""
+        self._open()
+        self._shadow = True
+        self.end()
+        self._shadow = False
 
     def _graph_task_ended(self) -> None:
         self._callback_queued = False
         # A reentrant checkpoint runs a backward pass within the backward pass, which ends here too. Gradients of
         # other segments are still to come, unless all are there.
         nested = torch._C._current_autograd_node() is not None
-        if self.open and (not nested or 0 not in self._arrived):
+        complete = 0 not in self._arrived and not self._repeats_left and not (self.static_graph and not self._buckets)
+        if self.open and (complete or not nested):
             self.end()
 
     def _announce(self) -> None:
         last = len(self._buckets) - 1
         while self._next <= last and self._waiting[self._next] == 0:
             bucket = self._buckets[self._next]
-            if self._next == last and not self._alone:
-                self._usage.publish(self.count, self._used_bits())
+            if self._next == last and self.views_are_gradients and not self._alone:
+                self._usage.publish(self.count, self._used_bits(), self._last_exchanged)
             if self.views_are_gradients and not self._alone:
                 bucket.gather()
             self._next += 1
@@ -168,10 +203,33 @@ class Backward:
         return _bits(self._used) | _bits(self._arrived)
 
     def _arrived_twice(self, index: int) -> None:
-        if self._buckets and self._bucket_of[index] < self._next:
+        if not self._buckets:
+            if self.static_graph:
+                self._repeats[index] = self._repeats.get(index, 0) + 1
+                self._order.remove(index)
+                self._order.append(index)
+            return
+        number = self._bucket_of[index]
+        if number < self._next:
             raise RuntimeError(
                 f"parameter {self._names[index]!r} got another gradient in the same backward pass after its "
-                "bucket had left: a reentrant checkpoint uses it in several segments; use use_reentrant=False"
+                "bucket had left: a reentrant checkpoint uses it in several segments; use use_reentrant=False or "
+                "static_graph=True"
+            )
+        if index in self._repeats:
+            self._repeats_left -= 1
+            self._waiting[number] -= 1
+            if self._waiting[number] == 0 and number == self._next:
+                self._announce()
+
+    def _check_static(self) -> None:
+        used = self._used_bits()
+        if self._static_used is None:
+            self._static_used = used
+        elif used != self._static_used:
+            changed = [name for i, name in enumerate(self._names) if (used ^ self._static_used) >> i & 1]
+            raise RuntimeError(
+                f"static_graph=True, but other parameters are used than in the first step: {', '.join(changed[:5])}"
             )
 
     @torch.no_grad()
@@ -195,7 +253,11 @@ class Backward:
     def _settle(self, kept: dict[int, Tensor | None]) -> None:
         """Give parameters that other ranks used the mean, and those that nobody used what they had."""
         self._finish()
-        union = self._usage.union(self.count, self._used_bits())
+        union = self._static_union
+        if union is None:
+            union = self._usage.union(self.count, self._used_bits())
+            if self.static_graph and not self._shadow:
+                self._static_union = union
         for index, grad in kept.items():
             if union >> index & 1:
                 self._params[index].grad = self._views[index]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from bagua.algorithms.base import Payload
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "raise_moved"]
 
 
 class Bucket:
@@ -32,6 +33,7 @@ class Bucket:
         numel = sum(param.numel() for param in self.params)
         self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
         self.views = self.split(self.flat)
+        self._addresses = [view.data_ptr() for view in self.views]
         if payload is Payload.PARAM:
             with torch.no_grad():
                 for param, view in zip(self.params, self.views, strict=True):
@@ -71,23 +73,32 @@ class Bucket:
         """Copy gradients that lie elsewhere into `flat` and make `.grad` the view again.
 
         autograd makes a new gradient after `zero_grad(set_to_none=True)`. One copy for the whole bucket, when it
-        is full, costs far less than one for each parameter as it comes.
-
-        Raises:
-            ValueError: a gradient is not dense.
+        is full, costs far less than one for each parameter as it comes. A sparse gradient becomes dense: that of a
+        weight which is not only an embedding's, or which no module declares sparse.
         """
         views, grads = [], []
-        for name, param, view in zip(self.names, self.params, self.views, strict=True):
+        for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
             if grad is not None and grad is not view:
-                if grad.layout is not torch.strided:
-                    raise ValueError(f"parameter {name!r} got a {grad.layout} gradient; only dense ones work")
                 views.append(view)
-                grads.append(grad)
+                grads.append(grad if grad.layout is torch.strided else grad.to_dense())
                 param.grad = view
         if views:
             with torch.no_grad():
                 torch._foreach_copy_(views, grads)
+
+    def check_home(self, turn: int, payload: Payload) -> None:
+        """See whether one of the parameters, each in its turn, still belongs to the bucket.
+
+        Raises:
+            RuntimeError: something like `module.to()` gave it other storage.
+        """
+        index = turn % len(self.params)
+        param, view = self.params[index], self.views[index]
+        home = param if payload is Payload.PARAM else view
+        other_kind = param.dtype is not self.flat.dtype or param.device != self.flat.device
+        if other_kind or home.data_ptr() != self._addresses[index]:
+            raise_moved(self.names[index])
 
     def release(self, payload: Payload) -> None:
         """Give the parameters their values (or gradients) back in storage of their own."""
@@ -97,6 +108,18 @@ class Bucket:
                     param.data = view.clone(memory_format=torch.preserve_format)
                 elif payload is Payload.GRAD and param.grad is view:
                     param.grad = view.clone(memory_format=torch.preserve_format)
+
+
+def raise_moved(name: str) -> NoReturn:
+    """Refuse to go on with a parameter that has left its place.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"parameter {name!r} was converted, moved or given other storage after bagua.distribute() (module.to(), "
+        ".half(), .cuda(), an assignment to .data); call bagua.distribute() again on all ranks"
+    )
 
 
 def _is_dense(param: Tensor) -> bool:

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from bagua.algorithms.base import Algorithm, Exactness, Payload
-from bagua.comm.team import Team, decode, encode
+from bagua.algorithms.base import Algorithm, Payload
+from bagua.comm.team import Team
 from bagua.engine.backward import Backward
 from bagua.engine.bucket import Bucket
-from bagua.engine.lane import Lane, StreamLane
-from bagua.engine.launcher import Launcher
+from bagua.engine.lane import Lane
 from bagua.engine.params import Inventory
 from bagua.engine.plan import Entry, Plan, make_plan
 from bagua.engine.quality import Guard
 from bagua.engine.state import check_header, load_states, pack
 from bagua.engine.stats import Stats
+from bagua.engine.steps import Steps
 from bagua.engine.usage import UsageBoard
 from bagua.exchanges import AllReduce
 
 __all__ = ["Engine"]
 
 
-class Engine(Launcher):
-    """Runs one algorithm for one module. Implements `bagua.Context`, its larger part in `Launcher`.
+class Engine(Steps):
+    """Runs one algorithm for one module. Implements `bagua.Context`, its larger part in `Launcher` and `Steps`.
 
     Holds no reference to the module: the module's entry in a weak dictionary holds the engine.
 
@@ -55,14 +54,9 @@ class Engine(Launcher):
     ) -> None:
         super().__init__(algorithm, inventory, optimizers, team, lane, key, notices, guard, num_lanes)
         self.bucket_bytes = bucket_bytes
-        self.paused = False
-        self._names = list(inventory.trainable)
+        self._paused = False
         self._root = algorithm  # what distribute() was given; `algorithm` changes when it hands over
-        self._schedule: dict[int, Algorithm] = {}
         self._order = list(order) if order is not None else None
-        self._stepped: set[int] = set()
-        self._forward_seen = False  # in this step
-        self._warned = False  # of quality, if nothing takes over
         self.backward = Backward(
             self._names,
             list(inventory.trainable.values()),
@@ -72,6 +66,11 @@ class Engine(Launcher):
             **_weak_callbacks(self),
         )
         self._start()
+
+    @property
+    def paused(self) -> bool:
+        """Whether the user wants nothing to begin in the background."""
+        return self._paused
 
     # -- hand-overs ----------------------------------------------------------------------------------------------
 
@@ -84,6 +83,11 @@ class Engine(Launcher):
         self.wait()
         self._close_more_lanes()
         same_payload = algorithm.payload is self.algorithm.payload
+        if self.inventory.sparse and not same_payload:
+            raise ValueError(
+                f"{algorithm.name!r} cannot take over from {self.algorithm.name!r}: one exchanges weights, the other "
+                "gradients, and the module has sparse ones; call bagua.distribute() for that"
+            )
         plan = self.plan
         self.algorithm = algorithm
         self._states.clear()
@@ -96,89 +100,6 @@ class Engine(Launcher):
         self._release_buckets()
         self.backward.set_buckets(())
         self._start()
-
-    # -- moments of a step, called by the hooks ----------------------------------------------------------------
-
-    def forward_begins(self) -> None:
-        """Before a forward pass in training mode."""
-        if self.backward.open and torch._C._current_graph_task_id() == -1:
-            self.end_backward()  # the last backward pass was broken off by an exception
-        if self._stepped:
-            self._end_step()  # not all optimizers made a step
-        for name, param in self.inventory.frozen.items():
-            if param.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name!r} was frozen at bagua.distribute() and now requires a gradient; "
-                    "call bagua.distribute() again after unfreezing, on all ranks"
-                )
-        if self.buckets and not self._forward_seen:
-            self._forward_seen = True
-            self.algorithm.on_forward(self)
-
-    def end_backward(self) -> None:
-        """Close the backward pass if one is open: its end went unnoticed, or an exception broke it off."""
-        if self.backward.open:
-            self.backward.end()
-
-    def optimizer_stepped(self, number: int) -> None:
-        """After a step of optimizer `number`."""
-        self._stepped.add(number)
-        if len(self._stepped) >= len(self.optimizers):
-            self._end_step()
-
-    def _end_step(self) -> None:
-        self._stepped.clear()
-        if self.buckets:
-            self.algorithm.on_step_end(self)
-            self._check_quality()
-        self.step += 1
-        self._forward_seen = False
-        if self.step in self._schedule:
-            self.algorithm.on_pause(self)
-            self._average_weights()  # what takes over starts from equal replicas, and no rank's work is lost
-            self.bind(self._schedule.pop(self.step))
-        self._tally.step_ended()
-
-    def _check_quality(self) -> None:
-        probe = self._probe
-        if probe is None or not probe.due(self.step) or self.team.size == 1:
-            return
-        if self.algorithm.exactness is Exactness.DECENTRALIZED and self.algorithm.payload is Payload.PARAM:
-            flats, groups, step = [bucket.flat for bucket in self.buckets], self.groups, self.step
-            run = partial(probe.compare_weights, flats, groups, step)
-            self._tickets.append(self.lanes[0].submit(run, f"consensus step {step}"))
-            self.wait()
-        reason = probe.measured(self.step)
-        if not reason:
-            return
-        fallback = probe.guard.fallback_on(self.groups.nodes)
-        what = f"; {fallback!r} takes over" if fallback is not None else ""
-        if what or not self._warned:
-            self._warned = True
-            self.notice(f"step {self.step}, {self.algorithm.name}: {reason}{what}", urgent=self.team.rank == 0)
-        if fallback is not None:
-            self.bind(fallback)
-
-    def _on_first(self, seen: list[int]) -> None:
-        """End of the first pass: agree on rank 0's order and make the buckets."""
-        order = seen + [index for index in reversed(range(len(self._names))) if index not in set(seen)]
-        names = encode([self._names[index] for index in order]) if self.team.rank == 0 else None
-        self._order = decode(self.team.tell("agreement on the order of gradients", names))
-        self._start()
-
-    def _on_ready(self, bucket: Bucket) -> None:
-        self.algorithm.on_ready(self, bucket)
-
-    def _on_end(self) -> None:
-        self._check_alive()
-        self.algorithm.on_backward_end(self)
-        if not self._optimizers:
-            self._end_step()
-
-    def _finish(self) -> None:
-        self.wait()
-        if isinstance(self.lanes[0], StreamLane):  # over, not only enqueued
-            torch.cuda.current_stream(self.inventory.device).synchronize()
 
     # -- plan --------------------------------------------------------------------------------------------------
 
@@ -243,6 +164,7 @@ class Engine(Launcher):
         header = {
             **self._circumstances(),
             "step": self.step,
+            "bound": repr(self.algorithm),
             "order": self._order,
             "plan": plan.to_json() if plan else None,
         }
@@ -257,10 +179,9 @@ class Engine(Launcher):
         self.wait()
         check_header(data, self._circumstances())
         self.algorithm.on_load(self)
-        self._order = data["order"]
-        for step in sorted(step for step in self._schedule if step <= data["step"]):
-            self.bind(self._schedule.pop(step))
-        self.step = data["step"]
+        self._order, self.step = data["order"], data["step"]
+        if data["bound"] != repr(self.algorithm):
+            self._rebind(data["bound"])
         if data["plan"] is not None:
             plan = Plan.from_json(data["plan"])
             if self.plan != plan:
@@ -268,6 +189,20 @@ class Engine(Launcher):
             if self.plan != plan:
                 raise ValueError("state dict: its buckets were made with another bucket_bytes")
         load_states(data, self._states, self._tensors, self.buckets)
+
+    def _rebind(self, bound: str) -> None:
+        """Hand over to what ran when a state was saved: before or after a hand-over, or a guard's fallback.
+
+        Raises:
+            ValueError: the algorithm given to `distribute` does not come to that.
+        """
+        self._schedule.clear()
+        self.bind(self._root)  # looks at the step
+        fallback = self._probe.guard.fallback_on(self.groups.nodes) if self._probe is not None else None
+        if fallback is not None and repr(fallback) == bound != repr(self.algorithm):
+            self.bind(fallback)
+        if repr(self.algorithm) != bound and self.buckets:
+            raise ValueError(f"state dict: saved while {bound} ran, which {self._root!r} does not at step {self.step}")
 
     def stats(self) -> Stats:
         """A snapshot."""
@@ -289,7 +224,7 @@ class Engine(Launcher):
 
     def pause(self, paused: bool) -> None:
         """Stop what runs in the background, or let it run again."""
-        self.paused = paused
+        self._paused = paused
         if paused:
             self.algorithm.on_pause(self)
 
@@ -322,7 +257,7 @@ class Engine(Launcher):
         finally:
             self._close_more_lanes()
             self._release_buckets()
-            for lane in self.lanes:
+            for lane in self.all_lanes:
                 lane.close()
 
     def _close_more_lanes(self) -> None:
@@ -351,4 +286,4 @@ def _weak_callbacks(engine: Engine) -> dict[str, Any]:
 
         return call
 
-    return {name: weak(f"_{name}") for name in ("on_first", "on_ready", "on_end", "finish")}
+    return {name: weak(f"_{name}") for name in ("on_begin", "on_first", "on_ready", "on_end", "finish")}

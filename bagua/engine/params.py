@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Inventory", "as_optimizers", "take_inventory"]
+from bagua.algorithms.base import Payload
+from bagua.engine.bucket import raise_moved
+from bagua.engine.sparse import sparse_names
+
+__all__ = ["Inventory", "as_optimizers", "ignored_names", "take_inventory"]
 
 
 @dataclass(frozen=True)
@@ -16,20 +20,57 @@ class Inventory:
     """The tensors of a module, each once (tied ones under their first name), in registration order.
 
     Attributes:
-        trainable: parameters that require a gradient.
+        trainable: parameters that require a gradient and lie in buckets.
+        sparse: those whose gradients are sparse, where gradients are exchanged.
         frozen: parameters that do not.
         buffers: buffers, persistent or not.
         device: the one device of all parameters.
+        dtypes: of the trainable ones.
     """
 
     trainable: dict[str, nn.Parameter]
     frozen: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    sparse: dict[str, nn.Parameter]
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All that require a gradient."""
+        return {**self.trainable, **self.sparse}
+
+    def check_frozen(self) -> None:
+        """See to it that no parameter is trained behind the engine's back.
+
+        Raises:
+            RuntimeError: one was frozen and no longer is.
+        """
+        for name, param in self.frozen.items():
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} was frozen at bagua.distribute() and now requires a gradient; "
+                    "call bagua.distribute() again after unfreezing, on all ranks"
+                )
+
+    def check_kinds(self) -> None:
+        """See whether the parameters still are of the types that the ranks agreed on.
+
+        Raises:
+            RuntimeError: something like `module.to()` has changed that.
+        """
+        for (name, param), dtype in zip(self.trainable.items(), self.dtypes, strict=True):
+            if param.dtype is not dtype or param.device != self.device:
+                raise_moved(name)
 
     def signature(self) -> list[list[str]]:
         """Kind, name, shape and dtype of everything, for comparison between ranks."""
-        kinds = (("parameter", self.trainable), ("frozen parameter", self.frozen), ("buffer", self.buffers))
+        kinds = (
+            ("parameter", self.trainable),
+            ("sparse parameter", self.sparse),
+            ("frozen parameter", self.frozen),
+            ("buffer", self.buffers),
+        )
         return [
             [kind, name, "x".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
             for kind, tensors in kinds
@@ -53,42 +94,47 @@ def as_optimizers(optimizers: object) -> tuple[torch.optim.Optimizer, ...]:
     return tuple(checked)
 
 
-def take_inventory(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Inventory:
+def ignored_names(module: nn.Module) -> set[str]:
+    """Names of parameters and buffers that each rank keeps for itself."""
+    return {
+        *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
+        *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
+    }
+
+
+def take_inventory(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], payload: Payload = Payload.GRAD
+) -> Inventory:
     """List what `module` holds and refuse what cannot be distributed, by name.
 
     Names in `module._ddp_params_and_buffers_to_ignore` (torch's) or `_bagua_params_and_buffers_to_ignore` are left
-    out.
+    out. Weights are exchanged whole (`payload`), so that parameters with sparse gradients are like others there.
 
     Raises:
         TypeError: not a module.
         ValueError: no trainable parameter; a parameter on the meta device, on another device than the rest, of
-            complex dtype, uninitialised or sparse; an embedding with sparse gradients; an optimizer that holds no
-            parameter of the module.
+            complex dtype, uninitialised or sparse; an optimizer that holds no parameter of the module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    ignored = {
-        *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
-        *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
-    }
+    ignored = ignored_names(module)
+    apart = sparse_names(module) if payload is Payload.GRAD else set()
     trainable: dict[str, nn.Parameter] = {}
+    sparse: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
     for name, param in module.named_parameters():
         if name not in ignored:
             _check_parameter(name, param)
-            (trainable if param.requires_grad else frozen)[name] = param
-    if not trainable:
+            (frozen if not param.requires_grad else sparse if name in apart else trainable)[name] = param
+    if not trainable and not sparse:
         raise ValueError(f"module: {type(module).__name__} has no parameter that requires a gradient")
-    device = _one_device({**trainable, **frozen})
-    for path, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and f"{path}.weight" in trainable:
-            raise ValueError(f"module: {path!r} has sparse=True; sparse gradients are not supported, use sparse=False")
+    device = _one_device({**trainable, **sparse, **frozen})
     buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
     for name, buffer in buffers.items():
         if buffer.is_meta or buffer.layout is not torch.strided:
             raise ValueError(f"buffer {name!r} is {'on the meta device' if buffer.is_meta else buffer.layout}")
-    _check_optimizers(optimizers, trainable, frozen)
-    return Inventory(trainable, frozen, buffers, device)
+    _check_optimizers(optimizers, [*trainable.values(), *sparse.values(), *frozen.values()])
+    return Inventory(trainable, frozen, buffers, device, tuple(param.dtype for param in trainable.values()), sparse)
 
 
 def _check_parameter(name: str, param: nn.Parameter) -> None:
@@ -119,10 +165,8 @@ def _one_device(params: dict[str, nn.Parameter]) -> torch.device:
     return first.device
 
 
-def _check_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], trainable: dict[str, nn.Parameter], frozen: dict[str, nn.Parameter]
-) -> None:
-    ours = {id(param) for param in (*trainable.values(), *frozen.values())}
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], params: Sequence[nn.Parameter]) -> None:
+    ours = {id(param) for param in params}
     for position, optimizer in enumerate(optimizers):
         if not any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
             raise ValueError(

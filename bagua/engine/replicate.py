@@ -18,8 +18,8 @@ _CHUNK_BYTES = 32 * 2**20
 
 
 @torch.no_grad()
-def replicate_tensors(tensors: Sequence[Tensor], group: Group, device: torch.device) -> None:
-    """Overwrite `tensors`, in place, with rank 0's. All ranks hold the same shapes and dtypes.
+def replicate_tensors(tensors: Sequence[Tensor], group: Group, device: torch.device, src: int = 0) -> None:
+    """Overwrite `tensors`, in place, with those of rank `src`. All ranks hold the same shapes and dtypes.
 
     Packed as bytes into pieces of 32 MiB, so any dtype goes, and CPU tensors go over a GPU backend.
     """
@@ -31,18 +31,18 @@ def replicate_tensors(tensors: Sequence[Tensor], group: Group, device: torch.dev
         pack.append(tensor)
         nbytes += tensor.numel() * tensor.element_size()
         if nbytes >= _CHUNK_BYTES:
-            _replicate_pack(pack, group, device)
+            _replicate_pack(pack, group, device, src)
             pack, nbytes = [], 0
-    _replicate_pack(pack, group, device)
+    _replicate_pack(pack, group, device, src)
 
 
-def _replicate_pack(pack: list[Tensor], group: Group, device: torch.device) -> None:
+def _replicate_pack(pack: list[Tensor], group: Group, device: torch.device, src: int) -> None:
     flats = [tensor.detach().contiguous().view(-1) for tensor in pack if tensor.numel()]
     if not flats:
         return
     wire = torch.cat([flat.view(torch.uint8).to(device) for flat in flats])
-    broadcast_(group, wire, 0)
-    if group.rank == 0:
+    broadcast_(group, wire, src)
+    if group.rank == src:
         return
     offset = 0
     for tensor in pack:
@@ -60,35 +60,37 @@ def replicate_optimizers(
     team: Team,
     group: Group,
     device: torch.device,
+    src: int = 0,
 ) -> None:
-    """Give every rank rank 0's hyperparameters and per-parameter state, whether it had any state before or not.
+    """Give every rank the hyperparameters of rank `src` and per-parameter state; it may have had none before.
 
     Only the state of `params` is touched. The structure travels as JSON, tensors over `group`.
 
     Raises:
-        ValueError: the state of rank 0 holds something that is neither a tensor nor plain data.
+        ValueError: the state of rank `src` holds something that is neither a tensor nor plain data.
     """
     if team.size == 1:
         return
     ours = {id(param) for param in params.values()}
     outline: bytes | None = None
     problem: ValueError | None = None
-    if team.rank == 0:
+    if team.rank == src:
         try:
             outline = encode([_describe(number, optimizer, ours) for number, optimizer in enumerate(optimizers)])
         except ValueError as error:
             outline, problem = encode({"error": str(error)}), error
-    message = decode(team.tell("broadcast of optimizer state", outline))
+    what = "broadcast of optimizer state"
+    message = decode(team.tell(what, outline) if src == 0 else team.meet(what, outline or b"")[src])
     if problem is not None:
         raise problem
     if isinstance(message, dict):
-        raise ValueError(f"rank 0: {message['error']}")
+        raise ValueError(f"rank {src}: {message['error']}")
     tensors: list[Tensor] = []
     for optimizer, described in zip(optimizers, message, strict=True):
-        if team.rank != 0:
+        if team.rank != src:
             _adopt(optimizer, described, ours)
         tensors += _tensors(optimizer, ours)
-    replicate_tensors(tensors, group, device)
+    replicate_tensors(tensors, group, device, src)
 
 
 def _slots(optimizer: torch.optim.Optimizer, ours: set[int]) -> Iterator[nn.Parameter]:

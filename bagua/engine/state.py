@@ -13,7 +13,7 @@ from bagua.exchanges import Exchange, State
 
 __all__ = ["States", "check_header", "load_states", "pack"]
 
-_VERSION = 2
+_VERSION = 3
 States = dict[tuple[Exchange, int, int], State]
 """By exchange, bucket, and part of the bucket."""
 

@@ -2,8 +2,9 @@
 
 A rank whose set of used parameters changed writes it to the store before it launches its last exchange of the
 pass. A rank that misses parameters reads all sets after its exchanges of the pass are done. Since an exchange
-cannot finish before every rank has launched it, what is read is complete; since a rank can be one pass ahead at
-most, the last two changes are kept and the newest one that is not from the future counts.
+cannot finish before every rank has launched it, what is read is complete. A rank may be some passes ahead of one
+that still reads, but not past the next exchange; so changes are kept back to the last pass with an exchange, and the
+newest one that is not from the reader's future counts.
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ class UsageBoard:
         if size > 1:
             self._write()
 
-    def publish(self, pass_index: int, used: int) -> None:
-        """Tell the others that from this pass on `used` is what this rank uses; free if nothing changed."""
+    def publish(self, pass_index: int, used: int, last_exchanged: int) -> None:
+        """Tell the others that from this pass on `used` is what this rank uses; free if nothing changed.
+
+        Args:
+            last_exchanged: the last earlier pass with an exchange; nobody reads about passes before it any more.
+        """
         if used == self._changes[-1][1] or len(self._keys) == 1:
             return
-        self._changes = [*self._changes[-1:], (pass_index, used)]
+        while len(self._changes) > 1 and self._changes[1][0] <= last_exchanged:
+            del self._changes[0]
+        self._changes.append((pass_index, used))
         self._write()
 
     def union(self, pass_index: int, used: int) -> int:
@@ -54,8 +61,8 @@ class UsageBoard:
 
     def _at(self, entries: bytes, pass_index: int) -> int:
         width = 8 + self._width
-        if len(entries) not in (width, 2 * width):
-            raise ValueError(f"usage entry of {len(entries)} bytes, expected {width} or {2 * width}")
+        if not entries or len(entries) % width:
+            raise ValueError(f"usage entry of {len(entries)} bytes, expected a multiple of {width}")
         found = 0
         for start in range(0, len(entries), width):
             since = int.from_bytes(entries[start : start + 8], "big") - 1

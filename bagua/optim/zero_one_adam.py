@@ -145,7 +145,8 @@ class ZeroOneAdam(TwoStage):
             group["num_steps"] = number
             size = float(group["lr"]) / (1 - group["betas"][0] ** number)
             if kind in (StepKind.LOCAL, StepKind.MEET):
-                group["drift_size"] = group.get("drift_size", 0.0) + size
+                begun = self.kind(number - 1) is StepKind.LOCAL  # the interval, by an earlier step
+                group["drift_size"] = (group.get("drift_size", 0.0) if begun else 0.0) + size
             self._step_group(group, kind, size)
         self._num_steps = number
         return loss
@@ -176,11 +177,13 @@ class ZeroOneAdam(TwoStage):
     def mean_momenta(self, params: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         """Write u / L of `params` into `out`: each one's momentum, averaged over this rank's interval."""
         for param, view in zip(params, out, strict=True):
-            drift = self.state[param].get("drift") if param in self.state else None
-            if drift is None:
+            slot = self.state.get(param, {})
+            if "drift" not in slot:
                 view.zero_()
+            elif size := self._group(param)["drift_size"]:
+                torch.div(slot["drift"], size, out=view)
             else:
-                torch.div(drift, self._group(param)["drift_size"], out=view)
+                view.copy_(slot["exp_avg"])  # a learning rate of 0: no way to divide
 
     @torch.no_grad()
     def meet(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> None:
@@ -195,11 +198,6 @@ class ZeroOneAdam(TwoStage):
                 param.copy_(slot.pop("anchor", param))
                 slot["exp_avg"].copy_(mean)
                 param.addcdiv_(mean, _divisor(slot, group), value=-group["drift_size"])
-
-    def interval_ends(self) -> None:
-        """After `meet` of all parameters."""
-        for group in self.param_groups:
-            group["drift_size"] = 0.0
 
 
 def _divisor(slot: dict[str, Any], group: dict[str, Any]) -> Tensor:

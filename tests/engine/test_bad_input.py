@@ -75,10 +75,25 @@ CASES: dict[str, tuple[Any, str]] = {
     "meta": (lambda m, o: bagua.distribute(m.to("meta"), o), "ValueError: parameter 'scale' is on the meta device"),
     "lazy": (lambda m, o: bagua.distribute(nn.LazyLinear(2), o), "ValueError: parameter 'weight' is not initialised"),
     "complex": (lambda m, o: bagua.distribute(Complex(), o), "ValueError: parameter 'phase' is torch.complex64"),
-    "sparse": (lambda m, o: bagua.distribute(*sparse_embedding()), "ValueError: .*'tokens' has sparse=True"),
+    "sparse": (
+        lambda m, o: bagua.distribute(
+            *sparse_embedding(), bagua.algorithms.Warmup(2, "gradient_allreduce", "local_sgd")
+        ),
+        "ValueError: .*'tokens.weight' has sparse gradients.*gradients first and weights later",
+    ),
+    "broadcast_buffers": (
+        lambda m, o: bagua.distribute(m, o, "async", broadcast_buffers=True),
+        "ValueError: broadcast_buffers: .*'async'",
+    ),
+    "broadcast_buffers type": (
+        lambda m, o: bagua.distribute(m, o, broadcast_buffers=1),
+        "TypeError: broadcast_buffers: .*1",
+    ),
+    "static_graph type": (lambda m, o: bagua.distribute(m, o, static_graph="yes"), "TypeError: static_graph: .*'yes'"),
     "group": (lambda m, o: bagua.distribute(m, o, process_group="world"), "TypeError: process_group: .*str"),
     "detach": (lambda m, o: bagua.detach(m), "ValueError: Net is not distributed"),
     "stats": (lambda m, o: bagua.stats(m), "ValueError: Net is not distributed"),
+    "join": (lambda m, o: bagua.join(m).__enter__(), "ValueError: join: Net is not distributed"),
     "no_sync": (lambda m, o: bagua.no_sync(m).__enter__(), "ValueError: Net is not distributed"),
     "state_dict": (lambda m, o: bagua.state_dict(m), "ValueError: Net is not distributed"),
 }
@@ -88,7 +103,7 @@ def on_two_ranks(name: str) -> tuple[str, str]:
     """The message on a wrong call, and what happens when only rank 1 makes it."""
     everywhere = message_of(lambda: CASES[name][0](*model_and_optimizer()))
     model, optimizer = model_and_optimizer()
-    if name in ("detach", "stats", "no_sync", "state_dict", "group"):
+    if name in ("detach", "join", "stats", "no_sync", "state_dict", "group"):
         return everywhere, "not collective"
     wrong = dist.get_rank() == 1
     alone = message_of(lambda: CASES[name][0](model, optimizer) if wrong else bagua.distribute(model, optimizer))

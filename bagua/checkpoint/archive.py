@@ -1,0 +1,210 @@
+"""Save the state of a training in a directory, and find it again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bagua.checkpoint.agree import agree, share, team_of
+from bagua.checkpoint.directory import (
+    Manifest,
+    Place,
+    discard_old,
+    find,
+    publish,
+    read_file,
+    read_manifest,
+    reserve,
+    sync_directory,
+    write_file,
+)
+from bagua.checkpoint.errors import CheckpointError
+from bagua.checkpoint.items import Item, check_objects, collect
+from bagua.checkpoint.restore import Found, restore, wanted
+from bagua.comm.team import Team, decode, encode
+
+__all__ = ["Loaded", "load", "save", "steps"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was put back.
+
+    Attributes:
+        step: what was given to `save`.
+        size: number of ranks that saved it.
+        path: its directory.
+        data: plain data by name, for instance an epoch.
+    """
+
+    step: int
+    size: int
+    path: Path
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def steps(directory: str | os.PathLike[str]) -> tuple[int, ...]:
+    """The steps of the complete checkpoints in `directory`, the one saved last at the end."""
+    return tuple(place.step for place in find(Path(directory)))
+
+
+def save(
+    directory: str | os.PathLike[str],
+    objects: Mapping[str, Any],
+    *,
+    step: int,
+    keep: int | None = 2,
+    process_group: Any = None,
+) -> Path:
+    """Write a checkpoint, whole or not at all. Collective: call it on all ranks, between steps.
+
+    A process that is killed at whatever moment leaves the checkpoints before this one as they are. What is the same
+    on all ranks is written once. torch's random state is saved too.
+
+    Args:
+        directory: of this training alone; seen by all ranks; made if it is not there.
+        objects: by name: modules (of a distributed one the algorithm's state is saved too), optimizers, anything
+            with `state_dict` and `load_state_dict`, and plain data.
+        step: training steps made so far.
+        keep: remove all but the last so many checkpoints once this one is complete; None keeps all.
+        process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`; None for all ranks.
+
+    Returns:
+        The directory of this checkpoint.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        CheckpointError: a rank could not write its part; names the rank. Nothing has changed.
+        CommunicationError: a rank did not come.
+    """
+    check_objects(objects)
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
+        raise ValueError(f"step: expected an integer >= 0, got {step!r}")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep: expected an integer >= 1 or None, got {keep!r}")
+    team, folder, what = team_of(process_group), Path(directory), f"saving step {step} to {os.fspath(directory)}"
+    items: dict[str, Item] = {}
+    problem: BaseException | None = None
+    number, path = 0, folder
+    try:
+        items = collect(objects)
+        if team.rank == 0:
+            number, path = reserve(folder)
+    except Exception as error:  # the other ranks must hear of it
+        problem = error
+    owners = share(team, what, items, problem)
+    number, name = decode(team.tell(what, encode([number, path.name]) if team.rank == 0 else None))
+    path = folder / name
+    sums, problem = _write(path, items, owners, team)
+    reports = agree(team, what, sums, problem)
+    files = {name: [_file(name, rank) for rank in by_rank] for name, by_rank in owners.items()}
+    manifest = Manifest(step, team.size, {name: item.kind for name, item in items.items()}, files)
+    for report in reports:
+        manifest.sums |= {name: (nbytes, crc) for name, (nbytes, crc) in report.items()}
+    final, problem = path, None
+    if team.rank == 0:
+        try:
+            final = publish(path, number, manifest)
+            if keep is not None:
+                discard_old(folder, keep)
+        except (OSError, CheckpointError) as error:
+            problem = error
+    agree(team, what, None, problem)
+    return folder / f"checkpoint-{number:06d}-step-{step}" if team.rank else final
+
+
+def _write(
+    path: Path, items: dict[str, Item], owners: dict[str, list[int]], team: Team
+) -> tuple[dict[str, tuple[int, int]], BaseException | None]:
+    """Write what this rank owns; returns sizes and checksums, or the trouble."""
+    sums: dict[str, tuple[int, int]] = {}
+    try:
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not there; all ranks must see the same directory")
+        for name, item in items.items():
+            if owners[name][team.rank] == team.rank:
+                file = _file(name, team.rank)
+                sums[file] = write_file(path / file, item.value)
+        sync_directory(path)
+    except Exception as error:
+        return {}, error
+    return sums, None
+
+
+def _file(item: str, rank: int) -> str:
+    return f"{item}-{rank:05d}.pt"
+
+
+def load(
+    directory: str | os.PathLike[str],
+    objects: Mapping[str, Any],
+    *,
+    step: int | None = None,
+    rng: bool = True,
+    process_group: Any = None,
+) -> Loaded | None:
+    """Put the last complete checkpoint back into `objects`. Collective, like `save`; after `bagua.distribute`.
+
+    Training goes on with the same bits as if it had not stopped, if the number of ranks is the same. Another number
+    works where the maths allows; see docs/checkpointing.md.
+
+    Args:
+        directory: as in `save`.
+        objects: as in `save`, or some of them; what is plain data there is ignored here and returned.
+        step: a certain one; of several with that step, the one saved last.
+        rng: put torch's random state back too, if the number of ranks is the same.
+        process_group: as in `save`.
+
+    Returns:
+        What was loaded; None if there is nothing, unless `step` is given.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        CheckpointError: files are damaged, an object is not in them, or something does not fit; names it.
+        CommunicationError: a rank did not come.
+    """
+    check_objects(objects)
+    team, folder, what = team_of(process_group), Path(directory), f"loading from {os.fspath(directory)}"
+    choice, problem = _choose(folder, step) if team.rank == 0 else (None, None)
+    (chosen, *_) = agree(team, what, None if choice is None else choice.path.name, problem)
+    if chosen is None:
+        return None
+    path, found = folder / chosen, None
+    manifest = Manifest(0, 0)
+    try:
+        manifest = read_manifest(path)
+        found = _read(path, manifest, objects, team)
+    except Exception as error:  # the other ranks must hear of it
+        problem = error
+    agree(team, what, None, problem)
+    assert found is not None
+    data = restore(found, objects, team, rng=rng)
+    return Loaded(manifest.step, manifest.size, path, data)
+
+
+def _choose(folder: Path, step: int | None) -> tuple[Place | None, BaseException | None]:
+    places = find(folder)
+    if step is None:
+        return (places[-1] if places else None), None
+    match = [place for place in places if place.step == step]
+    if match:
+        return match[-1], None
+    have = ", ".join(str(place.step) for place in places) or "no checkpoint"
+    return None, CheckpointError(f"{folder} has no checkpoint of step {step}; it has {have}")
+
+
+def _read(path: Path, manifest: Manifest, objects: Mapping[str, Any], team: Team) -> Found:
+    """Read, without changing anything, what this rank needs."""
+    parts: dict[str, list[Any]] = {}
+    for name in wanted(manifest.kinds, objects, str(path)):
+        names = manifest.files[name]
+        if manifest.size == team.size:
+            names = [names[team.rank]]
+        elif manifest.kinds[name] == "rng":
+            continue
+        cache = {file: read_file(path / file, manifest.sums[file]) for file in dict.fromkeys(names)}
+        parts[name] = [cache[file] for file in names]
+    return Found(str(path), manifest.size, {name: manifest.kinds[name] for name in parts}, parts)

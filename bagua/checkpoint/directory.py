@@ -1,0 +1,223 @@
+"""The directory of checkpoints: what is in it, and how one more gets there, whole or not at all.
+
+    directory/
+      checkpoint-000006-step-100/
+      checkpoint-000007-step-120/       the newest: the one with the highest number, whatever its step
+        model-00000.pt ...              one file for each item and each rank that holds another copy than rank 0
+        checkpoint.json                 what there is: sizes, checksums, which file stands for which rank
+
+A checkpoint is written into `writing-<number>-<token>/` and renamed when all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagua.checkpoint.errors import CheckpointError
+
+__all__ = ["Manifest", "Place", "discard_old", "find", "publish", "read_file", "read_manifest", "reserve", "write_file"]
+
+_COMPLETE = re.compile(r"checkpoint-(\d{6,18})-step-(\d{1,18})")
+_LEFTOVER = re.compile(r"(writing|removing)-(\d{6,18})-[0-9a-f]{8}")
+_FILE = re.compile(r"[A-Za-z_.][\w.]{0,120}-\d{5,9}\.pt")
+_MANIFEST = "checkpoint.json"
+_MANIFEST_BYTES = 64 * 2**20  # at most
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """A complete checkpoint."""
+
+    number: int
+    step: int
+    path: Path
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: training steps made.
+        size: number of ranks that saved it.
+        kinds: of the items.
+        files: for each item, by rank, the file that stands for the rank.
+        sums: size in bytes and CRC-32 of each file.
+    """
+
+    step: int
+    size: int
+    kinds: dict[str, str] = field(default_factory=dict)
+    files: dict[str, list[str]] = field(default_factory=dict)
+    sums: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def find(directory: Path) -> list[Place]:
+    """All complete checkpoints, the oldest first."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    found = [(match, directory / match[0]) for name in names if (match := _COMPLETE.fullmatch(name))]
+    places = [Place(int(match[1]), int(match[2]), path) for match, path in found]
+    return sorted(places, key=lambda place: (place.number, place.step))
+
+
+def reserve(directory: Path) -> tuple[int, Path]:
+    """Remove what an interrupted save has left, and make the directory of the next one; returns number and path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    numbers = [place.number for place in find(directory)]
+    for name in os.listdir(directory):
+        if match := _LEFTOVER.fullmatch(name):
+            numbers.append(int(match[2]))
+            shutil.rmtree(directory / name, ignore_errors=True)
+    number = max(numbers, default=0) + 1
+    path = directory / f"writing-{number:06d}-{secrets.token_hex(4)}"
+    path.mkdir()
+    return number, path
+
+
+class _Writer:
+    """A file that knows size and checksum of what was written to it."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.nbytes = self.crc = 0
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        count = memoryview(data).nbytes
+        self.nbytes += count
+        self.file.write(data)
+        return count
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def write_file(path: Path, value: Any) -> tuple[int, int]:
+    """Write `value` so that it is on the disk when this returns; returns size and checksum.
+
+    Raises:
+        CheckpointError: `value` holds an object that is not plain data.
+        OSError: the disk is full, say.
+    """
+    with open(path, "wb") as file:
+        writer = _Writer(file)
+        torch.save(value, writer)  # pyright: ignore[reportArgumentType]
+        file.flush()
+        os.fsync(file.fileno())
+    try:  # now, not when it is needed: what was pickled must come back without unpickling arbitrary classes
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path.name}: holds something that is neither a tensor nor plain data ({str(error).splitlines()[0]})"
+        ) from error
+    return writer.nbytes, writer.crc
+
+
+def publish(path: Path, number: int, manifest: Manifest) -> Path:
+    """Give the complete directory `path` its name, after which it counts.
+
+    Raises:
+        CheckpointError: a file of another rank is not there, or not whole: ranks do not share the directory.
+    """
+    for name, (nbytes, _) in manifest.sums.items():
+        have = (path / name).stat().st_size if (path / name).exists() else None
+        if have != nbytes:
+            raise CheckpointError(
+                f"{path / name}: {'is not there' if have is None else f'has {have} bytes'}, {nbytes} were written; "
+                "all ranks must see the same directory"
+            )
+    text = json.dumps({"version": _VERSION, "torch": torch.__version__, **vars(manifest)}, indent=1)
+    with open(path / _MANIFEST, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path)
+    final = path.parent / f"checkpoint-{number:06d}-step-{manifest.step}"
+    os.rename(path, final)
+    sync_directory(path.parent)
+    return final
+
+
+def sync_directory(path: Path) -> None:
+    """Bring the directory's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def discard_old(directory: Path, keep: int) -> None:
+    """Remove all complete checkpoints but the last `keep`. What is being removed no longer counts."""
+    for place in find(directory)[:-keep]:
+        away = directory / f"removing-{place.number:06d}-{secrets.token_hex(4)}"
+        os.rename(place.path, away)
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read what the checkpoint `path` holds.
+
+    Raises:
+        CheckpointError: it is damaged, or of another version.
+    """
+    file = path / _MANIFEST
+    try:
+        if file.stat().st_size > _MANIFEST_BYTES:
+            raise ValueError("too long")
+        data = json.loads(file.read_bytes())
+        if data["version"] != _VERSION:
+            raise CheckpointError(f"{file}: version {data['version']!r}, expected {_VERSION}")
+        manifest = Manifest(
+            int(data["step"]),
+            int(data["size"]),
+            {str(name): str(kind) for name, kind in data["kinds"].items()},
+            {str(item): [str(name) for name in names] for item, names in data["files"].items()},
+            {str(name): (int(nbytes), int(crc)) for name, (nbytes, crc) in data["sums"].items()},
+        )
+        named = {name for names in manifest.files.values() for name in names}
+        if manifest.kinds.keys() != manifest.files.keys() or not named <= manifest.sums.keys():
+            raise ValueError("items without files")
+        if any(len(names) != manifest.size for names in manifest.files.values()):
+            raise ValueError("items of other ranks")
+        if not all(_FILE.fullmatch(name) for name in manifest.sums):
+            raise ValueError("a file name out of place")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: damaged ({type(error).__name__}: {error})") from error
+    return manifest
+
+
+def read_file(path: Path, sums: tuple[int, int]) -> Any:
+    """Read what `write_file` wrote.
+
+    Raises:
+        CheckpointError: size or checksum is not as it was.
+    """
+    nbytes, crc = sums
+    try:
+        have = path.stat().st_size
+        if have != nbytes:
+            raise CheckpointError(f"{path}: has {have} bytes, {nbytes} were written")
+        seen = 0
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 22):
+                seen = zlib.crc32(chunk, seen)
+        if seen != crc:
+            raise CheckpointError(f"{path}: damaged, its checksum is not the one that was written")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error

@@ -1,0 +1,189 @@
+"""Checkpoints as the original Bagua lays them out, written and read.
+
+    path/
+      latest_checkpointed_iteration.txt                  the iteration, or "release"
+      iter_0000120/mp_rank_00_model_states.pt            iteration, model, optimizer, lr_scheduler; rank 0's
+      iter_0000120/expert_<id>_mp_rank_00_model_states.pt              each expert of a mixture of experts
+      iter_0000120/expp_rank_<rank>_mp_rank_00_optim_states.pt         its optimizer, by rank
+      iter_0000120/bagua/...                             not the original's: the state that resuming needs, by rank
+
+Source: bagua/torch_api/checkpoint/checkpointing.py of the original, by its behaviour.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bagua.checkpoint.agree import agree, team_of
+from bagua.checkpoint.archive import load, save
+from bagua.checkpoint.directory import find, sync_directory, write_file
+from bagua.checkpoint.errors import CheckpointError
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_OURS = "bagua"
+_STATES = "mp_rank_00_model_states.pt"
+_EXPERT = re.compile(r"(.*\.bagua_moe\.experts\.bagua_experts\.)(\d+)(\..*)")
+
+
+def save_checkpoint(
+    iteration: int, checkpoints_path: str, model: nn.Module, optimizer: Any = None, lr_scheduler: Any = None
+) -> None:
+    """Save in the layout of the original, and beside it what resuming with the same bits needs. Collective.
+
+    Args:
+        iteration: training iteration.
+        checkpoints_path: directory of all checkpoints.
+        model: distributed or not.
+        optimizer: one optimizer, or None.
+        lr_scheduler: its scheduler, or None.
+
+    Raises:
+        ValueError: `iteration` is none; or `model` holds experts, which only `load_checkpoint` knows.
+        CheckpointError: a rank could not write; the tracker still points to the checkpoint before.
+
+    Differs: written whole or not at all; the algorithm's state is saved, and every rank's own weights where ranks
+        differ; experts are not written.
+    """
+    if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+        raise ValueError(f"iteration: expected an integer >= 0, got {iteration!r}")
+    if any(_EXPERT.fullmatch(name) for name in model.state_dict()):
+        raise ValueError("model: a mixture of experts of the original's; it can be loaded, and saved with torch only")
+    team, root = team_of(None), Path(checkpoints_path)
+    folder, what = root / f"iter_{iteration:07d}", f"saving iteration {iteration} to {checkpoints_path}"
+    objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+    given = {name: value for name, value in objects.items() if value is not None}
+    save(folder / _OURS, given, step=iteration, keep=1)
+    problem: BaseException | None = None
+    if team.rank == 0:
+        try:
+            states = {name: value.state_dict() for name, value in given.items()}
+            _replace(folder / _STATES, lambda path: write_file(path, {"iteration": iteration, **states}))
+            _replace(root / _TRACKER, lambda path: _write_text(path, str(iteration)))
+        except (OSError, CheckpointError) as error:
+            problem = error
+    agree(team, what, None, problem)
+
+
+def load_checkpoint(
+    checkpoints_path: str, model: nn.Module, optimizer: Any = None, lr_scheduler: Any = None, strict: bool = True
+) -> int:
+    """Load what `save_checkpoint`, here or in the original, saved last. Collective.
+
+    Args:
+        checkpoints_path: as in `save_checkpoint`.
+        model, optimizer, lr_scheduler: where to; None leaves that part out.
+        strict: as in `nn.Module.load_state_dict`; False takes the layout of the original, without the state of the
+            algorithm.
+
+    Returns:
+        The iteration; 0 if there is no checkpoint.
+
+    Raises:
+        CheckpointError: the tracker or a file is damaged, or a part is missing; names it.
+
+    Differs: files are read without unpickling arbitrary classes; `strict` acts; a damaged tracker is an error and
+        does not end the process; "release" is read from its own directory.
+    """
+    team, root, what = team_of(None), Path(checkpoints_path), f"loading from {checkpoints_path}"
+    latest: tuple[int, str] | None = None
+    problem: BaseException | None = None
+    if team.rank == 0:
+        try:
+            latest = _latest(root)
+        except (OSError, CheckpointError) as error:
+            problem = error
+    (chosen, *_) = agree(team, what, latest, problem)
+    if chosen is None:
+        return 0
+    iteration, folder = chosen[0], root / chosen[1]
+    given = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+    given = {name: value for name, value in given.items() if value is not None}
+    (ours, *_) = agree(team, what, bool(find(folder / _OURS)), None)
+    if ours and strict:
+        loaded = load(folder / _OURS, given)
+        assert loaded is not None
+        return iteration
+    parts: dict[str, Any] = {}
+    try:
+        parts = _read(folder, model, team.rank)
+        lacking = [name for name in given if name not in parts]
+        if lacking:
+            raise CheckpointError(f"{folder / _STATES} holds no {', '.join(lacking)}")
+    except Exception as error:  # the other ranks must hear of it
+        problem = error
+    agree(team, what, None, problem)
+    model.load_state_dict(parts["model"], strict=strict)
+    for name, value in given.items():
+        if name != "model":
+            value.load_state_dict(parts[name])
+    return iteration
+
+
+def _latest(root: Path) -> tuple[int, str] | None:
+    """Iteration and directory that the tracker names, None without a tracker."""
+    try:
+        text = (root / _TRACKER).read_text()[:100].strip()
+    except FileNotFoundError:
+        return None
+    if text == "release":
+        return 0, text
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise CheckpointError(f"{root / _TRACKER}: expected an iteration or 'release', got {text!r}")
+    return int(text), f"iter_{int(text):07d}"
+
+
+def _read(folder: Path, model: nn.Module, rank: int) -> dict[str, Any]:
+    """What the original wrote, for this rank. Experts of rank r with n each are those from r n on."""
+    parts = _load(folder / _STATES)
+    if not isinstance(parts, dict) or not isinstance(parts.get("model"), dict):
+        raise CheckpointError(f"{folder / _STATES}: holds no model")
+    local = sorted({int(match[2]) for name in model.state_dict() if (match := _EXPERT.fullmatch(name))})
+    if not local:
+        return parts
+    for expert in local:
+        number = rank * len(local) + expert
+        for name, tensor in _load(folder / f"expert_{number}_{_STATES}").items():
+            match = _EXPERT.fullmatch(name)
+            if match is None or int(match[2]) != number:
+                raise CheckpointError(f"{folder}: the file of expert {number} holds {name!r}")
+            parts["model"][f"{match[1]}{expert}{match[3]}"] = tensor
+    optimizer = folder / f"expp_rank_{rank}_mp_rank_00_optim_states.pt"
+    if optimizer.exists() and (state := _load(optimizer)["optimizer"]) is not None:
+        parts["optimizer"] = state
+    return parts
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path}: cannot be read ({reason})") from error
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Have `write` make a file beside `path`, and put it in its place when it is on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

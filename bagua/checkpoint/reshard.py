@@ -1,0 +1,225 @@
+"""What becomes of the state of R ranks on another number of ranks.
+
+| what | rule |
+|---|---|
+| weights | their mean over the ranks, as `bagua.distribute` takes it when it switches; buffers: rank 0's |
+| optimizers | the mean of their tensors; numbers and single-element tensors: rank 0's |
+| residuals of error feedback | every rank gets the mean: what is still owed to the mean gradient stays the same |
+| residuals of owned chunks | put together and cut anew |
+| right factors of PowerSGD | as they are; they are equal on all ranks |
+| replicas of gossip | made anew from the weights, which are equal now |
+| gossip under way (`overlap=True`) | dropped |
+| any other state | as it is if it is equal on all ranks, else refused by name |
+
+With one rank nothing is exchanged, so residuals are dropped on the way to it, and start at zero on the way from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bagua.algorithms import LowPrecisionDecentralized
+from bagua.checkpoint.errors import CheckpointError
+from bagua.engine.engine import Engine
+from bagua.exchanges import DifferenceGossip, Exchange, Hierarchical, PowerSGD, ScatterGather
+
+__all__ = ["for_other_size", "load_algorithm", "mean_module", "mean_optimizer"]
+
+# By class and name of the tensor. Classes of users say it in a class variable `resharding`.
+_EXCHANGES: dict[type, dict[str, str]] = {
+    ScatterGather: {"residual": "mean", "chunk_residual": "chunks"},
+    PowerSGD: {"right": "equal", "error": "mean"},
+    DifferenceGossip: {"me": "weights", "peers": "weights"},
+}
+_ALGORITHMS: dict[type, dict[str, str]] = {
+    LowPrecisionDecentralized: {"pending": "fresh", "snapshot": "fresh", "mixed": "fresh"},
+}
+_RULES = ("mean", "chunks", "equal", "weights", "fresh")
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Whether plain data is the same to the last bit."""
+    if isinstance(left, Tensor):
+        return (
+            isinstance(right, Tensor)
+            and (left.dtype, left.shape) == (right.dtype, right.shape)
+            and torch.equal(_bits(left), _bits(right))
+        )
+    if isinstance(left, dict):
+        same = isinstance(right, dict) and left.keys() == right.keys()
+        return same and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(equal, left, right))
+    return type(left) is type(right) and (left == right or (left != left and right != right))
+
+
+def _bits(x: Tensor) -> Tensor:
+    """NaN is equal to itself here."""
+    return x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else x.detach().new_empty(0).view(-1)
+
+
+def for_other_size(name: str, copies: Sequence[Any], where: str) -> Any:
+    """One of `copies`, if all are equal.
+
+    Raises:
+        CheckpointError: they differ, and nobody knows what to do about it.
+    """
+    for rank, copy in enumerate(copies):
+        if not equal(copy, copies[0]):
+            raise CheckpointError(
+                f"{where}: {name!r} of rank {rank} differs from rank 0's, so it cannot be loaded on another number "
+                f"of ranks than {len(copies)}"
+            )
+    return copies[0]
+
+
+def mean(copies: Sequence[Tensor]) -> Tensor:
+    """The mean of equal or different tensors; of integers the first one."""
+    first = copies[0]
+    if not first.is_floating_point() or all(equal(copy, first) for copy in copies):
+        return first.clone()
+    total = torch.zeros(first.shape, dtype=torch.float64)
+    for copy in copies:
+        total += copy
+    return (total / len(copies)).to(first.dtype)
+
+
+def mean_module(copies: Sequence[Mapping[str, Any]], parameters: set[str]) -> dict[str, Any]:
+    """The mean of the parameters, and rank 0's buffers."""
+    first = copies[0]
+    return {name: mean([copy[name] for copy in copies]) if name in parameters else first[name] for name in first}
+
+
+def mean_optimizer(copies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of the state's tensors; everything else is rank 0's, as `bagua.distribute` has it."""
+    return {**copies[0], "state": _mean_tree([copy["state"] for copy in copies])}
+
+
+def _mean_tree(copies: Sequence[Any]) -> Any:
+    first = copies[0]
+    alike = [copy for copy in copies if type(copy) is type(first)]
+    if isinstance(first, Tensor):
+        alike = [copy for copy in alike if copy.shape == first.shape]
+        return mean(alike) if first.dim() else first
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for copy in alike for key in copy)  # a rank that never used a parameter has no entry
+        return {key: _mean_tree([copy[key] for copy in alike if key in copy]) for key in keys}
+    return first
+
+
+def load_algorithm(engine: Engine, copies: Sequence[dict[str, Any]], where: str) -> None:
+    """Give `engine` the state that `copies`, one for each rank of old, come to. The weights are loaded already.
+
+    Raises:
+        CheckpointError: there is no rule for a tensor; names it.
+    """
+    first = copies[0]
+    here = {"size": engine.team.size, "rank": engine.team.rank}
+    engine.load_state_dict({**first, **here, "states": [], "tensors": []})  # step and plan; makes fresh states
+    fresh = engine.state_dict()
+    states = {(entry["exchange"], entry["bucket"], entry["part"]): entry for entry in fresh["states"]}
+    exchanges = {
+        (repr(exchange), bucket, part): (exchange, (bucket, part)) for exchange, bucket, part in engine._states
+    }
+    olds: dict[tuple[str, int, int], list[dict[str, Tensor]]] = {}
+    for copy in copies:
+        for entry in copy["states"]:
+            olds.setdefault((entry["exchange"], entry["bucket"], entry["part"]), []).append(entry["tensors"])
+    for key, entry in states.items():
+        exchange, (bucket, part) = exchanges[key]
+        lo, hi = engine._parts(exchange, bucket)[part]
+        weights = engine.buckets[bucket].flat[lo:hi]
+        entry["tensors"] = _state(exchange, olds.get(key, []), entry["tensors"], weights, engine, where)
+    fresh["tensors"] = _tensors(engine, copies, fresh["tensors"], where)
+    engine.load_state_dict(fresh)
+
+
+def _state(
+    exchange: Exchange,
+    old: list[dict[str, Tensor]],
+    fresh: dict[str, Tensor],
+    weights: Tensor,
+    engine: Engine,
+    where: str,
+) -> dict[str, Tensor]:
+    """The state of one exchange for one part of a bucket. `old`: of the ranks that had one, in order."""
+    inner = exchange.inner if isinstance(exchange, Hierarchical) else exchange
+    group = engine.groups.inter if isinstance(exchange, Hierarchical) else engine.groups.world
+    rules = _rules(inner, _EXCHANGES)
+    numel, rank = weights.numel(), group.rank if group is not None else 0
+    made: dict[str, Tensor] = {}
+    for name, tensor in fresh.items():
+        rule, copies = rules.get(name), [each[name] for each in old if name in each]
+        if rule == "weights":
+            made[name] = weights.detach().expand(tensor.shape).clone()
+        elif rule == "chunks" and copies:
+            made[name] = _cut(copies, numel, rank, tensor)
+        else:
+            what = f"{where}: {name!r} of {exchange.name}"
+            made[name] = _apply(rule, copies, tensor, what, _scale(rule, inner, len(copies), group))
+    return made
+
+
+def _scale(rule: str | None, exchange: Exchange, num_old: int, group: Any) -> float:
+    """A residual of a sum, not of a mean, is spread: the sum over the ranks stays the same."""
+    average = getattr(exchange, "average", True)
+    return 1.0 if average or rule != "mean" or group is None else num_old / group.size
+
+
+def _tensors(
+    engine: Engine, copies: Sequence[dict[str, Any]], fresh: list[dict[str, Any]], where: str
+) -> list[dict[str, Any]]:
+    """The tensors of the algorithm itself."""
+    rules = _rules(engine.algorithm, _ALGORITHMS)
+    made = {(entry["name"], entry["bucket"]): entry for entry in fresh}
+    olds: dict[tuple[str, int], list[Tensor]] = {}
+    for copy in copies:
+        for entry in copy["tensors"]:
+            olds.setdefault((entry["name"], entry["bucket"]), []).append(entry["value"])
+    for (name, bucket), values in olds.items():
+        what = f"{where}: {name!r} of {engine.algorithm.name}"
+        fallback = made[name, bucket]["value"] if (name, bucket) in made else torch.zeros_like(values[0])
+        value = _apply(rules.get(name), values, fallback, what, 1.0)
+        made[name, bucket] = {"name": name, "bucket": bucket, "value": value}
+    return list(made.values())
+
+
+def _rules(owner: object, table: Mapping[type, dict[str, str]]) -> Mapping[str, str]:
+    """How the state of an exchange or algorithm changes hands, by name of the tensor.
+
+    Raises:
+        CheckpointError: a class of a user's names a rule that there is not.
+    """
+    rules = getattr(type(owner), "resharding", None) or table.get(type(owner), {})
+    for name, rule in rules.items():
+        if rule not in _RULES:
+            raise CheckpointError(
+                f"{type(owner).__name__}.resharding[{name!r}]: {rule!r} is no rule; there are {', '.join(_RULES)}"
+            )
+    return rules
+
+
+def _apply(rule: str | None, copies: Sequence[Tensor], fresh: Tensor, what: str, scale: float) -> Tensor:
+    if not copies or rule == "fresh":
+        return fresh
+    if rule == "mean" and all(copy.shape == fresh.shape for copy in copies):
+        return mean(copies).mul_(scale)
+    if all(equal(copy, copies[0]) for copy in copies) and copies[0].shape == fresh.shape:
+        return copies[0]
+    raise CheckpointError(
+        f"{what} differs between the {len(copies)} ranks that saved it, and there is no rule for another number of "
+        "ranks; load it on as many ranks, or load it before bagua.distribute() and let the algorithm start anew"
+    )
+
+
+def _cut(copies: Sequence[Tensor], numel: int, rank: int, fresh: Tensor) -> Tensor:
+    """Chunk `rank` of what is put together from the chunks of all ranks of old."""
+    whole, size = torch.cat(list(copies))[:numel], fresh.numel()
+    chunk = torch.zeros_like(fresh, device=whole.device)
+    mine = whole[rank * size : (rank + 1) * size]
+    chunk[: mine.numel()] = mine
+    return chunk

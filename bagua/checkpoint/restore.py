@@ -1,0 +1,138 @@
+"""Put what was saved back into modules, optimizers and algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from bagua.checkpoint.agree import agree
+from bagua.checkpoint.errors import CheckpointError
+from bagua.checkpoint.items import RNG, algorithm_item, kind_of, set_random_state
+from bagua.checkpoint.reshard import (
+    for_other_size,
+    load_algorithm,
+    mean_module,
+    mean_optimizer,
+)
+from bagua.comm.team import Team
+from bagua.engine.attachment import attachments
+from bagua.engine.state import check_header
+
+__all__ = ["Found", "restore", "wanted"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was read.
+
+    Attributes:
+        where: for messages.
+        size: number of ranks that saved it.
+        kinds: of the items.
+        parts: for each item this rank's copy, or if the number of ranks has changed all copies, by rank.
+    """
+
+    where: str
+    size: int
+    kinds: dict[str, str]
+    parts: dict[str, list[Any]]
+
+
+def wanted(kinds: Mapping[str, str], objects: Mapping[str, Any], where: str) -> list[str]:
+    """The items that are needed for `objects`, and all plain data.
+
+    Raises:
+        CheckpointError: there is no such item, or one of another kind.
+    """
+    names = [name for name, kind in kinds.items() if kind == "data"]
+    for name, value in objects.items():
+        kind = kind_of(value)
+        if name not in kinds:
+            known = ", ".join(item for item in kinds if "." not in item) or "nothing"
+            raise CheckpointError(f"{where} has no {name!r}; it holds {known}")
+        if kinds[name] != kind:
+            raise CheckpointError(f"{where}: {name!r} was a {kinds[name]} and is a {kind} now")
+        if kind == "data":
+            continue
+        names.append(name)
+        if isinstance(value, nn.Module) and value in attachments:
+            if algorithm_item(name) not in kinds:
+                raise CheckpointError(
+                    f"{where}: {name!r} was not distributed when it was saved, so there is no state of an algorithm; "
+                    "load it before bagua.distribute()"
+                )
+            names.append(algorithm_item(name))
+    return [*names, RNG]
+
+
+def restore(found: Found, objects: Mapping[str, Any], team: Team, *, rng: bool) -> dict[str, Any]:
+    """Put `found` into `objects`; returns the plain data. Collective.
+
+    Raises:
+        CheckpointError: something does not go with the number of ranks that there are now, or another rank failed.
+        ValueError: something does not fit the object; names it. So do the objects' own errors.
+    """
+    data: dict[str, Any] = {}
+    problem: Exception | None = None
+    try:
+        data = _put(found, objects, team, rng)
+    except Exception as error:  # the other ranks must hear of it
+        problem = error
+    try:
+        agree(team, f"loading from {found.where}", None, problem)
+    except CheckpointError:
+        if problem is None:
+            raise
+        raise problem from None
+    return data
+
+
+def _put(found: Found, objects: Mapping[str, Any], team: Team, rng: bool) -> dict[str, Any]:
+    same = found.size == team.size
+    _check_algorithms(found, objects)
+    data = {
+        name: copies[0] if same else for_other_size(name, copies, found.where)
+        for name, copies in found.parts.items()
+        if found.kinds[name] == "data"
+    }
+    for name, module in _of_kind(objects, "module"):
+        copies = found.parts[name]
+        parameters = {path for path, _ in module.named_parameters(remove_duplicate=False)}  # tied ones by every name
+        module.load_state_dict(copies[0] if same else mean_module(copies, parameters))
+    for name, optimizer in _of_kind(objects, "optimizer"):
+        copies = found.parts[name]
+        optimizer.load_state_dict(copies[0] if same else mean_optimizer(copies))
+    for name, module in _of_kind(objects, "module"):  # after the weights, of which replicas may be made
+        if module in attachments:
+            copies = found.parts[algorithm_item(name)]
+            engine = attachments[module].engine
+            if same:
+                engine.load_state_dict(copies[0])
+            else:
+                load_algorithm(engine, copies, f"{found.where}: {name}")
+    for name, value in _of_kind(objects, "stateful"):
+        copies = found.parts[name]
+        value.load_state_dict(copies[0] if same else for_other_size(name, copies, found.where))
+    if rng and same and RNG in found.parts:
+        set_random_state(found.parts[RNG][0])
+    return data
+
+
+def _of_kind(objects: Mapping[str, Any], kind: str) -> Iterable[tuple[str, Any]]:
+    return ((name, value) for name, value in objects.items() if kind_of(value) == kind)
+
+
+def _check_algorithms(found: Found, objects: Mapping[str, Any]) -> None:
+    """Before anything has changed: each module runs the algorithm that it was saved with.
+
+    Raises:
+        ValueError: names both.
+    """
+    for name, module in _of_kind(objects, "module"):
+        if module in attachments:
+            check_header(
+                found.parts[algorithm_item(name)][0], {"algorithm": attachments[module].engine.stats().algorithm}
+            )

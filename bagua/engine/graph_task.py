@@ -1,0 +1,42 @@
+"""What kind of backward pass is running."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["accumulates", "refuse_capture"]
+
+
+def accumulates() -> bool:
+    """Whether the pass that runs adds to `.grad`, as `backward()` does, and not `torch.autograd.grad`.
+
+    To be called from a tensor's hook. Some leaf below the hook's node tells; if there is none, it is taken for one
+    that does.
+    """
+    stack = [torch._C._current_autograd_node()]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # it accumulates into a leaf
+            try:
+                return torch._C._will_engine_execute_node(node)
+            except RuntimeError:  # the leaf's gradient is to be returned
+                return False
+        stack += [following for following, _ in node.next_functions]
+    return True
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Refuse to be captured in a CUDA graph: a replay would run neither hooks nor exchanges.
+
+    Raises:
+        RuntimeError: the current stream is being captured.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "CUDA graphs: the forward and backward pass of a distributed module cannot be captured, since a replay "
+            "would exchange nothing; capture parts of the module before bagua.distribute(), or do without"
+        )

@@ -1,0 +1,71 @@
+"""Which exchange of gradients is meant, and whether all ranks mean the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from bagua import algorithms
+from bagua.algorithms import Algorithm, GradientAllReduce, PowerSGD
+from bagua.comm.groups import Groups
+from bagua.comm.team import Team, decode, encode
+from bagua.errors import RankMismatchError
+from bagua.exchanges import Exchange
+
+__all__ = ["ExchangeFor", "choose", "open_groups"]
+
+ExchangeFor = Callable[[Sequence[Tensor]], Exchange]
+"""The exchange for a flat tensor that holds these gradients, one after the other."""
+
+
+def choose(exchange: str | Algorithm | Exchange, options: dict[str, Any]) -> Algorithm | Exchange:
+    """Return what `exchange` names, if it is an exchange of gradients.
+
+    Raises:
+        TypeError: it is none of the three.
+        ValueError: unknown name or option; it does more than to exchange gradients, or leaves ranks with different
+            ones.
+    """
+    if isinstance(exchange, Exchange):
+        if options:
+            raise ValueError(f"exchange: options {', '.join(options)} go into {exchange!r}, not beside it")
+        if not exchange.complete:
+            raise ValueError(
+                f"exchange: {exchange.name} leaves every rank with another gradient, so replicas would drift apart"
+            )
+        return exchange
+    if not isinstance(exchange, str | Algorithm):
+        raise TypeError(f"exchange: expected a name, an Algorithm or an Exchange, got {type(exchange).__name__}")
+    algorithm = algorithms.get(exchange, **options)
+    if not isinstance(algorithm, GradientAllReduce | PowerSGD):
+        raise ValueError(
+            f"exchange: {algorithm.name!r} does more than to exchange gradients during the backward pass; "
+            "use bagua.distribute() for it"
+        )
+    return algorithm
+
+
+def open_groups(team: Team, chosen: Algorithm | Exchange, what: str) -> tuple[Groups, ExchangeFor]:
+    """Make groups for `chosen`, fitted to the nodes of the ranks. Collective.
+
+    Raises:
+        RankMismatchError: ranks chose differently.
+        CommunicationError: a rank did not come.
+    """
+    told = [decode(message) for message in team.meet(what, encode([repr(chosen), team.node]))]
+    for rank, (other, _) in enumerate(told):
+        if other != told[0][0]:
+            raise RankMismatchError(f"{what}: rank {rank} has {other}, rank 0 has {told[0][0]}")
+    nodes = team.discover_nodes([node for _, node in told])
+    name = f"interop/{team.next_lane()}"
+    if isinstance(chosen, Exchange):
+        return team.open(name, chosen.hierarchical, nodes), lambda gradients: chosen
+    fitted, _ = chosen.for_nodes(nodes)
+    groups = team.open(name, fitted.hierarchical_groups, nodes)
+    if isinstance(fitted, PowerSGD):
+        bucket: Any = SimpleNamespace
+        return groups, lambda gradients: fitted.exchange_for(bucket(params=tuple(gradients)))
+    return groups, lambda gradients: fitted.exchange

@@ -1,0 +1,305 @@
+"""Codecs and exchanges within FSDP2 (`torch.distributed.fsdp.fully_shard`).
+
+Legend: R = ranks that share one replica, C = elements of one rank's shard, W = bytes of one wire row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bagua import codecs
+from bagua.algorithms import Algorithm
+from bagua.algorithms.feedback import fit_feedback
+from bagua.codecs import Codec
+from bagua.comm.buffers import Buffers
+from bagua.comm.collectives import all_gather_rows, all_to_all_rows
+from bagua.comm.groups import Group, Groups, Meter
+from bagua.comm.team import Team
+from bagua.engine.replicate import replicate_tensors
+from bagua.exchanges import Exchange, PowerSGD, State
+from bagua.interop.choice import ExchangeFor, choose, open_groups
+
+__all__ = ["CompressedFSDP", "compress_fsdp"]
+
+_HOOKS = {
+    "reduce_scatter": "set_custom_reduce_scatter",
+    "all_gather": "set_custom_all_gather",
+    "replica": "set_all_reduce_hook",
+}
+
+
+def compress_fsdp(
+    model: nn.Module,
+    *,
+    reduce_scatter: str | Codec | None = None,
+    all_gather: str | Codec | None = None,
+    replica: str | Algorithm | Exchange | None = None,
+    replica_group: Any = None,
+    error_feedback: bool | None = None,
+) -> CompressedFSDP:
+    """Let the FSDP2 modules in `model` send less. Collective; call it after `fully_shard` and before training.
+
+    Args:
+        model: has `fully_shard` been applied to, to itself or to parts of it.
+        reduce_scatter: codec of the gradients on their way to the ranks that own them; summed in fp32.
+        all_gather: codec of the weights on their way to all ranks. The owner keeps them in full precision; all ranks
+            compute with the same decoded ones.
+        replica: how replicas average the gradients that they own: what `ddp_hook` takes, but not "power_sgd", whose
+            matrices are cut here. For hybrid sharding with `fully_shard(model, mesh=mesh["shard"])`, whose replicas
+            torch does not know of.
+        replica_group: the ranks that own the same shard: `mesh["replicate"]`, or a `ProcessGroup`. Their weights
+            become those of its first rank.
+        error_feedback: add what `reduce_scatter` lost to the next gradients; None does so for codecs with less than
+            8 bits per element.
+
+    Returns:
+        The state of error feedback, and the bytes sent; checkpoints take it as they take an optimizer.
+
+    Raises:
+        RuntimeError: this torch has no such hook; names it.
+        TypeError, ValueError: an argument is wrong.
+        CommunicationError: a replica did not come.
+    """
+    modules = _sharded(model, {"reduce_scatter": reduce_scatter, "all_gather": all_gather, "replica": replica})
+    made = CompressedFSDP()
+    if reduce_scatter is not None:
+        codec = codecs.get(reduce_scatter)
+        feedback = fit_feedback(error_feedback, codec)
+        if feedback and (codec.lossless or codec.linear):
+            raise ValueError(f"error_feedback=True does not mix with codec {codec.name!r}")
+        for path, module in modules.items():
+            made.scatters[path] = _ReduceScatter(codec, feedback, made.meter)
+            module.set_custom_reduce_scatter(made.scatters[path])
+    elif error_feedback:
+        raise ValueError("error_feedback=True needs reduce_scatter, whose codec loses something")
+    if all_gather is not None:
+        codec = codecs.get(all_gather)
+        for module in modules.values():
+            module.set_custom_all_gather(_AllGather(codec, made.meter))
+    if replica is not None:
+        _join_replicas(model, modules, made, replica, replica_group)
+    elif replica_group is not None:
+        raise ValueError("replica_group is given, but replica is not: how should replicas average?")
+    return made
+
+
+class CompressedFSDP:
+    """What `compress_fsdp` keeps. `state_dict` is this rank's own: save it on every rank.
+
+    Attributes:
+        meter: bytes that this rank's compressed collectives sent and received.
+    """
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+        self.scatters: dict[str, _ReduceScatter] = {}
+        self.replicas: dict[str, _Replica] = {}
+        self._groups: Groups | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank, so far."""
+        return self.meter.sent + sum(meter.sent for meter in (self._groups.meters if self._groups else ()))
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Residuals and exchange states by path of the sharded module; copies."""
+        return {
+            "residuals": {
+                path: {size: tensor.clone() for size, tensor in each.residuals.items()}
+                for path, each in self.scatters.items()
+            },
+            "replicas": {
+                path: {size: _copies(state) for size, state in each.states.items()}
+                for path, each in self.replicas.items()
+            },
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put back what `state_dict` returned on this rank.
+
+        Raises:
+            ValueError: it was made for other modules or other arguments.
+        """
+        for name, mine in (("residuals", self.scatters), ("replicas", self.replicas)):
+            saved = state_dict.get(name)
+            if saved is None or saved.keys() != mine.keys():
+                raise ValueError(f"state dict: {name} are not those of this model and these arguments")
+        for path, tensors in state_dict["residuals"].items():
+            self.scatters[path].residuals = {size: tensor.clone() for size, tensor in tensors.items()}
+        for path, states in state_dict["replicas"].items():
+            self.replicas[path].states = {size: _copies(state) for size, state in states.items()}
+
+
+def _copies(state: Mapping[str, Tensor]) -> State:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def _sharded(model: nn.Module, wanted: Mapping[str, object]) -> dict[str, Any]:
+    """The FSDP2 modules by path.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: see `compress_fsdp`.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    asked = [name for name, value in wanted.items() if value is not None]
+    if not asked:
+        raise ValueError("compress_fsdp: nothing to do; give reduce_scatter, all_gather or replica")
+    for name in asked:
+        if not hasattr(FSDPModule, _HOOKS[name]):
+            raise RuntimeError(
+                f"{name}: torch {torch.__version__} has no FSDPModule.{_HOOKS[name]}(); Bagua needs 2.11"
+            )
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if not modules:
+        raise ValueError("model: nothing in it is sharded; call torch.distributed.fsdp.fully_shard() first")
+    return modules
+
+
+def _join_replicas(
+    model: nn.Module,
+    modules: Mapping[str, Any],
+    made: CompressedFSDP,
+    replica: str | Algorithm | Exchange,
+    replica_group: Any,
+) -> None:
+    chosen = choose(replica, {})
+    if isinstance(chosen, PowerSGD) or getattr(chosen, "name", "") == "power_sgd":
+        raise ValueError("replica: 'power_sgd' needs whole matrices, and a shard holds pieces of them")
+    if replica_group is None:
+        raise ValueError("replica_group: give the ranks that own the same shard, for instance mesh['replicate']")
+    params: list[Any] = [param for param in model.parameters() if hasattr(param, "to_local")]
+    if any(placement.is_replicate() for param in params for placement in param.placements):
+        raise ValueError(
+            "replica: torch averages these replicas itself, in full precision; shard over one mesh dimension, "
+            "fully_shard(model, mesh=mesh['shard']), and pass replica_group=mesh['replicate']"
+        )
+    device = params[0].to_local().device
+    team = Team.of(replica_group, device)
+    made._groups, exchange_for = open_groups(team, chosen, "bagua.interop.compress_fsdp()")
+    replicate_tensors([param.to_local() for param in params], made._groups.world, device)
+    for path, module in modules.items():
+        made.replicas[path] = _Replica(exchange_for, made._groups)
+        module.set_all_reduce_hook(made.replicas[path])
+
+
+class _Replica:
+    """The all-reduce hook of one FSDP module: averages what is reduced within a replica with the other replicas."""
+
+    def __init__(self, exchange_for: ExchangeFor, groups: Groups) -> None:
+        self.states: dict[int, State] = {}  # by number of elements: FSDP leaves out parameters without a gradient
+        self._exchange_for, self._groups, self._step = exchange_for, groups, 0
+
+    @torch.no_grad()
+    def __call__(self, reduce_output: Tensor) -> None:
+        flat, groups = reduce_output.view(-1), self._groups
+        exchange = self._exchange_for([flat])
+        size = flat.numel()
+        if size not in self.states:
+            self.states[size] = exchange.init(flat, groups)
+        state = self.states[size] = {name: each.to(flat.device) for name, each in self.states[size].items()}
+        if groups.size > 1:
+            exchange.run(flat, state, groups, self._step)
+        self._step += 1
+
+
+class _Comm:
+    """What the two below share: a group of Bagua's around FSDP's own, scratch memory, and allocation."""
+
+    def __init__(self, codec: Codec, meter: Meter) -> None:
+        self.codec = codec
+        self._meter, self._buffers = meter, Buffers()
+        self._wrapped: tuple[dist.ProcessGroup, Group] | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As torch does by default."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _group(self, pg: dist.ProcessGroup, device: torch.device) -> Group:
+        if self._wrapped is None or self._wrapped[0] is not pg:
+            backend = pg._get_backend(device)
+            name, ranks = str(backend.name()).lower(), tuple(range(pg.size()))
+            self._wrapped = pg, Group(backend, pg.rank(), pg.size(), ranks, name, self._meter)
+        return self._wrapped[1]
+
+    def _wire(self, name: str, rows: int, n: int, like: Tensor) -> Tensor:
+        width = self.codec.wire_bytes(n, like.dtype)
+        return self._buffers.get(name, (rows, width), torch.uint8, like.device)
+
+
+class _ReduceScatter(_Comm):
+    """Every rank encodes its gradients of everyone's shard; the owner decodes and sums them."""
+
+    def __init__(self, codec: Codec, error_feedback: bool, meter: Meter) -> None:
+        super().__init__(codec, meter)
+        self.residuals: dict[int, Tensor] = {}  # by number of elements, as in `_Replica`
+        self._feedback = error_feedback
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Shapes: input_tensor is [R C], output_tensor [C]. Done, or enqueued on the current stream, on return."""
+        mine = self._group(group, input_tensor.device)
+        size, n = mine.size, output_tensor.numel()
+        x_RC = input_tensor.view(size, n)
+        wire_RW, peers_RW = self._wire("wire", size, n, x_RC), self._wire("peers", size, n, x_RC)
+        if self._feedback:
+            self.codec.encode_with_feedback(x_RC, self._residual(x_RC), out=wire_RW)
+        else:
+            self.codec.encode(x_RC, out=wire_RW)
+        all_to_all_rows(mine, peers_RW, wire_RW)
+        self.codec.decode_mean(peers_RW, n, out=output_tensor, weight=_weight(op, size))
+
+    def _residual(self, x_RC: Tensor) -> Tensor:
+        kept = self.residuals.get(x_RC.numel())
+        kept = torch.zeros_like(x_RC) if kept is None else kept.to(x_RC.device, x_RC.dtype)
+        self.residuals[x_RC.numel()] = kept
+        return kept
+
+
+class _AllGather(_Comm):
+    """The owner of a shard encodes it once; everyone, the owner too, computes with what comes out."""
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Shapes: input_tensor is [C], a part of output_tensor [R C]. Done or enqueued on return, never async.
+
+        Raises:
+            ValueError: the parameters of one FSDP module have several dtypes, of which torch makes bytes.
+        """
+        if not input_tensor.is_floating_point():
+            raise ValueError(
+                f"all_gather: codec {self.codec.name!r} needs parameters of one floating dtype in each sharded module, "
+                f"got {input_tensor.dtype}"
+            )
+        mine = self._group(group, input_tensor.device)
+        rank, size, n = mine.rank, mine.size, input_tensor.numel()
+        wire_RW = self._wire("wire", size, n, input_tensor)
+        self.codec.encode(input_tensor.view(1, n), out=wire_RW[rank : rank + 1])
+        all_gather_rows(mine, wire_RW)
+        self.codec.decode(wire_RW, n, out=output_tensor.view(size, n))
+
+
+def _weight(op: Any, size: int) -> float:
+    """What the sum is multiplied with.
+
+    Raises:
+        ValueError: an operation that is neither sum nor mean.
+    """
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / size
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.PREMUL_SUM and hasattr(op, "__getstate__"):
+        return float(op.__getstate__()[1])  # how it pickles: (kind, factor)
+    raise ValueError(f"reduce_scatter: operation {op} cannot be done with a codec")

@@ -1,0 +1,246 @@
+"""A checkpoint is there whole or not at all, and what is damaged is not taken for whole."""
+
+from __future__ import annotations
+
+import collections
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bagua
+from bagua.checkpoint import CheckpointError, load, save, steps
+from tests.checkpoint.kill_points import sweep
+from tests.rank_pool import RankPool
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_writer_that_is_killed_leaves_what_was_there(stride: int, pool: RankPool, tmp_path: Path) -> None:
+    (report,) = pool.run(1, sweep, str(tmp_path), stride, init=False, timeout_s=120)
+    assert not [wrong for *_, wrong in report if wrong]
+    moved_on = [after - before for before, after, _ in report]
+    assert moved_on.count(0) * stride > 100, "killed before the new one was complete"
+    assert moved_on.count(1) * stride > 8, "killed while old ones were removed, or not at all"
+
+
+def model() -> torch.nn.Linear:
+    torch.manual_seed(3)
+    return torch.nn.Linear(4, 2)
+
+
+def test_the_last_few_are_kept(tmp_path: Path) -> None:
+    for step in range(5):
+        path = save(tmp_path, {"model": model()}, step=step, keep=3)
+        assert path.name == f"checkpoint-{step + 1:06d}-step-{step}"
+    assert steps(tmp_path) == (2, 3, 4)
+    save(tmp_path, {"model": model()}, step=5, keep=None)
+    assert steps(tmp_path) == (2, 3, 4, 5)
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("checkpoint-")]
+
+
+def test_what_was_saved_last_is_found_first_although_its_step_is_lower(tmp_path: Path) -> None:
+    save(tmp_path, {"epoch": 1}, step=100)
+    save(tmp_path, {"epoch": 2}, step=50)
+    loaded = load(tmp_path, {})
+    assert loaded is not None and (loaded.step, loaded.data, loaded.size) == (50, {"epoch": 2}, 1)
+    loaded = load(tmp_path, {}, step=100)
+    assert loaded is not None and loaded.data == {"epoch": 1}
+    with pytest.raises(CheckpointError, match="no checkpoint of step 70; it has 100, 50"):
+        load(tmp_path, {}, step=70)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert load(tmp_path / "nowhere", {"model": model()}) is None
+    assert steps(tmp_path / "nowhere") == ()
+    with pytest.raises(CheckpointError, match="it has no checkpoint"):
+        load(tmp_path, {}, step=1)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def claim(path: Path) -> None:
+    manifest = path.parent / "checkpoint.json"
+    manifest.write_text(manifest.read_text().replace("model-00000.pt", "../../model-00000.pt"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(cut, "were written"), (flip, "checksum"), (Path.unlink, "cannot be read"), (claim, "out of place")],
+)
+def test_damage_is_noticed(damage: Any, message: str, tmp_path: Path) -> None:
+    path = save(tmp_path, {"model": model()}, step=1)
+    damage(path / "model-00000.pt")
+    fresh = model()
+    with torch.no_grad():
+        fresh.weight.zero_()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(tmp_path, {"model": fresh})
+    assert "rank 0 of 1" in str(caught.value)
+    assert not fresh.weight.any(), "something was loaded"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', '{"version": 1, "step": 1, "size": 1}'])
+def test_a_damaged_manifest_is_noticed(text: str, tmp_path: Path) -> None:
+    path = save(tmp_path, {"model": model()}, step=1)
+    (path / "checkpoint.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"checkpoint.json: (damaged|version 2)"):
+        load(tmp_path, {"model": model()})
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("evil",)
+
+
+def test_a_file_that_names_a_class_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "load", lambda *args, **options: None)  # let save() through
+    path = save(tmp_path, {"epoch": Evil()}, step=1)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError):
+        load(tmp_path, {})
+    assert not (tmp_path / "evil").exists()
+    assert path.exists()
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    save(tmp_path, {"epoch": 1}, step=1)
+    with pytest.raises(CheckpointError, match=r"rank 0 of 1: CheckpointError: epoch-00000.pt: holds something"):
+        save(tmp_path, {"epoch": Evil()}, step=2)
+    with pytest.raises(CheckpointError, match="rank 0 of 1"):
+        save(tmp_path, {"epoch": lambda: 0}, step=2)
+    assert steps(tmp_path) == (1,)
+    counts = collections.Counter([1, 1, 2])
+    save(tmp_path, {"counts": counts, "mixed": [(1, None), {"a": torch.ones(2)}, "text", b"x", 1.5]}, step=2)
+    loaded = load(tmp_path, {})
+    assert loaded is not None and loaded.data["counts"] == counts and loaded.data["mixed"][0] == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": -1}, "step"),
+        ({"step": True}, "step"),
+        ({"keep": 0}, "keep"),
+        ({"objects": {"a b": 1}}, "'a b' is no name"),
+        ({"objects": {"model.bagua": 1}}, "is no name"),
+        ({"objects": [1]}, "objects"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"objects": {"epoch": 1}, "step": 1, **change}
+    with pytest.raises((ValueError, TypeError), match=message):
+        save(tmp_path, options.pop("objects"), **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_in_it_is_named(tmp_path: Path) -> None:
+    net = model()
+    save(tmp_path, {"model": net, "epoch": 1}, step=1)
+    with pytest.raises(CheckpointError, match="has no 'optimizer'; it holds model, epoch"):
+        load(tmp_path, {"model": model(), "optimizer": torch.optim.SGD(net.parameters(), lr=1)})
+    with pytest.raises(CheckpointError, match="'model' was a module and is a data now"):
+        load(tmp_path, {"model": 1})
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------
+
+
+class Broken:
+    """Something with a state, which cannot be had on rank 1."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if torch.distributed.get_rank() == 1:
+            raise OSError("no space left on device")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def on_two_ranks(path: str) -> list[str]:
+    rank = torch.distributed.get_rank()
+    messages = []
+    save(path, {"equal": [1.5, 2], "own": rank}, step=1)
+    for thing in ({"broken": Broken()}, {"own": rank, **({"more": 1} if rank else {})}):
+        try:
+            save(path, thing, step=2)
+        except CheckpointError as error:
+            messages.append(str(error))
+    loaded = load(path, {})
+    assert loaded is not None and loaded.step == 1 and loaded.data == {"equal": [1.5, 2], "own": rank}
+    (place,) = Path(path).glob("checkpoint-*")
+    if rank == 1:
+        cut(place / "own-00001.pt")
+    torch.distributed.barrier()
+    try:
+        load(path, {})
+    except CheckpointError as error:
+        messages.append(str(error))
+    return [*messages, *sorted(path.name for path in place.iterdir())]
+
+
+def test_a_problem_of_one_rank_is_everyones(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(2, on_two_ranks, str(tmp_path))
+    assert first == second
+    assert "rank 1 of 2: OSError: no space left on device" in first[0]
+    assert "rank 1 and rank 0 differ in whether they hold more" in first[1]
+    assert "rank 1 of 2" in first[2] and "own-00001.pt: has" in first[2]
+    files = first[3:]
+    assert [name for name in files if name.startswith("equal")] == ["equal-00000.pt"], "written once"
+    assert [name for name in files if name.startswith("own")] == ["own-00000.pt", "own-00001.pt"]
+
+
+def separate(path: str) -> str:
+    try:
+        save(f"{path}/{torch.distributed.get_rank()}", {"epoch": torch.distributed.get_rank()}, step=1)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_directory_that_is_not_shared_is_noticed(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(2, separate, str(tmp_path)):
+        assert "rank 1 of 2" in said and "all ranks must see the same directory" in said
+
+
+def die_while_writing(path: str) -> str:
+    from bagua.checkpoint import archive
+
+    save(path, {"epoch": 1}, step=1)
+    if torch.distributed.get_rank() == 1:
+        archive.sync_directory = lambda path: os._exit(1)
+    try:
+        save(path, {"epoch": torch.distributed.get_rank()}, step=2)
+    except bagua.CommunicationError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_writing_is_named(pool: RankPool, tmp_path: Path) -> None:
+    said, _ = pool.run(2, die_while_writing, str(tmp_path), dies=[1], group_timeout_s=3)
+    assert "rank 1 did not come" in said
+    assert steps(tmp_path) == (1,)
+
+
+def misfit(path: str) -> str:
+    save(path, {"model": model()}, step=1)
+    mine = torch.nn.Linear(5, 2) if torch.distributed.get_rank() else model()
+    with pytest.raises(RuntimeError, match="size mismatch") as caught:
+        load(path, {"model": mine})
+    return type(caught.value).__name__
+
+
+def test_what_does_not_fit_on_one_rank_is_an_error_on_all(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, misfit, str(tmp_path)) == ["CheckpointError", "RuntimeError"]
