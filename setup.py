@@ -55,9 +55,17 @@ class Library:
     units: list[tuple[str, list[str]]]
     depends: list[str]
     without: str  # what its users lose if it cannot be built
+    cxxflags: tuple[str, ...] = ()
+    ldflags: tuple[str, ...] = ()
+
+
+def sources(folder: str, ending: str) -> list[str]:
+    """The files of a folder with this ending, by name."""
+    return sorted(str(path) for path in Path(folder).glob(f"*{ending}"))
 
 
 CSRC = "bagua/codecs/csrc"
+NET = "bagua/net/csrc"
 KERNELS = ("int4", "mean", "minmax_uint8", "sign", "top_k")
 LIBRARIES = [
     Library(
@@ -76,6 +84,24 @@ LIBRARIES = [
         for stem in (("relay", "pacing") if sys.platform == "linux" else ())
     ),
 ]
+if sys.platform == "linux":
+    LIBRARIES += [
+        Library(
+            name="bagua.net.libnccl-net-bagua",
+            units=[(source, []) for source in sources(NET, ".cpp")],
+            depends=[*sources(NET, ".h"), f"{NET}/exports.map"],
+            without="there will be no Bagua-Net",
+            ldflags=("-pthread", f"-Wl,--version-script={NET}/exports.map"),
+        ),
+        Library(
+            name="bagua.net._driver",
+            units=[(source, []) for source in (*sources(f"{NET}/driver", ".cpp"), f"{NET}/flow_count.cpp")],
+            depends=[*sources(f"{NET}/driver", ".h"), f"{NET}/nccl_abi.h", f"{NET}/flow_count.h"],
+            without="bagua bench net will not run",
+            cxxflags=("-fexceptions",),
+            ldflags=("-pthread", "-ldl"),
+        ),
+    ]
 
 
 class BuildLibraries(build_ext):
@@ -118,13 +144,13 @@ class BuildLibraries(build_ext):
         def compile_unit(index: int) -> str:
             source, flags = library.units[index]
             output = str(folder / f"{index}-{Path(source).stem}.o")
-            command([*compiler, *CXXFLAGS, *flags, "-c", source, "-o", output])
+            command([*compiler, *CXXFLAGS, *library.cxxflags, *flags, "-c", source, "-o", output])
             return output
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_unit, range(len(library.units))))
         fresh = folder / target.name
-        command([*compiler, *LDFLAGS, *objects, "-o", str(fresh)])
+        command([*compiler, *LDFLAGS, *objects, *library.ldflags, "-o", str(fresh)])
         put_in_place(fresh, target)
 
     def copy_extensions_to_source(self) -> None:
@@ -169,6 +195,10 @@ setup(
     ext_modules=[
         Extension(lib.name, [source for source, _ in lib.units], depends=lib.depends, optional=True) for lib in wanted
     ],
-    exclude_package_data={"": ["csrc/*"], "bagua.codecs.csrc": ["*"], "bagua.lab.csrc": ["*"]},
+    exclude_package_data={
+        "": ["csrc/*", "csrc/driver/*"],
+        **{f"bagua.{part}.csrc": ["*"] for part in ("codecs", "lab", "net")},
+        "bagua.net.csrc.driver": ["*"],
+    },
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
 )

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bagua.bench import entrants, models, overhead, plots, primitives, scaling, tables, tradeoff, wire
+from bagua.bench import entrants, models, net, overhead, plots, primitives, scaling, tables, tradeoff, wire
+from bagua.bench.merge import merged
 from bagua.bench.tradeoff import Plan
 
 __all__ = ["build_parser", "main"]
@@ -80,8 +81,10 @@ def build_parser() -> argparse.ArgumentParser:
     three.add_argument("--sizes", type=_numbers, metavar="LIST", help="bytes; default: 16 KB to 40 MB")
     four = commands.add_parser("overhead", help="what the engine costs on a model of 300 parameters", add_help=False)
     four.set_defaults(rest=[])
-    five = commands.add_parser("report", help="a Markdown table and figures from a results file")
-    five.add_argument("file", type=Path, help="written with --json")
+    net.add_arguments(commands.add_parser("net", help="Bagua-Net, the NCCL plugin, on shaped links, without a GPU"))
+    five = commands.add_parser("report", help="a Markdown table and figures from results files")
+    five.add_argument("files", type=Path, nargs="+", metavar="FILE", help="written with --json; several become one")
+    five.add_argument("--json", type=Path, metavar="FILE", help="write what became of them there")
     five.add_argument("--plots", type=Path, metavar="DIR", help="write figures (PNG and SVG) there")
     five.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there instead of printing them")
     return parser
@@ -103,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["overhead"]:
         return overhead.main(words[1:])
+    if words[:1] == ["net"]:
+        return net.main(words[1:])
     args = build_parser().parse_args(words)
     prepare, run = _COMMANDS[args.command]
     try:
@@ -208,13 +213,7 @@ def _primitives(args: argparse.Namespace, wanted: dict[str, Any]) -> int:
 
 
 def _read(args: argparse.Namespace) -> dict[str, Any]:
-    try:
-        report = json.loads(args.file.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{args.file}: {error}") from error
-    if not isinstance(report, dict) or report.get("kind") not in ("tradeoff", "scaling", "primitives"):
-        raise ValueError(f"{args.file}: not written by bagua bench tradeoff, scaling or primitives")
-    return report
+    return merged(args.files)
 
 
 def _report(args: argparse.Namespace, report: dict[str, Any]) -> int:
@@ -224,7 +223,7 @@ def _report(args: argparse.Namespace, report: dict[str, Any]) -> int:
         args.markdown.write_text(made + "\n")
     else:
         print(made)
-    _draw(args, report)
+    _write(args, report)
     return 0
 
 

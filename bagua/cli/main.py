@@ -12,6 +12,7 @@ __all__ = ["main"]
 # name -> (what it does, the module whose `main(argv) -> int` does it)
 _COMMANDS = {
     "bench": ("measure training steps on emulated networks, beside others' and the physical bound", "bagua.bench.main"),
+    "doctor": ("what works on this machine, and whether NCCL would load Bagua-Net", "bagua.cli.doctor"),
     "lab": ("an emulated cluster on this machine: bagua lab run --hosts 4 ... -- bagua run ...", "bagua.lab.main"),
     "run": ("start a script on every rank: torchrun with Bagua's flags", "bagua.distributed.run"),
 }

@@ -7,7 +7,10 @@ import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable
 
+import torch
 from torch.distributed.argparse_util import check_env, env
+
+from bagua import net
 
 __all__ = ["add_bagua_arguments", "apply_bagua_arguments", "option", "report_without_effect"]
 
@@ -47,7 +50,7 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
     add("autotune_warmup_time", env, type=float, help="accepted, without effect at level 0")
     add("is_output_autotune_log", check_env, help="accepted, without effect at level 0")
     add("bagua_service_port", env, type=int, help="accepted, without effect: there is no server any more")
-    add("enable_bagua_net", check_env, help="refused: there is no Bagua-Net yet")
+    add("enable_bagua_net", check_env, help="have NCCL load Bagua-Net, which uses several TCP flows a connection")
 
 
 def apply_bagua_arguments(parser: ArgumentParser, args: Namespace) -> None:
@@ -59,7 +62,7 @@ def apply_bagua_arguments(parser: ArgumentParser, args: Namespace) -> None:
     if args.autotune_level:
         parser.error(f"--autotune-level {args.autotune_level}: there is no tuning yet, only level 0 is possible")
     if args.enable_bagua_net:
-        parser.error("--enable-bagua-net: there is no Bagua-Net yet; leave the flag out")
+        _enable_bagua_net(parser)
     report_without_effect(parser, args, _WITHOUT_EFFECT)
     if args.default_bucket_size is not None:
         os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(args.default_bucket_size)
@@ -69,6 +72,16 @@ def report_without_effect(parser: ArgumentParser, args: Namespace, reasons: dict
     """Name each flag of `reasons` that was given once on stderr."""
     for name, reason in _given(args, reasons.items()):
         print(f"{parser.prog}: {option(name)[0]} has no effect: {reason}", file=sys.stderr)
+
+
+def _enable_bagua_net(parser: ArgumentParser) -> None:
+    try:
+        net.enable()
+    except (RuntimeError, ValueError) as error:
+        parser.error(f"--enable-bagua-net: {error}")
+    if not torch.cuda.is_available():
+        reason = "no CUDA device here, so NCCL is not in play and nothing loads Bagua-Net"
+        print(f"{parser.prog}: --enable-bagua-net: {reason}", file=sys.stderr)
 
 
 def _given(args: Namespace, items: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

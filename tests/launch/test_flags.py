@@ -105,7 +105,6 @@ def test_both_spellings(module: object, underscored: str) -> None:
     ("words", "message"),
     [
         (["--autotune-level", "1", "x.py"], "--autotune-level 1: there is no tuning yet"),
-        (["--enable_bagua_net", "x.py"], "--enable-bagua-net: there is no Bagua-Net yet"),
         (["--default-bucket-size", "0", "x.py"], "must be a positive number of bytes, not 0"),
         (["--no-such-flag", "x.py"], "unrecognized arguments: --no-such-flag"),
         ([], "training_script"),
