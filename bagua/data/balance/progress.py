@@ -1,0 +1,115 @@
+"""Epoch, rank and position of a sampler, and resuming in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import Sampler
+
+__all__ = ["Progress", "check_flag", "check_seed", "check_share"]
+
+_T = TypeVar("_T")
+
+
+class Progress(Sampler[_T], Generic[_T]):
+    """A sampler of one rank whose epochs can be resumed.
+
+    Subclasses give an epoch's items with `_items` and what must not differ on resuming with `_circumstances`.
+
+    Attributes:
+        epoch: the number that, with the seed, decides the order.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._begin = 0  # where the next iteration begins
+        self._given = 0  # items of this epoch that were given out
+
+    def _items(self) -> Sequence[_T]:
+        raise NotImplementedError
+
+    def _circumstances(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration. A position that was loaded is kept if the epoch is the loaded one.
+
+        Raises:
+            ValueError: not an integer >= 0.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"epoch: expected an integer >= 0, got {epoch!r}")
+        if epoch != self.epoch:
+            self.epoch, self._begin, self._given = epoch, 0, 0
+
+    def __iter__(self) -> Iterator[_T]:
+        items, begin = self._items(), self._begin
+        self._begin = 0
+        for at in range(begin, len(items)):
+            self._given = at + 1
+            yield items[at]
+        self._given = 0
+
+    def state_dict(self, given: int | None = None) -> dict[str, Any]:
+        """Where this epoch stands; equal on all ranks.
+
+        Args:
+            given: how many items of the epoch the training has used. None takes those given out, which are more
+                when a DataLoader's workers run ahead.
+
+        Raises:
+            ValueError: `given` is negative or more than there are.
+        """
+        position = self._given if given is None else given
+        if not 0 <= position <= len(self._items()):
+            raise ValueError(f"given: expected 0 to {len(self._items())}, got {position}")
+        return {"epoch": self.epoch, "position": position, **self._circumstances()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on where `state` was taken.
+
+        Raises:
+            ValueError: it was taken with other data, options or another number of ranks; names what differs.
+        """
+        for name, value in self._circumstances().items():
+            if state.get(name) != value:
+                raise ValueError(f"state: {name} was {state.get(name)!r} and is {value!r}")
+        self.epoch = state["epoch"]
+        self._begin = self._given = state["position"] if state["position"] < len(self._items()) else 0
+
+
+def check_share(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Number of ranks and rank; None takes them from `torch.distributed`.
+
+    Raises:
+        RuntimeError: it is needed and not initialised.
+        ValueError: out of range.
+    """
+    if num_replicas is None or rank is None:
+        group: Any = torch.distributed
+        if not group.is_available() or not group.is_initialized():
+            raise RuntimeError("num_replicas and rank: give both, or call bagua.init_process_group() first")
+        num_replicas = group.get_world_size() if num_replicas is None else num_replicas
+        rank = group.get_rank() if rank is None else rank
+    assert num_replicas is not None and rank is not None
+    if num_replicas < 1:
+        raise ValueError(f"num_replicas: expected 1 or more, got {num_replicas}")
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank: expected 0 to {num_replicas - 1}, got {rank}")
+    return num_replicas, rank
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return `value` if it is a bool, else raise a TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+    return value
+
+
+def check_seed(seed: Any) -> int:
+    """Return `seed` if it is an integer, else raise a TypeError."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed: expected an int, got {type(seed).__name__}")
+    return seed

@@ -1,0 +1,85 @@
+"""A dataset whose samples are computed once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from bagua.data.cache.cache_loader import CacheLoader, CacheStats
+
+__all__ = ["CachedDataset"]
+
+
+class CachedDataset(Dataset[Any]):
+    """`dataset`, with samples that come from a cache once they were computed.
+
+    Put into `dataset` what is the same in every epoch, and random augmentation behind it: a sample is cached as it
+    first came. Batches of a DataLoader are asked for at once.
+
+    Args:
+        dataset: anything with `__getitem__`; `__len__` and `__getitems__` are passed on if it has them.
+        backend: "lmdb", "memory" or "redis".
+        dataset_name, capacity_per_node, writer_buffer_size, serializer, **backend_options: see CacheLoader.
+
+    Raises:
+        TypeError: `dataset` cannot be indexed; else as CacheLoader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        backend: str = "lmdb",
+        dataset_name: str = "",
+        capacity_per_node: int | None = None,
+        writer_buffer_size: int = 20,
+        *,
+        serializer: str = "plain",
+        **backend_options: Any,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise TypeError(f"dataset: expected one with __getitem__, got {type(dataset).__name__}")
+        self.dataset = dataset
+        self.cache_loader = CacheLoader(
+            backend, dataset_name, capacity_per_node, writer_buffer_size, serializer=serializer, **backend_options
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.cache_loader.get(_key(index), self.dataset.__getitem__)
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        """Return the samples of a batch."""
+        return self.cache_loader.get_many([_key(index) for index in indices], self._compute)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def stats(self) -> CacheStats:
+        """Hits and misses of this process; DataLoader workers count their own."""
+        return self.cache_loader.stats
+
+    def flush(self) -> None:
+        """Wait until what this process computed is written."""
+        self.cache_loader.flush()
+
+    def close(self) -> None:
+        """Write what is pending and close the store; see CacheLoader.close."""
+        self.cache_loader.close()
+
+    def _compute(self, keys: list[Any]) -> Sequence[Any]:
+        if callable(getattr(self.dataset, "__getitems__", None)):
+            return self.dataset.__getitems__(keys)
+        return [self.dataset[key] for key in keys]
+
+
+def _key(index: Any) -> str | int | bytes:
+    """Numbers of any kind, one-element tensors among them, are one key."""
+    if isinstance(index, (str, bytes)):
+        return index
+    try:
+        return operator.index(index)
+    except TypeError:
+        raise TypeError(f"index: expected an integer, str or bytes, got {type(index).__name__}") from None

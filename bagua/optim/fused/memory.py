@@ -1,0 +1,27 @@
+"""How a tensor lies in memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["dense_view", "is_dense", "is_part"]
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Whether its storage holds more than this tensor."""
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+def dense_view(param: Tensor) -> Tensor:
+    """All elements of a dense tensor as a vector, in the order in which they lie in memory."""
+    return param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
+
+
+def is_dense(param: Tensor) -> bool:
+    """Whether the elements fill a range of memory without gap or overlap, in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.size(), strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

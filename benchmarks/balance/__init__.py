@@ -1,0 +1,1 @@
+"""How evenly samplers share the work among ranks, and what that brings."""

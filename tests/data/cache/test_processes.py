@@ -1,0 +1,160 @@
+"""Processes that are forked or killed at bad moments leave the cache whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bagua.data import CacheLoader
+from bagua.data.cache.client import close_all
+from bagua.data.cache.fork_gate import ForkGate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+
+def sample(key: int) -> torch.Tensor:
+    return torch.full((30_000,), key, dtype=torch.int32)
+
+
+def forked(work: object) -> int:
+    """Start `work()` in a child; its process."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()  # pyright: ignore
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def ended(pid: int, timeout_s: float = 30) -> int:
+    """Wait for a child; its exit code."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError("the child hung")
+
+
+def test_writers_that_are_killed_leave_whole_entries_or_none(cache_path: Path) -> None:
+    loader = CacheLoader("lmdb", path=cache_path, writer_buffer_size=5)
+    found = 0
+    for attempt in range(8):
+        begin = 1000 * attempt
+
+        def write(begin: int = begin) -> None:
+            for key in range(begin, begin + 1000):
+                loader.get(key, sample)
+
+        pid = forked(write)
+        time.sleep(0.03 + 0.02 * attempt)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        before = loader.stats.num_hits
+        for key in range(begin, begin + 1000, 7):
+            assert torch.equal(loader.get(key, sample), sample(key))
+        found += loader.stats.num_hits - before
+    assert loader.stats.num_damaged == 0
+    assert found > 20, "no child came to write anything"
+
+
+def test_forks_in_the_middle_of_reads_and_writes(cache_path: Path) -> None:
+    loader = CacheLoader("lmdb", path=cache_path, writer_buffer_size=5)
+    stop, problems = threading.Event(), []
+
+    def keep_busy(begin: int) -> None:
+        key = begin
+        while not stop.is_set():
+            key += 1
+            if not torch.equal(loader.get(key % 300, sample), sample(key % 300)):
+                problems.append(key)
+            if key % 50 == 0:
+                loader.clear()
+
+    def read_and_write() -> None:
+        for key in (*range(0, 300, 11), *range(500, 510)):
+            assert torch.equal(loader.get(key, sample), sample(key))
+        close_all()
+
+    threads = [threading.Thread(target=keep_busy, args=(begin,)) for begin in (0, 150)]
+    for thread in threads:
+        thread.start()
+    try:
+        codes = [ended(forked(read_and_write)) for _ in range(15)]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+    assert codes == [0] * 15
+    assert not problems
+    assert loader.get(1, sample)[0] == 1 and loader.status().available
+
+
+def test_a_child_of_a_child(cache_path: Path) -> None:
+    loader = CacheLoader("lmdb", path=cache_path)
+    loader.get(1, sample)
+    loader.flush()
+
+    def never(key: int) -> torch.Tensor:
+        raise AssertionError
+
+    def child() -> None:
+        assert loader.get(1, never)[0] == 1
+        assert ended(forked(lambda: loader.get(1, never))) == 0
+        assert loader.get(1, never)[0] == 1
+
+    assert ended(forked(child)) == 0
+    assert loader.get(1, never)[0] == 1
+
+
+def test_a_fork_waits_for_those_inside_and_keeps_others_out() -> None:
+    gate, order = ForkGate(), []
+
+    class Member:
+        def suspend(self) -> None:
+            order.append("suspended")
+
+        def abandon(self) -> None: ...
+
+    member = Member()
+    gate._members.add(member)
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with gate:
+            inside.set()
+            leave.wait(10)
+            order.append("left")
+
+    def come_late() -> None:
+        with gate:
+            order.append("late")
+
+    first = threading.Thread(target=stay)
+    first.start()
+    inside.wait(10)
+    forking = threading.Thread(target=gate._before)
+    forking.start()
+    while not gate._forking:
+        time.sleep(0.001)
+    late = threading.Thread(target=come_late)
+    late.start()
+    leave.set()
+    forking.join(10)
+    assert order == ["left", "suspended"]
+    gate._after_in_parent()
+    late.join(10)
+    first.join(10)
+    assert order == ["left", "suspended", "late"]
