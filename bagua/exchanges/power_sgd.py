@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bagua.comm.collectives import all_reduce_
 from bagua.comm.groups import Groups
+from bagua.exchanges.all_reduce import AllReduce
 from bagua.exchanges.base import Exchange, State
 
 __all__ = ["PowerSGD"]
@@ -133,7 +133,7 @@ class PowerSGD(Exchange):
         group, buffers, layout = groups.world, groups.buffers, self._layout
         if group.size == 1 or x_N.numel() == 0:
             return
-        dtype, device, weight = _work_dtype(x_N.dtype), x_N.device, 1.0 / group.size
+        dtype, device, mean = _work_dtype(x_N.dtype), x_N.device, AllReduce()
         p_P = buffers.get("left", (layout.num_left,), dtype, device)
         q_Q = buffers.get("right_and_rest", (layout.num_right + layout.num_rest,), dtype, device)
         rest = [x_N[start:stop] for start, stop in layout.rest]
@@ -143,7 +143,7 @@ class PowerSGD(Exchange):
             matrices = self._take(targets, state, groups)
             for matrix, right, left in zip(matrices, _rights(layout, state["right"]), lefts, strict=True):
                 torch.mm(matrix, right.t(), out=left)
-            all_reduce_(group, p_P.mul_(weight))
+            mean.run(p_P, {}, groups, step)
             _orthonormalise_(layout, p_P)
             for matrix, left, right in zip(matrices, lefts, rights, strict=True):
                 torch.mm(left.t(), matrix, out=right)
@@ -153,7 +153,7 @@ class PowerSGD(Exchange):
                 # An overflowed step is skipped by the GradScaler; its NaN must not come back for ever.
                 state["error"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         _pack(q_Q[layout.num_right :], rest)
-        all_reduce_(group, q_Q.mul_(weight))
+        mean.run(q_Q, {}, groups, step)
         _unpack(q_Q[layout.num_right :], rest)
         if targets:
             new, old = q_Q[: layout.num_right], state["right"]

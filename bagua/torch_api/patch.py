@@ -82,6 +82,8 @@ def _set_module_name(self: nn.Module, name: str) -> None:
 
 def _record(self: nn.Module) -> _Record:
     record = _records.get(self)
+    if record is None and type(self).__module__.startswith("torch._dynamo"):
+        return _Record(None, [])  # torch.compile reads every attribute of a module that it makes
     if record is None:
         raise AttributeError(f"{type(self).__name__} is not distributed; call with_bagua() first")
     return record
@@ -100,7 +102,7 @@ def _optimizers(self: nn.Module) -> list[torch.optim.Optimizer]:
 def _buckets(self: nn.Module) -> list[Any]:
     """The buckets (`names`, `params`, `flat`); none until the first backward pass has shown their order."""
     _record(self)
-    return attached_buckets(self)
+    return attached_buckets(self) if self in _records else []
 
 
 def patch() -> None:

@@ -220,3 +220,29 @@ def test_example_script(pool: RankPool) -> None:
     losses = pool.run(2, _examples, "compat_script", ["--epochs", "2"])
     assert losses[0] == losses[1]
     assert losses[0][1] < 0.5 * losses[0][0]
+
+
+class _Broken(nn.Module):
+    """The compiler takes what is before the break and what is behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(hidden)
+
+
+def _compiled_beside_the_patch() -> None:
+    import bagua.torch_api  # noqa: F401
+
+    torch.manual_seed(0)
+    model = _Broken()
+    x = torch.randn(5, 6)
+    assert torch.allclose(torch.compile(model, backend="aot_eager")(x), model(x), atol=1e-6)
+
+
+def test_modules_that_are_not_distributed_can_be_compiled(pool: RankPool) -> None:
+    pool.run(1, _compiled_beside_the_patch)

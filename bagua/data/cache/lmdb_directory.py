@@ -165,6 +165,8 @@ def _locked(path: Path) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
+        # Closing alone would not do: a child forked meanwhile has inherited the lock, and would wait for itself.
+        fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 

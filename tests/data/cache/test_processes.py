@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -27,6 +28,7 @@ def forked(work: object) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
+        faulthandler.dump_traceback_later(20)  # of all threads, to stderr
         try:
             work()  # pyright: ignore
             code = 0
