@@ -10,6 +10,7 @@ import io
 import json
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 from tests.docs.markdown import blocks
@@ -35,4 +36,5 @@ def run(path: Path) -> str:
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore", module="lightning")  # what Lightning warns itself of is no error of the document
     print(json.dumps({name: run(Path(name)) for name in sys.argv[1:]}))

@@ -61,6 +61,7 @@ def test_the_documents_hold_code() -> None:
         "docs/lab.md",
         "docs/fused-optimizer.md",
         "docs/interop.md",
+        "docs/lightning.md",
         "docs/load-balancing.md",
         "docs/migrate-from-deepspeed.md",
         "docs/new-algorithm.md",

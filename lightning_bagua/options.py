@@ -1,0 +1,58 @@
+"""The strategy's arguments: which are the algorithm's, which are the engine's, and which cannot be."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import bagua
+from bagua.algorithms import Algorithm
+
+__all__ = ["choose"]
+
+_OF_LIGHTNING = {"module", "optimizers", "process_group"}  # arguments of `bagua.distribute` that Lightning provides
+_OF_DDP = {
+    "bucket_cap_mb": "use bucket_bytes",
+    "check_reduction": "torch has deprecated it",
+    "ddp_comm_hook": "choose an algorithm, or use Lightning's DDPStrategy with bagua.interop.ddp_hook()",
+    "ddp_comm_state": "choose an algorithm",
+    "ddp_comm_wrapper": "choose an algorithm with a codec, bytegrad for one",
+    "delay_all_reduce_named_params": "leave it out",
+    "device_ids": "use the Trainer's devices",
+    "dim": "leave it out",
+    "find_unused_parameters": "leave it out, unused parameters are found in every step",
+    "gradient_as_bucket_view": "leave it out, gradients always are views of buckets",
+    "init_sync": "leave it out, replicas are always made equal",
+    "mixed_precision": "use the Trainer's precision",
+    "model_averaging_period": "use algorithm='local_sgd'",
+    "output_device": "leave it out",
+    "param_to_hook_all_reduce": "leave it out",
+    "skip_all_reduce_unused_params": "leave it out",
+}
+
+
+def choose(algorithm: str | Algorithm, flatten: bool, kwargs: dict[str, Any]) -> tuple[Algorithm, dict[str, Any]]:
+    """Return the algorithm, with its options, and what else `bagua.distribute` is to be given.
+
+    Raises:
+        ValueError, TypeError: an argument is unknown or cannot act; names it.
+    """
+    if flatten is not True:
+        raise ValueError(
+            f"flatten: only True is supported, got {flatten!r}; gradients always are views of flat buckets"
+        )
+    for name in kwargs:
+        if name in _OF_DDP:
+            raise TypeError(f"{name}: an argument of DistributedDataParallel that Bagua does not have; {_OF_DDP[name]}")
+        if name in _OF_LIGHTNING:
+            raise TypeError(f"{name}: Lightning provides it")
+    names = {
+        name
+        for name, parameter in inspect.signature(bagua.distribute).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    } - {"hierarchical"}
+    engine_options = {name: value for name, value in kwargs.items() if name in names}
+    options = {name: value for name, value in kwargs.items() if name not in names}
+    if options.get("hierarchical", False) is None:
+        del options["hierarchical"]  # the algorithm's default
+    return bagua.algorithms.get(algorithm, **options), engine_options
