@@ -21,8 +21,9 @@ from bagua.engine.buffers import check_broadcast
 from bagua.engine.engine import Engine
 from bagua.engine.handshake import shake_hands
 from bagua.engine.lane import make_lane
+from bagua.engine.link import lanes_of_sums
 from bagua.engine.params import Inventory, as_optimizers, take_inventory
-from bagua.engine.plan import check_num_lanes, default_bucket_bytes, default_num_lanes
+from bagua.engine.plan import check_num_lanes, default_bucket_bytes, default_num_lanes, lanes_are_given
 from bagua.engine.quality import Guard
 from bagua.engine.replicate import replicate_optimizers, replicate_tensors
 from bagua.engine.sparse import check_sparse
@@ -64,7 +65,7 @@ def distribute(
             switching, the group as before.
         bucket_bytes: payload that is exchanged at once; None takes BAGUA_DEFAULT_BUCKET_SIZE or 10 MiB.
         num_lanes: exchanges that are under way at once on gloo, each with connections of its own; None takes
-            BAGUA_NUM_LANES or 4.
+            BAGUA_NUM_LANES or 4, of which plain sums use fewer where the network is faster than the CPU.
         hierarchical: exact within a node, the algorithm's exchange between nodes; None is the algorithm's default.
         guard: measure every so often what compression loses, and fall back when it is too much; None does neither.
         broadcast_buffers: give everyone rank 0's buffers (running statistics, say) before each forward pass in
@@ -86,6 +87,7 @@ def distribute(
     if process_group is None and previous is not None:
         process_group = previous.process_group
     problem: Exception | None = None
+    chooses_lanes = False
     inventory: Inventory | None = None
     items: tuple[torch.optim.Optimizer, ...] = ()
     chosen: Algorithm | None = None
@@ -94,6 +96,7 @@ def distribute(
             algorithm_options["hierarchical"] = hierarchical
         chosen = algorithms.get(algorithm, **algorithm_options)
         bucket_bytes = _checked_bucket_bytes(bucket_bytes)
+        chooses_lanes = num_lanes is None and not lanes_are_given()
         num_lanes = default_num_lanes() if num_lanes is None else check_num_lanes("num_lanes", num_lanes)
         if not isinstance(guard, Guard | None):
             raise TypeError(f"guard: expected a bagua.Guard or None, got {type(guard).__name__}")
@@ -115,7 +118,7 @@ def distribute(
     options = {
         "algorithm": repr(chosen),
         "bucket_bytes": str(bucket_bytes),
-        "num_lanes": str(num_lanes),
+        "num_lanes": f"{num_lanes} by default" if chooses_lanes else str(num_lanes),
         "guard": repr(guard),
         "broadcast_buffers": str(broadcast_buffers),
         "static_graph": str(static_graph),
@@ -140,10 +143,12 @@ def distribute(
     fallback = guard.fallback_on(agreement.nodes) if guard is not None else None
     hierarchical_groups = chosen.hierarchical_groups or (fallback is not None and fallback.hierarchical_groups)
     groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes)
-    replicate_tensors(
-        [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values()],
-        groups.world,
-        inventory.device,
+    tensors = [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values()]
+    few_lanes = lanes_of_sums(
+        team,
+        agreement.nodes,
+        sum(tensor.nbytes for tensor in tensors),
+        lambda: replicate_tensors(tensors, groups.world, inventory.device),
     )
     everything = {**inventory.parameters, **inventory.frozen}
     replicate_optimizers(items, everything, team, groups.world, inventory.device)
@@ -152,6 +157,7 @@ def distribute(
     lane = make_lane(groups, inventory.device)
     notices = (remark,) if remark else ()
     engine = Engine(chosen, inventory, items, team, lane, bucket_bytes, key, order, notices, guard, num_lanes)
+    engine.lanes_of_sums = few_lanes if chooses_lanes else None
     engine.backward.static_graph = static_graph
     engine.broadcasts_buffers = broadcast_buffers and team.size > 1 and bool(inventory.buffers)
     attachments[module] = attach(module, engine, items, process_group)

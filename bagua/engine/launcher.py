@@ -65,6 +65,7 @@ class Launcher:
         threads = isinstance(lane, ThreadLane) and team.size > 1
         self.num_lanes = num_lanes if threads else 1
         self.part_bytes = PART_BYTES if threads else None
+        self.lanes_of_sums: int | None = None  # see `bagua.engine.link`; None: all
         self._key = key
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._tally = Tally(lane.groups.meters, team.size)
@@ -208,10 +209,13 @@ class Launcher:
         flat = own.flat if x is None else x
         parts = self._parts(exchange, own.index)
         piece = InPieces(len(parts), before, after)
+        width = len(self.lanes)
+        if exchange.streaming and self.lanes_of_sums is not None:
+            width = min(width, self.lanes_of_sums)
         tickets: list[Ticket] = []
         for part, (lo, hi) in enumerate(parts):
             chosen = (
-                self.lanes[(own.index + part) % len(self.lanes)]
+                self.lanes[(own.index + part) % width]
                 if lane is None
                 else next(each for each in self._more_lanes if each is lane)
             )

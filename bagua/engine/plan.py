@@ -15,6 +15,7 @@ __all__ = [
     "check_num_lanes",
     "default_bucket_bytes",
     "default_num_lanes",
+    "lanes_are_given",
     "make_plan",
 ]
 
@@ -50,6 +51,11 @@ def default_num_lanes() -> int:
     if not text.strip().isdigit():
         raise ValueError(f"BAGUA_NUM_LANES: expected an integer from 1 to {_MAX_LANES}, got {text!r}")
     return check_num_lanes("BAGUA_NUM_LANES", int(text))
+
+
+def lanes_are_given() -> bool:
+    """Whether the environment sets the number of lanes."""
+    return "BAGUA_NUM_LANES" in os.environ
 
 
 def check_num_lanes(name: str, value: int) -> int:

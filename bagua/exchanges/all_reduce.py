@@ -60,6 +60,11 @@ class AllReduce(Exchange):
         """True."""
         return True
 
+    @property
+    def streaming(self) -> bool:
+        """True."""
+        return True
+
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N], any N."""
         group = groups.world

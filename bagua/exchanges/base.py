@@ -48,6 +48,11 @@ class Exchange(ABC):
         """Whether slices of a tensor may be exchanged on their own, each with a state of its own, on several lanes."""
         return False
 
+    @property
+    def streaming(self) -> bool:
+        """Whether it does next to nothing but move bytes, so that on a fast link one lane does as much as several."""
+        return False
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """Make the state for a bucket like `x_N`. Called once, when the algorithm is bound, on all ranks."""
         return {}

@@ -60,6 +60,11 @@ class Hierarchical(Exchange):
         return self.inner.elementwise
 
     @property
+    def streaming(self) -> bool:
+        """As the inner exchange."""
+        return self.inner.streaming
+
+    @property
     def average(self) -> bool:
         """As the inner exchange."""
         return getattr(self.inner, "average", True)

@@ -1,0 +1,82 @@
+"""How many lanes share plain sums follows from the first broadcast, and changes no bit."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bagua
+import bagua.engine.launcher as launcher
+from bagua.engine import link
+from bagua.engine.attach import live_engines
+from bagua.errors import RankMismatchError
+from tests.rank_pool import RankPool
+
+
+def train(rate: float, smallest: int, algorithm: str = "gradient_allreduce", **options: Any) -> Any:
+    """On a rank: parameters after 4 steps, the lanes that sums may use, and those that were used."""
+    kept = link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, launcher.PART_BYTES
+    link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, launcher.PART_BYTES = rate, smallest, 16_384
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 96), nn.Linear(96, 50))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.distribute(model, optimizer, algorithm, bucket_bytes=40_000, **options)
+        engine, used = live_engines()[-1], set()
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            optimizer.zero_grad()
+            model(torch.randn(8, 96, generator=generator)).square().mean().backward()
+            for number, lane in enumerate(engine.lanes):
+                submit = lane.submit
+
+                def counted(run: Any, label: str, number: int = number, submit: Any = submit) -> Any:
+                    used.add(number)
+                    return submit(run, label)
+
+                lane.submit = counted  # pyright: ignore
+            optimizer.step()
+        values = [param.detach().clone() for param in model.parameters()]
+        found = engine.lanes_of_sums, used
+        bagua.detach(model)
+        return values, found
+    finally:
+        link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, launcher.PART_BYTES = kept
+
+
+def compare() -> Any:
+    fast, slow, small = train(0.0, 0), train(1e30, 0), train(0.0, 1 << 30)
+    given, lossy = train(0.0, 0, num_lanes=4), train(0.0, 0, "bytegrad")
+    for other in (slow, small, given):
+        assert all(torch.equal(a, b) for a, b in zip(fast[0], other[0], strict=True))
+    return [each[1] for each in (fast, slow, small, given, lossy)]
+
+
+def test_a_fast_link_carries_sums_on_few_lanes(pool: RankPool) -> None:
+    few = max(1, int(len(os.sched_getaffinity(0)) / 2 / link._CORES_PER_LANE))
+    for fast, slow, small, given, lossy in pool.run(2, compare):
+        all_lanes = slow[1]
+        assert len(all_lanes) > 2
+        assert [each for each, _ in (fast, slow, small, given, lossy)] == [few, None, None, None, few]
+        assert small[1] == given[1] == all_lanes
+        assert fast[1] == {lane for lane in all_lanes if lane < few}
+        assert lossy[1] == all_lanes, "codecs gain by lanes on any link"
+
+
+def differing() -> str:
+    model = nn.Linear(2, 2)
+    options = {"num_lanes": 4} if dist.get_rank() else {}
+    try:
+        bagua.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    except RankMismatchError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_all_ranks_must_leave_the_choice_or_none(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pool.run(2, differing) == ["num_lanes differs: rank 1 has 4, rank 0 has 4 by default"] * 2
