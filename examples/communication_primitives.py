@@ -1,6 +1,7 @@
 """Each communication primitive of `bagua.torch_api` once, on any number of ranks.
 
-python examples/communication_primitives.py
+python examples/communication_primitives.py                                                    one process
+bagua run --nproc-per-node 4 examples/communication_primitives.py                              any number of them
 python -m bagua.distributed.launch --nproc_per_node=3 examples/communication_primitives.py
 
 Rank 0 prints what it got; every rank checks its own results.
@@ -9,12 +10,14 @@ Rank 0 prints what it got; every rank checks its own results.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 import bagua.torch_api as bagua
+from bagua.torch_api.data_parallel import functional
 
 
 def show(what: str, got: Tensor, want: Sequence[float]) -> None:
@@ -81,6 +84,13 @@ def all_to_all(rank: int, n: int, device: torch.device) -> None:
     bits = torch.tensor([1 << rank], device=device)
     bagua.allreduce_inplace(bits, op=bagua.ReduceOp.BOR)
     show("allreduce_inplace BOR", bits, [2**n - 1])
+    for op, of_floats in ((bagua.ReduceOp.MIN, 1), (bagua.ReduceOp.PRODUCT, math.factorial(n))):
+        bagua.allreduce(x, out, op=op)
+        show(f"allreduce {op.name}", out, [of_floats])
+    for op, of_bits in ((bagua.ReduceOp.BAND, 0 if n > 1 else 1), (bagua.ReduceOp.BXOR, 2**n - 1)):
+        bits = torch.tensor([1 << rank], device=device)
+        bagua.allreduce_inplace(bits, op=op)
+        show(f"allreduce_inplace {op.name}", bits, [of_bits])
     several = [x.clone(), 2 * x]
     bagua.allreduce_coalesced_inplace(several)
     show("allreduce_coalesced", torch.cat(several), [n * (n + 1) / 2, n * (n + 1)])
@@ -129,6 +139,28 @@ def subgroups(rank: int, n: int, device: torch.device) -> None:
     show("allreduce of even ranks", x, [(n + 1) // 2 if rank % 2 == 0 else 1])
 
 
+def nodes(rank: int, n: int, device: torch.device) -> None:
+    """Communicators of the ranks of a node, and of the ranks that have the same place on their nodes."""
+    everyone = bagua.new_group()
+    intra, inter = everyone.get_intra_node_communicator(), everyone.get_inter_node_communicator()
+    x = torch.ones(1, device=device)
+    bagua.allreduce_inplace(x, comm=intra)
+    show("allreduce in the node", x, [bagua.get_local_size()])
+    if bagua.get_local_rank() == 0:  # these are the members; elsewhere it does nothing
+        bagua.allreduce_inplace(x, comm=inter)
+        show("and among the nodes", x, [n])
+
+
+def with_gradient(rank: int, n: int, device: torch.device) -> None:
+    """An all-reduce within a computation that is differentiated."""
+    x = torch.tensor([rank + 1.0], device=device, requires_grad=True)
+    total = functional.all_reduce(x)
+    (total * (rank + 1)).sum().backward()
+    show("functional.all_reduce", total.detach(), [n * (n + 1) / 2])
+    assert x.grad is not None
+    show("and its gradient", x.grad, [n * (n + 1) / 2])
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all of them."""
     parser = argparse.ArgumentParser(description="each communication primitive once")
@@ -139,7 +171,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.cuda.set_device(device)
     bagua.init_process_group()
     rank, n = bagua.get_rank(), bagua.get_world_size()
-    for part in (point_to_point, one_to_all, all_to_one, all_to_all, parts_of_any_size, subgroups):
+    for part in (
+        point_to_point,
+        one_to_all,
+        all_to_one,
+        all_to_all,
+        parts_of_any_size,
+        subgroups,
+        nodes,
+        with_gradient,
+    ):
         part(rank, n, device)
     bagua.barrier()
 

@@ -27,6 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "interop": {"algorithms", "codecs", "comm", "engine", "errors", "exchanges"},
     "data": {"comm", "errors"},
     "distributed": {"public", "errors", "net"},
+    "script": set(),
+    "sys_perf": {"public"},
     "lab": set(),
     "net": set(),
     "bench": {"public", "errors", "comm", "lab", "net"},

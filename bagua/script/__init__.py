@@ -1,0 +1,1 @@
+"""Command-line programs that the original had under this name."""

@@ -1,0 +1,1 @@
+"""Images per second of known models on made-up data: `bagua_sys_perf` and examples/synthetic_benchmark.py."""

@@ -1,0 +1,16 @@
+"""How many channels a narrower model has."""
+
+from __future__ import annotations
+
+__all__ = ["scaled"]
+
+
+def scaled(channels: int, scale: float) -> int:
+    """Return `scale` times `channels`, rounded, at least 1.
+
+    Raises:
+        ValueError: `scale` is not in (0, 4].
+    """
+    if not 0 < scale <= 4:
+        raise ValueError(f"scale: expected a number above 0, 4 at most, got {scale!r}")
+    return max(1, round(channels * scale))
