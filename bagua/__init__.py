@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from importlib import metadata as _metadata
 
-from bagua import algorithms, checkpoint, codecs, exchanges, interop, nn, optim, topologies
+from bagua import algorithms, checkpoint, codecs, elastic, exchanges, interop, nn, optim, topologies
 from bagua.algorithms import Algorithm, Context
+from bagua.autotune import Autotune
 from bagua.comm.world import destroy_process_group, init_process_group
 from bagua.engine import (
     GradScaler,
@@ -36,6 +37,7 @@ from bagua.simulation import Simulation, simulate
 
 __all__ = [
     "Algorithm",
+    "Autotune",
     "CommunicationError",
     "Context",
     "GradScaler",
@@ -53,6 +55,7 @@ __all__ = [
     "destroy_process_group",
     "detach",
     "distribute",
+    "elastic",
     "exchanges",
     "init_process_group",
     "interop",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bagua.checkpoint.directory import (
     read_manifest,
     reserve,
     sync_directory,
+    write_bytes,
     write_file,
 )
 from bagua.checkpoint.errors import CheckpointError
@@ -26,7 +28,7 @@ from bagua.checkpoint.items import Item, check_objects, collect
 from bagua.checkpoint.restore import Found, restore, wanted
 from bagua.comm.team import Team, decode, encode
 
-__all__ = ["Loaded", "load", "save", "steps"]
+__all__ = ["Loaded", "load", "save", "save_packed", "steps"]
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,62 @@ def save(
         problem = error
     owners = share(team, what, items, problem)
     number, name = decode(team.tell(what, encode([number, path.name]) if team.rank == 0 else None))
-    path = folder / name
-    sums, problem = _write(path, items, owners, team)
+    writers = {name: partial(write_file, value=item.value) for name, item in items.items()}
+    kinds = {name: item.kind for name, item in items.items()}
+    return _complete(folder, (number, name), writers, kinds, owners, step, keep, team, what)
+
+
+def save_packed(
+    directory: str | os.PathLike[str],
+    packed: Mapping[str, bytes],
+    kinds: Mapping[str, str],
+    owners: dict[str, list[int]],
+    *,
+    step: int,
+    keep: int | None,
+    process_group: Any = None,
+) -> Path:
+    """`save` of items that are bytes already, as `torch.save` makes them. May run in a thread. Collective.
+
+    Args:
+        directory, step, keep, process_group: as in `save`.
+        packed: this rank's items.
+        kinds: of the items, equal on all ranks.
+        owners: for each item, by rank, the rank whose bytes stand for that rank; equal on all ranks.
+
+    Raises:
+        CheckpointError, CommunicationError: as `save`.
+    """
+    team, folder, what = team_of(process_group), Path(directory), f"saving step {step} to {os.fspath(directory)}"
+    place, problem = (0, ""), None
+    if team.rank == 0:
+        try:
+            number, path = reserve(folder)
+            place = number, path.name
+        except OSError as error:
+            problem = error
+    place = agree(team, what, place, problem)[0]
+    writers = {name: partial(write_bytes, data=data) for name, data in packed.items()}
+    return _complete(folder, (place[0], place[1]), writers, dict(kinds), owners, step, keep, team, what)
+
+
+def _complete(
+    folder: Path,
+    place: tuple[int, str],
+    writers: Mapping[str, Callable[[Path], tuple[int, int]]],
+    kinds: dict[str, str],
+    owners: dict[str, list[int]],
+    step: int,
+    keep: int | None,
+    team: Team,
+    what: str,
+) -> Path:
+    """Write the files of a reserved checkpoint and publish it. `place`: its number, and the name it has until then."""
+    number, path = place[0], folder / place[1]
+    sums, problem = _write(path, writers, owners, team)
     reports = agree(team, what, sums, problem)
     files = {name: [_file(name, rank) for rank in by_rank] for name, by_rank in owners.items()}
-    manifest = Manifest(step, team.size, {name: item.kind for name, item in items.items()}, files)
+    manifest = Manifest(step, team.size, kinds, files)
     for report in reports:
         manifest.sums |= {name: (nbytes, crc) for name, (nbytes, crc) in report.items()}
     final, problem = path, None
@@ -117,17 +170,20 @@ def save(
 
 
 def _write(
-    path: Path, items: dict[str, Item], owners: dict[str, list[int]], team: Team
+    path: Path,
+    writers: Mapping[str, Callable[[Path], tuple[int, int]]],
+    owners: dict[str, list[int]],
+    team: Team,
 ) -> tuple[dict[str, tuple[int, int]], BaseException | None]:
     """Write what this rank owns; returns sizes and checksums, or the trouble."""
     sums: dict[str, tuple[int, int]] = {}
     try:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not there; all ranks must see the same directory")
-        for name, item in items.items():
+        for name, write in writers.items():
             if owners[name][team.rank] == team.rank:
                 file = _file(name, team.rank)
-                sums[file] = write_file(path / file, item.value)
+                sums[file] = write(path / file)
         sync_directory(path)
     except Exception as error:
         return {}, error

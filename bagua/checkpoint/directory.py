@@ -25,7 +25,18 @@ import torch
 
 from bagua.checkpoint.errors import CheckpointError
 
-__all__ = ["Manifest", "Place", "discard_old", "find", "publish", "read_file", "read_manifest", "reserve", "write_file"]
+__all__ = [
+    "Manifest",
+    "Place",
+    "discard_old",
+    "find",
+    "publish",
+    "read_file",
+    "read_manifest",
+    "reserve",
+    "write_bytes",
+    "write_file",
+]
 
 _COMPLETE = re.compile(r"checkpoint-(\d{6,18})-step-(\d{1,18})")
 _LEFTOVER = re.compile(r"(writing|removing)-(\d{6,18})-[0-9a-f]{8}")
@@ -125,6 +136,19 @@ def write_file(path: Path, value: Any) -> tuple[int, int]:
             f"{path.name}: holds something that is neither a tensor nor plain data ({str(error).splitlines()[0]})"
         ) from error
     return writer.nbytes, writer.crc
+
+
+def write_bytes(path: Path, data: bytes) -> tuple[int, int]:
+    """`write_file` of what `torch.save` has made bytes of already.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(data), zlib.crc32(data)
 
 
 def publish(path: Path, number: int, manifest: Manifest) -> Path:

@@ -72,8 +72,10 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
         store = _rendezvous(kw.get("timeout"))
         _generation += 1
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # The store may be the launcher's and survive a restart; a new attempt must not find the old one's addresses.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # The launcher's store survives a restart: a new attempt must not find the old one's addresses. Any other store
+        # is made for the attempt, and launchers count restarts each for itself: on several hosts the numbers differ.
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
         prefix = dist.PrefixStore(f"bagua/{attempt}/{_generation}", store)
         dist.init_process_group(backend, store=prefix, rank=rank, world_size=world_size, **kw)
     goodbye.install()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
@@ -15,13 +16,16 @@ from bagua import net
 __all__ = ["add_bagua_arguments", "apply_bagua_arguments", "option", "report_without_effect"]
 
 # What a flag that has no effect answers, by the name of its attribute.
-_WITHOUT_EFFECT = {
-    "bagua_service_port": "Bagua runs no server any more",
-    "autotune_max_samples": "it tunes nothing at --autotune-level 0",
-    "autotune_sampling_confidence_time": "it tunes nothing at --autotune-level 0",
-    "autotune_warmup_time": "it tunes nothing at --autotune-level 0",
-    "is_output_autotune_log": "it tunes nothing at --autotune-level 0",
+_WITHOUT_EFFECT = {"bagua_service_port": "Bagua runs no server any more"}
+
+# Flags of tuning, and the variables by which the workers learn of them.
+_TUNING = {
+    "autotune_max_samples": "BAGUA_AUTOTUNE_MAX_SAMPLES",
+    "autotune_sampling_confidence_time": "BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S",
+    "autotune_warmup_time": "BAGUA_AUTOTUNE_WARMUP_TIME_S",
+    "is_output_autotune_log": "BAGUA_IS_OUTPUT_AUTOTUNE_LOG",
 }
+_LEVEL = "BAGUA_AUTOTUNE"
 
 
 def option(name: str) -> tuple[str, ...]:
@@ -40,15 +44,15 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
     add(
         "default_bucket_size",
         env,
-        type=_positive_int,
+        type=_positive_bytes,
         metavar="BYTES",
         help="size at which a bucket is closed; sets BAGUA_DEFAULT_BUCKET_SIZE for the workers",
     )
-    add("autotune_level", env, type=int, help="0, no tuning, is the one level there is")
-    add("autotune_max_samples", env, type=int, help="accepted, without effect at level 0")
-    add("autotune_sampling_confidence_time", env, type=float, help="accepted, without effect at level 0")
-    add("autotune_warmup_time", env, type=float, help="accepted, without effect at level 0")
-    add("is_output_autotune_log", check_env, help="accepted, without effect at level 0")
+    add("autotune_level", env, type=int, help="1: tune sizes and numbers of exchanges in the first steps; 0: do not")
+    add("autotune_max_samples", env, type=_positive_int, metavar="N", help="settings that are measured, at most")
+    add("autotune_sampling_confidence_time", env, type=_seconds, metavar="S", help="least time that one is measured")
+    add("autotune_warmup_time", env, type=_seconds, metavar="S", help="training time before tuning begins")
+    add("is_output_autotune_log", check_env, help="write each measurement to a CSV file for temporary files")
     add("bagua_service_port", env, type=int, help="accepted, without effect: there is no server any more")
     add("enable_bagua_net", check_env, help="have NCCL load Bagua-Net, which uses several TCP flows a connection")
 
@@ -57,15 +61,29 @@ def apply_bagua_arguments(parser: ArgumentParser, args: Namespace) -> None:
     """Refuse what cannot be had, name what has no effect, and set the environment the workers inherit.
 
     Raises:
-        SystemExit: by `parser.error`, for a flag whose feature does not exist.
+        SystemExit: by `parser.error`, for a level or a feature that does not exist.
     """
-    if args.autotune_level:
-        parser.error(f"--autotune-level {args.autotune_level}: there is no tuning yet, only level 0 is possible")
+    if args.autotune_level not in (None, 0, 1):
+        parser.error(f"--autotune-level {args.autotune_level}: there are levels 0, no tuning, and 1")
     if args.enable_bagua_net:
         _enable_bagua_net(parser)
     report_without_effect(parser, args, _WITHOUT_EFFECT)
+    _pass_on_tuning(parser, args)
     if args.default_bucket_size is not None:
         os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(args.default_bucket_size)
+
+
+def _pass_on_tuning(parser: ArgumentParser, args: Namespace) -> None:
+    """Tell the workers, through their environment; a level given there counts where no flag says another."""
+    level = os.environ.get(_LEVEL) if args.autotune_level is None else str(args.autotune_level)
+    if level in (None, "", "0"):
+        report_without_effect(parser, args, dict.fromkeys(_TUNING, "nothing is tuned at --autotune-level 0"))
+    if args.autotune_level is not None:
+        os.environ[_LEVEL] = str(args.autotune_level)
+    for name, variable in _TUNING.items():
+        value = getattr(args, name)
+        if value not in (None, False):
+            os.environ[variable] = "1" if value is True else str(value)
 
 
 def report_without_effect(parser: ArgumentParser, args: Namespace, reasons: dict[str, str]) -> None:
@@ -91,5 +109,19 @@ def _given(args: Namespace, items: Iterable[tuple[str, str]]) -> list[tuple[str,
 def _positive_int(text: str) -> int:
     value = int(text)
     if value <= 0:
+        raise ArgumentTypeError(f"must be positive, not {value}")
+    return value
+
+
+def _positive_bytes(text: str) -> int:
+    value = int(text)
+    if value <= 0:
         raise ArgumentTypeError(f"must be a positive number of bytes, not {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"must be a number of seconds >= 0, not {text}")
     return value

@@ -23,8 +23,8 @@ __all__ = ["get_args_parser", "main"]
 
 _WITHOUT_EFFECT = {
     "report_metrics": "there is no metrics server",
-    "host_list": "this launcher starts the ranks of its own node only",
-    "ssh_port": "this launcher starts the ranks of its own node only",
+    "host_list": "this launcher starts the ranks of its own node only; baguarun starts those of several hosts",
+    "ssh_port": "this launcher starts the ranks of its own node only; baguarun starts those of several hosts",
 }
 
 

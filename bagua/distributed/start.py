@@ -7,13 +7,19 @@ import signal
 import sys
 from argparse import Namespace
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.run import run
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.run import determine_local_world_size, run
 
+from bagua.distributed import failover
 from bagua.distributed.failures import FirstFailure
+from bagua.elastic import memory
 
 __all__ = ["start"]
+
+_STORES_LOST = 3  # how often the store may be lost while an agent sets out, before its launcher gives up
 
 
 def start(args: Namespace, prog: str) -> int:
@@ -27,6 +33,12 @@ def start(args: Namespace, prog: str) -> int:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     nested = "TORCHELASTIC_ERROR_FILE" in os.environ
     try:
+        _elect(args)
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    held = _hold_memory(args)
+    try:
         # A launcher that was itself launched passes on, through `record`, the failure that came first.
         (record(_run) if nested else _run)(args)
     except ChildFailedError as failure:
@@ -36,11 +48,48 @@ def start(args: Namespace, prog: str) -> int:
         number = signal.Signals(interrupt.sigval)
         print(f"{prog}: ended by {number.name}; all ranks of this node have ended", file=sys.stderr)
         return 128 + number
+    finally:
+        if held is not None:
+            del os.environ[memory.VARIABLE]
+            held.close()
     return 0
 
 
 def _run(args: Namespace) -> None:
+    for left in reversed(range(_STORES_LOST)):
+        try:
+            return run(args)
+        except ChildFailedError as failure:
+            raise FirstFailure(failure.name, failure.failures) from None
+        except (DistError, RendezvousConnectionError) as error:
+            if args.rdzv_backend != failover.BACKEND or not left:
+                raise
+            print(f"rendezvous: lost the store while meeting ({error}); meeting again", file=sys.stderr)
+
+
+def _elect(args: Namespace) -> None:
+    """With several endpoints of a c10d rendezvous, its store moves when a host is lost.
+
+    Raises:
+        ValueError: an endpoint is malformed.
+    """
+    if args.rdzv_backend == "c10d" and "," in (args.rdzv_endpoint or ""):
+        failover.parse_endpoints(args.rdzv_endpoint)
+        failover.register()
+        args.rdzv_backend = failover.BACKEND
+
+
+def _hold_memory(args: Namespace) -> memory.Memory | None:
+    """Memory for commits of `bagua.elastic`, for the ranks to find; it costs nothing until they write to it."""
+    os.environ.pop(memory.VARIABLE, None)
     try:
-        run(args)
-    except ChildFailedError as failure:
-        raise FirstFailure(failure.name, failure.failures) from None
+        num_ranks = determine_local_world_size(args.nproc_per_node)
+    except ValueError:
+        return None  # torchrun says what is wrong with it
+    try:
+        held = memory.Memory(num_ranks)
+    except (OSError, ValueError) as error:
+        print(f"no memory for elastic commits: {error}", file=sys.stderr)
+        return None
+    os.environ[memory.VARIABLE] = held.address
+    return held

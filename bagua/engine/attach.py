@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from torch import nn
 
 from bagua import algorithms
 from bagua.algorithms.base import Algorithm
+from bagua.autotune import Autotune, as_options
 from bagua.comm.goodbye import before_exit
 from bagua.comm.team import Team
 from bagua.engine.attachment import Attachment, attach, attachments
@@ -26,6 +28,8 @@ from bagua.engine.params import Inventory, as_optimizers, take_inventory
 from bagua.engine.plan import check_num_lanes, default_bucket_bytes, default_num_lanes, lanes_are_given
 from bagua.engine.quality import Guard
 from bagua.engine.replicate import replicate_optimizers, replicate_tensors
+from bagua.engine.results import check_files, tuning_of
+from bagua.engine.scope import hierarchy_is_free
 from bagua.engine.sparse import check_sparse
 from bagua.engine.stats import Stats
 
@@ -48,6 +52,7 @@ def distribute(
     guard: Guard | None = None,
     broadcast_buffers: bool = False,
     static_graph: bool = False,
+    autotune: Autotune | bool | dict[str, Any] | str | os.PathLike[str] | None = None,
     **algorithm_options: Any,
 ) -> _M:
     """Train `module` data-parallel from now on. Collective: call it on all ranks with the same arguments.
@@ -72,6 +77,9 @@ def distribute(
             training mode that is to be synchronised; all ranks wait for that.
         static_graph: every step uses the same parameters, each as often as in the first one. Then ranks that leave
             some of them out need not ask each other again, and reentrant checkpoints may share weights.
+        autotune: find out in the first steps which sizes and numbers exchange fastest here, and keep them: True, a
+            `bagua.Autotune` or a dict of its arguments, or the path of a file of results. What is exchanged stays the
+            same but for the order of sums. None does what BAGUA_AUTOTUNE says, which is nothing if it is not set.
         **algorithm_options: options of the named algorithm.
 
     Returns:
@@ -91,6 +99,7 @@ def distribute(
     inventory: Inventory | None = None
     items: tuple[torch.optim.Optimizer, ...] = ()
     chosen: Algorithm | None = None
+    tune: Autotune | None = None
     try:
         if hierarchical is not None:
             algorithm_options["hierarchical"] = hierarchical
@@ -103,6 +112,7 @@ def distribute(
         for name, value in (("broadcast_buffers", broadcast_buffers), ("static_graph", static_graph)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name}: expected True or False, got {value!r}")
+        tune = as_options(autotune)
         if broadcast_buffers:
             check_broadcast(chosen)
         items = as_optimizers(optimizers)
@@ -114,6 +124,7 @@ def distribute(
         problem = error  # the other ranks must hear of it before it is raised
     device = inventory.device if inventory is not None else _any_device(module)
     team = Team.of(process_group, device)
+    problem = problem or check_files(tune, team.rank)
     signature = inventory.signature() if inventory is not None else []
     options = {
         "algorithm": repr(chosen),
@@ -122,12 +133,14 @@ def distribute(
         "guard": repr(guard),
         "broadcast_buffers": str(broadcast_buffers),
         "static_graph": str(static_graph),
+        "autotune": repr(tune),
         "optimizers": ", ".join(f"{type(item).__name__} of {len(item.param_groups)} groups" for item in items),
     }
     ready = previous is not None and not previous.engine.failed
     agreement = shake_hands(team, signature, options, problem, ready)
     assert inventory is not None and chosen is not None
     assert bucket_bytes is not None and num_lanes is not None
+    tunes_hierarchy = tune is not None and hierarchy_is_free(chosen, agreement.nodes)
     chosen, remark = chosen.for_nodes(agreement.nodes)
     if remark and team.rank == 0:
         _log.warning("%s: %s", chosen.name, remark)
@@ -141,7 +154,9 @@ def distribute(
         detach(module)
     key = team.next_lane()
     fallback = guard.fallback_on(agreement.nodes) if guard is not None else None
-    hierarchical_groups = chosen.hierarchical_groups or (fallback is not None and fallback.hierarchical_groups)
+    hierarchical_groups = tunes_hierarchy or any(
+        each.hierarchical_groups for each in (chosen, fallback) if each is not None
+    )
     groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes)
     tensors = [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values()]
     few_lanes = lanes_of_sums(
@@ -158,6 +173,8 @@ def distribute(
     notices = (remark,) if remark else ()
     engine = Engine(chosen, inventory, items, team, lane, bucket_bytes, key, order, notices, guard, num_lanes)
     engine.lanes_of_sums = few_lanes if chooses_lanes else None
+    engine.tunes_hierarchy = tunes_hierarchy
+    engine.tuning = tuning_of(tune, team, module, chosen, signature, agreement.nodes)
     engine.backward.static_graph = static_graph
     engine.broadcasts_buffers = broadcast_buffers and team.size > 1 and bool(inventory.buffers)
     attachments[module] = attach(module, engine, items, process_group)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bagua.algorithms.base import Payload
 
-__all__ = ["Bucket", "raise_moved"]
+__all__ = ["Bucket", "part_ranges", "raise_moved"]
 
 
 class Bucket:
@@ -47,10 +47,7 @@ class Bucket:
 
     def parts(self, part_bytes: int) -> tuple[tuple[int, int], ...]:
         """Ranges of `flat` of about `part_bytes` bytes each, as equal as can be."""
-        numel, aligned = self.flat.numel(), 4096
-        count = max(1, round(self.nbytes / part_bytes))
-        step = max(aligned, -(-numel // (count * aligned)) * aligned)
-        return tuple((lo, min(lo + step, numel)) for lo in range(0, max(numel, 1), step))
+        return part_ranges(self.flat.numel(), self.flat.element_size(), part_bytes)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of `flat`, in the parameter's shape and, where that is dense, strides."""
@@ -108,6 +105,14 @@ class Bucket:
                     param.data = view.clone(memory_format=torch.preserve_format)
                 elif payload is Payload.GRAD and param.grad is view:
                     param.grad = view.clone(memory_format=torch.preserve_format)
+
+
+def part_ranges(numel: int, element_bytes: int, part_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Ranges of `numel` elements of about `part_bytes` bytes each, as equal as can be."""
+    aligned = 4096
+    count = max(1, round(numel * element_bytes / part_bytes))
+    step = max(aligned, -(-numel // (count * aligned)) * aligned)
+    return tuple((lo, min(lo + step, numel)) for lo in range(0, max(numel, 1), step))
 
 
 def raise_moved(name: str) -> NoReturn:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from bagua.algorithms.base import Algorithm, Payload
+from bagua.autotune import Settings
 from bagua.comm.team import Team
 from bagua.engine.backward import Backward
 from bagua.engine.bucket import Bucket
@@ -19,6 +21,7 @@ from bagua.engine.quality import Guard
 from bagua.engine.state import check_header, load_states, pack
 from bagua.engine.stats import Stats
 from bagua.engine.steps import Steps
+from bagua.engine.tuning import Tuning
 from bagua.engine.usage import UsageBoard
 from bagua.exchanges import AllReduce
 
@@ -54,6 +57,7 @@ class Engine(Steps):
     ) -> None:
         super().__init__(algorithm, inventory, optimizers, team, lane, key, notices, guard, num_lanes)
         self.bucket_bytes = bucket_bytes
+        self.tunes_hierarchy = False  # the lanes have groups for it, and the user left it open
         self._paused = False
         self._root = algorithm  # what distribute() was given; `algorithm` changes when it hands over
         self._order = list(order) if order is not None else None
@@ -80,6 +84,8 @@ class Engine(Steps):
 
     def bind(self, algorithm: Algorithm) -> None:
         """Hand over now."""
+        if self.tuning is not None:
+            self.tuning.start_over(self)  # what fits one algorithm need not fit another
         self.wait()
         self._close_more_lanes()
         same_payload = algorithm.payload is self.algorithm.payload
@@ -109,14 +115,15 @@ class Engine(Steps):
             self.adopt_plan(self._make_plan(self._order or list(reversed(self._names))))
 
     def _make_plan(self, order: Sequence[str]) -> Plan:
+        return make_plan(self.plan_entries(order), self.bucket_bytes)
+
+    def plan_entries(self, order: Sequence[str] | None = None) -> list[Entry]:
+        """What a plan is made of; in the agreed order if none is given."""
         params = self.inventory.trainable
-        return make_plan(
-            [
-                Entry(name, params[name].numel() * params[name].element_size(), str(params[name].dtype))
-                for name in order
-            ],
-            self.bucket_bytes,
-        )
+        return [
+            Entry(name, params[name].numel() * params[name].element_size(), str(params[name].dtype))
+            for name in order or self._order or reversed(self._names)
+        ]
 
     def adopt_plan(self, plan: Plan) -> None:
         """Make buckets after `plan` and set the algorithm up on them.
@@ -143,6 +150,46 @@ class Engine(Steps):
         self.algorithm.setup(self)
 
     @property
+    def settings(self) -> Settings:
+        """What may be tuned, as it is."""
+        hierarchical = bool(getattr(self.algorithm, "hierarchical", False))
+        return Settings(self.bucket_bytes, self.num_lanes, self.part_bytes, self.direct_bytes, hierarchical)
+
+    def check_settings(self, settings: Settings) -> None:
+        """See whether this rank has what it takes: groups within and between nodes, memory for other buckets.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        if settings.hierarchical and self.groups.intra is None:
+            raise RuntimeError("hierarchical: the lanes have no groups within and between nodes")
+        if (settings.part_bytes is None) != (self.part_bytes is None):
+            raise RuntimeError(
+                f"part_bytes: {settings.part_bytes} where buckets are {'not ' * (not self.part_bytes)}cut"
+            )
+        if settings.bucket_bytes != self.bucket_bytes:
+            _ = [torch.empty_like(bucket.flat) for bucket in self.buckets]
+
+    def adopt_settings(self, settings: Settings) -> None:
+        """Exchange in another way from now on. Collective, between steps; for exchanges without state, see `scope`."""
+        self.wait()
+        now = self.settings
+        self.num_lanes, self.direct_bytes = settings.num_lanes, settings.direct_bytes
+        self.bucket_bytes, self.part_bytes = settings.bucket_bytes, settings.part_bytes
+        if settings.hierarchical != now.hierarchical:
+            options: dict[str, Any] = {"hierarchical": settings.hierarchical}
+            self.algorithm = replace(self.algorithm, **options)
+        if not self.buckets:
+            return
+        if replace(settings, num_lanes=now.num_lanes, direct_bytes=now.direct_bytes) == now:
+            self._open_lanes()  # buckets, and what exchanges keep of them, stay as they are
+        else:
+            self.adopt_plan(make_plan(self.plan_entries(), self.bucket_bytes))
+
+    def _tune(self, tuning: Tuning) -> None:
+        tuning.step_ended(self)
+
+    @property
     def plan(self) -> Plan | None:
         """The agreed plan, None before there is one."""
         return Plan(tuple(bucket.names for bucket in self.buckets)) if self.buckets else None
@@ -160,13 +207,16 @@ class Engine(Steps):
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's own state on this rank; tensors are copies."""
         self.wait()
-        plan = self.plan
+        plan, bound, tuned = self.plan, self.algorithm, None
+        if self.tuning is not None:
+            plan, bound, tuned = self.tuning.state_dict(self)
         header = {
             **self._circumstances(),
             "step": self.step,
-            "bound": repr(self.algorithm),
+            "bound": repr(bound),
             "order": self._order,
             "plan": plan.to_json() if plan else None,
+            "tuned": tuned,
         }
         return pack(header, self._states, self._tensors)
 
@@ -179,9 +229,14 @@ class Engine(Steps):
         self.wait()
         check_header(data, self._circumstances())
         self.algorithm.on_load(self)
+        tuned = self._tuned_in(data)
         self._order, self.step = data["order"], data["step"]
         if data["bound"] != repr(self.algorithm):
             self._rebind(data["bound"])
+        if tuned is not None:
+            self.tuning = Tuning(None)
+            self.tuning.settle("loaded with the state", self.algorithm)
+            self.adopt_settings(tuned)
         if data["plan"] is not None:
             plan = Plan.from_json(data["plan"])
             if self.plan != plan:
@@ -189,6 +244,21 @@ class Engine(Steps):
             if self.plan != plan:
                 raise ValueError("state dict: its buckets were made with another bucket_bytes")
         load_states(data, self._states, self._tensors, self.buckets)
+
+    def _tuned_in(self, data: dict[str, Any]) -> Settings | None:
+        """The settings found best before the state was saved, among as many ranks; else tune anew, if at all."""
+        if self.tuning is not None:
+            self.tuning.start_over(self)
+        tuned = data.get("tuned")
+        if tuned is None or tuned["size"] != self.team.size:
+            return None
+        settings = Settings.from_json(tuned["settings"])
+        try:
+            self.check_settings(settings)
+        except RuntimeError as error:
+            self.notice(f"state dict: the settings it was tuned to cannot be had here: {error}", urgent=True)
+            return None
+        return settings
 
     def _rebind(self, bound: str) -> None:
         """Hand over to what ran when a state was saved: before or after a hand-over, or a guard's fallback.
@@ -218,6 +288,7 @@ class Engine(Steps):
             notices=self.notices,
             quality=self._probe.last if self._probe is not None else None,
             extra=dict(self._extra),
+            tuning=self.tuning.progress(self.settings) if self.tuning is not None else None,
         )
 
     # -- what users ask for --------------------------------------------------------------------------------------
@@ -241,12 +312,14 @@ class Engine(Steps):
     def _average_weights(self) -> None:
         if self.algorithm.payload is not Payload.PARAM or self.team.size == 1:
             return
-        exchange = AllReduce()
+        exchange, known = AllReduce(), set(self._states)
         for bucket in self.buckets:
-            if (exchange, bucket.index, 0) not in self._states:
+            if (exchange, bucket.index, 0) not in known:
                 self.prepare(exchange, bucket)
             self.launch(exchange, bucket)
         self.wait()
+        for key in set(self._states) - known:
+            del self._states[key]
 
     def close(self) -> None:
         """Wait for the lanes, give the parameters storage of their own again, and end the lanes."""

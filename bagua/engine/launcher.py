@@ -25,10 +25,11 @@ from bagua.engine.params import Inventory
 from bagua.engine.pieces import InPieces, Run
 from bagua.engine.plan import PART_BYTES
 from bagua.engine.quality import Guard, Probe
+from bagua.engine.retuned import with_direct_bytes
 from bagua.engine.state import States
 from bagua.engine.stats import Series, Tally
 from bagua.errors import CommunicationError
-from bagua.exchanges import Exchange
+from bagua.exchanges import AllReduce, Exchange
 
 __all__ = ["Launcher"]
 
@@ -66,6 +67,8 @@ class Launcher:
         self.num_lanes = num_lanes if threads else 1
         self.part_bytes = PART_BYTES if threads else None
         self.lanes_of_sums: int | None = None  # see `bagua.engine.link`; None: all
+        self._lanes_given = self.num_lanes  # a number that was tuned holds for sums too
+        self.direct_bytes = AllReduce.direct_bytes
         self._key = key
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._tally = Tally(lane.groups.meters, team.size)
@@ -77,7 +80,7 @@ class Launcher:
         self._extra: dict[str, Series] = {}
         self._tickets: list[Ticket] = []
         self._launched = False
-        self._num_opened = 0  # lanes ever opened beside the first one
+        self.num_opened = 0  # lanes ever opened beside the first one
         self._more_lanes: list[Lane] = []
         self._failed = False
 
@@ -149,13 +152,23 @@ class Launcher:
         self._more_lanes.append(lane)
         return lane
 
+    @property
+    def num_busy_lanes(self) -> int:
+        """How many lanes can be busy at once."""
+        pieces = sum(len(bucket.parts(self.part_bytes)) for bucket in self.buckets if self.part_bytes)
+        return max(1, min(self.num_lanes, pieces))
+
     def _open_lanes(self) -> None:
         """Have as many lanes as can be busy at once. Collective."""
-        pieces = sum(len(bucket.parts(self.part_bytes)) for bucket in self.buckets if self.part_bytes)
-        while len(self.lanes) < min(self.num_lanes, pieces):
+        while len(self.lanes) < self.num_busy_lanes:
             groups = self._open_groups()
             groups.share_connections(self.groups, len(self.lanes))
             self.lanes.append(make_lane(groups, self.inventory.device))
+
+    def close_lanes(self, keep: int) -> None:
+        """Close those beyond the first `keep`, between steps."""
+        while len(self.lanes) > keep:
+            self.lanes.pop().close()
 
     def background_lane(self) -> BackgroundLane:
         """Open a lane with a gate."""
@@ -165,16 +178,14 @@ class Launcher:
             )
         groups, team = self._open_groups(), self.team
         patience_s = min(_PATIENCE_S, team.timeout.total_seconds())
-        gate = Gate(team.store, f"gate/{self._key}/{self._num_opened}", team.rank, team.size, patience_s)
+        gate = Gate(team.store, f"gate/{self._key}/{self.num_opened}", team.rank, team.size, patience_s)
         lane = BackgroundLane(groups, gate, self.inventory.device)
         self._more_lanes.append(lane)
         return lane
 
     def _open_groups(self) -> Groups:
-        self._num_opened += 1
-        groups = self.team.open(
-            f"lane/{self._key}/{self._num_opened}", self.groups.intra is not None, self.groups.nodes
-        )
+        self.num_opened += 1
+        groups = self.team.open(f"lane/{self._key}/{self.num_opened}", self.groups.intra is not None, self.groups.nodes)
         self._tally.watch(groups.meters)
         return groups
 
@@ -209,8 +220,11 @@ class Launcher:
         flat = own.flat if x is None else x
         parts = self._parts(exchange, own.index)
         piece = InPieces(len(parts), before, after)
-        width = len(self.lanes)
-        if exchange.streaming and self.lanes_of_sums is not None:
+        how = (
+            exchange if self.direct_bytes == AllReduce.direct_bytes else with_direct_bytes(exchange, self.direct_bytes)
+        )
+        width = min(self.num_lanes, len(self.lanes))
+        if exchange.streaming and self.lanes_of_sums is not None and self.num_lanes == self._lanes_given:
             width = min(width, self.lanes_of_sums)
         tickets: list[Ticket] = []
         for part, (lo, hi) in enumerate(parts):
@@ -220,7 +234,7 @@ class Launcher:
                 else next(each for each in self._more_lanes if each is lane)
             )
             key = (own.index, part)
-            run = Run(exchange, flat[lo:hi], self._states[(exchange, *key)], chosen.groups, now, alone, probe, key)
+            run = Run(how, flat[lo:hi], self._states[(exchange, *key)], chosen.groups, now, alone, probe, key)
             tickets.append(chosen.submit(piece.wrap(run), label))
         if lane is None:
             self._tickets += tickets

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bagua.autotune.progress import Progress
 from bagua.comm.groups import Meter
 from bagua.engine.lane import Ticket, _StreamTicket
 from bagua.engine.quality import Quality
@@ -81,6 +82,7 @@ class Stats:
         notices: options that cannot act here, and why, and what went otherwise than asked; each was logged once.
         extra: what the algorithm reports beside, by name; see the algorithm.
         quality: what compression lost when the `Guard` last measured it.
+        tuning: what is tuned and how far that is; None if nothing is.
     """
 
     algorithm: str
@@ -93,6 +95,7 @@ class Stats:
     notices: tuple[str, ...] = ()
     extra: Mapping[str, Series] = field(default_factory=dict)
     quality: Quality | None = None
+    tuning: Progress | None = None
 
 
 @dataclass

@@ -19,6 +19,7 @@ from bagua.engine.launcher import Launcher
 from bagua.engine.moment import Moment
 from bagua.engine.skipping import refuse_plain_scaler
 from bagua.engine.sparse import exchange_sparse
+from bagua.engine.tuning import Tuning
 
 __all__ = ["Announcer", "Steps"]
 
@@ -46,6 +47,7 @@ class Steps(Launcher):
         self.broadcasts_buffers = False
         self.hooks_ran = False  # those of the module's forward pass, in this step
         self.joining: Announcer | None = None
+        self.tuning: Tuning | None = None
         self._names = list(self.inventory.trainable)
         self._schedule: dict[int, Algorithm] = {}
         self._order: list[str] | None = None
@@ -97,6 +99,8 @@ class Steps(Launcher):
             self.inventory.check_kinds()
         if not self._forward_seen:
             self._forward_seen = True
+            if self.tuning is not None:
+                self.tuning.step_begins()
             if self.joining is not None and (self.joining.early or _acts_on_forward(self.algorithm)):
                 self.announce(Moment.FORWARD)
             if self.buckets:
@@ -160,6 +164,8 @@ class Steps(Launcher):
             self._average_weights()  # what takes over starts from equal replicas, and no rank's work is lost
             self.bind(self._schedule.pop(self.step))
         self._tally.step_ended()
+        if self.tuning is not None:
+            self._tune(self.tuning)
 
     def _check_quality(self) -> None:
         probe = self._probe
@@ -224,6 +230,10 @@ class Steps(Launcher):
     @abstractmethod
     def bind(self, algorithm: Algorithm) -> None:
         """Hand over now."""
+
+    @abstractmethod
+    def _tune(self, tuning: Tuning) -> None:
+        """Let `tuning` change how the next step exchanges."""
 
     @abstractmethod
     def _start(self) -> None:

@@ -31,15 +31,15 @@ class AllReduce(Exchange):
     Args:
         codec: identity, or a linear codec (bf16, fp16), in which case the sum is taken in that type.
         average: mean if true, else sum.
-
-    On gloo groups with one rank a node (`Group.direct`) the chunks of up to 2 MiB go straight to their owners and back
-    instead, and the sum is taken in fp32, in the order of the ranks.
+        direct_bytes: on gloo groups with one rank a node (`Group.direct`) the chunks of tensors up to this size go
+            straight to their owners and back instead, and the sum is taken in fp32, in the order of the ranks.
 
     Bytes: 2 (R-1)/R times the encoded size, sent per rank.
     """
 
     codec: Codec = field(default_factory=Identity)
     average: bool = True
+    direct_bytes: int = field(default=_SMALL_BYTES, repr=False)  # says how, not what
 
     def __post_init__(self) -> None:
         if not self.codec.linear:
@@ -70,7 +70,7 @@ class AllReduce(Exchange):
         group = groups.world
         if group.size == 1:
             return
-        if group.direct and x_N.nbytes <= _SMALL_BYTES:
+        if group.direct and x_N.nbytes <= self.direct_bytes:
             if self.codec.lossless:
                 _direct(x_N, groups, self.average)
             else:

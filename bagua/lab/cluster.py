@@ -144,7 +144,8 @@ class Cluster:
         started = []
         for index in range(len(self.hosts)) if hosts is None else hosts:
             host = self.hosts[index]
-            words = command_for(argv, len(self.hosts), index, self.hosts[0].address, port, nproc_per_node)
+            addresses = [each.address for each in self.hosts]
+            words = command_for(argv, len(self.hosts), index, addresses[0], port, nproc_per_node, addresses)
             extra = rendezvous_environment(len(self.hosts), index, self.hosts[0].address, port)
             started.append(host.popen(words, env={**extra, **(env or {})}, **options))
         return started

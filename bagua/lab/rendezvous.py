@@ -25,11 +25,18 @@ def rendezvous_environment(num_hosts: int, index: int, address: str, port: int) 
 
 
 def command_for(
-    argv: Sequence[str], num_hosts: int, index: int, address: str, port: int, nproc_per_node: int | None = None
+    argv: Sequence[str],
+    num_hosts: int,
+    index: int,
+    address: str,
+    port: int,
+    nproc_per_node: int | None = None,
+    addresses: Sequence[str] = (),
 ) -> list[str]:
     """The command of one host: after `bagua run` or `torchrun` come the flags of the rendezvous.
 
-    A static one; or, for `--nnodes MIN:MAX`, a c10d store on host 0. What the command says itself is kept, and if
+    A static one; or, for `--nnodes MIN:MAX`, a c10d store on host 0, which `bagua run` can move to the next of
+    `addresses` when that host dies. What the command says itself is kept, and if
     it names a rendezvous, none is put in.
 
     Raises:
@@ -53,7 +60,10 @@ def command_for(
         if "nnodes" not in given:
             flags += ["--nnodes", str(num_hosts)]
         if _elastic(own):
-            flags += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--rdzv-id", f"lab{port}"]
+            moves = "torchrun" not in os.path.basename(words[0]) and "torch.distributed.run" not in words[:end]
+            hosts = addresses if moves and addresses else (address,)
+            endpoint = ",".join(f"{each}:{port}" for each in hosts)
+            flags += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", f"lab{port}"]
         else:
             flags += ["--node-rank", str(index), "--master-addr", address, "--master-port", str(port)]
     return [*words[:end], *flags, *words[end:]]

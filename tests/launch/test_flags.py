@@ -104,7 +104,9 @@ def test_both_spellings(module: object, underscored: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--autotune-level", "1", "x.py"], "--autotune-level 1: there is no tuning yet"),
+        (["--autotune-level", "2", "x.py"], "--autotune-level 2: there are levels 0, no tuning, and 1"),
+        (["--autotune-level", "1", "--autotune-max-samples", "0", "x.py"], "must be positive, not 0"),
+        (["--autotune-level", "1", "--autotune-warmup-time", "-1", "x.py"], "must be a number of seconds >= 0, not -1"),
         (["--default-bucket-size", "0", "x.py"], "must be a positive number of bytes, not 0"),
         (["--no-such-flag", "x.py"], "unrecognized arguments: --no-such-flag"),
         ([], "training_script"),
@@ -124,12 +126,27 @@ def test_tuning_flags_at_level_0_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_module, "start", lambda args, prog: 0)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     words = ["--autotune-level", "0", "--autotune-max-samples", "5", "--is-output-autotune-log", "x.py"]
     assert bagua_main(["run", *words]) == 0
     err = capsys.readouterr().err
     assert err.count("has no effect") == 2
     assert "--autotune-max-samples has no effect" in err
     assert "--is-output-autotune-log has no effect" in err
+
+
+def test_tuning_flags_at_level_1_reach_the_ranks(tmp_path: Path) -> None:
+    words = ("--autotune-level", "1", "--autotune_max_samples", "7", "--autotune-sampling-confidence-time", "0.5")
+    more = ("--autotune-warmup-time", "2", "--is-output-autotune-log")
+    ended = launch(tmp_path, *RUN, "--nproc-per-node", "2", *words, *more, script(tmp_path, SHOW))
+    assert ended.code == 0, ended.err
+    assert "has no effect" not in ended.err
+    for rank in shown(ended.out):
+        assert rank["BAGUA_AUTOTUNE"] == "1"
+        assert rank["BAGUA_AUTOTUNE_MAX_SAMPLES"] == "7"
+        assert float(str(rank["BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S"])) == 0.5
+        assert float(str(rank["BAGUA_AUTOTUNE_WARMUP_TIME_S"])) == 2
+        assert rank["BAGUA_IS_OUTPUT_AUTOTUNE_LOG"] == "1"
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,7 @@ def test_a_host_that_never_answers(server: SshServer, tmp_path: Path, capsys: py
 
 def test_a_lost_connection(server: SshServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The server's own process of this connection is killed, once it has passed on that the node has begun."""
-    up = "import os, time\ntime.sleep(2)\npid = os.getppid()\nfor _ in range(1):\n    node = open(f'/proc/{pid}/stat').read()\n"
+    up = "import os, time\ntime.sleep(2)\npid = os.getppid()\nnode = open(f'/proc/{pid}/stat').read()\n"
     up += "server = int(node.rpartition(')')[2].split()[1])\nos.kill(server, 9)\ntime.sleep(300)"
     err = failed(server, tmp_path, capsys, program=up)
     assert "host 127.0.0.1 (node 0): the connection was lost" in err

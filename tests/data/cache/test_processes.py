@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import threading
@@ -28,7 +27,6 @@ def forked(work: object) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
-        faulthandler.dump_traceback_later(20)  # of all threads, to stderr
         try:
             work()  # pyright: ignore
             code = 0

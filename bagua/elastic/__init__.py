@@ -1,0 +1,30 @@
+"""Elastic training: ranks come and go, and the training goes on from its last commit."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bagua.elastic.leaving import shield
+    from bagua.elastic.resharded import Resharded
+    from bagua.elastic.resize import Resize
+    from bagua.elastic.sampler import Sampler
+    from bagua.elastic.state import Restored, State
+
+__all__ = ["Resharded", "Resize", "Restored", "Sampler", "State", "shield"]
+
+_HOME = {  # name -> module that has it, imported at its first use
+    "Resharded": "bagua.elastic.resharded",
+    "Resize": "bagua.elastic.resize",
+    "Restored": "bagua.elastic.state",
+    "Sampler": "bagua.elastic.sampler",
+    "State": "bagua.elastic.state",
+    "shield": "bagua.elastic.leaving",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

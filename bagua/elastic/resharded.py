@@ -1,0 +1,144 @@
+"""Any sampler of a rank made elastic: what is left of an epoch is planned anew when the number of ranks changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import Sampler as _TorchSampler
+
+from bagua.elastic.share import rank_and_size, track
+
+__all__ = ["Resharded"]
+
+_T = TypeVar("_T")
+
+
+class Resharded(_TorchSampler[Any], Generic[_T]):
+    """Wraps samplers that plan an epoch for a certain number of ranks, such as those of `bagua.data`.
+
+        def make(indices, num_replicas, rank):
+            subset = [lengths[i] for i in indices]
+            return TokenBudgetBatchSampler(subset, 4000, num_replicas=num_replicas, rank=rank)
+
+        sampler = bagua.elastic.Resharded(make, len(lengths))
+        loader = DataLoader(texts, batch_sampler=sampler)
+
+    The state is how many items ranks have used, and how many ranks there were. From it, what they have seen is found by
+    making their samplers again; the samples that are left are given to `make` for the ranks that there are now. So no
+    sample comes twice or is left out, but for what the samplers themselves repeat or drop at the end of an epoch.
+
+    Args:
+        make: (indices, num_replicas, rank) to a sampler, or a batch sampler, over `range(len(indices))`, which has
+            `set_epoch`. It must depend on nothing else.
+        num_samples: in the data.
+        num_replicas, rank: None takes them from `torch.distributed`.
+
+    Attributes:
+        epoch: given to `set_epoch` of the samplers.
+
+    Raises:
+        ValueError, RuntimeError: an argument is wrong; names it.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Sequence[int], int, int], Any],
+        num_samples: int,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+            raise ValueError(f"num_samples: expected an integer >= 1, got {num_samples!r}")
+        self.num_replicas, self.rank = rank_and_size(num_replicas, rank)
+        self._make, self.num_samples = make, num_samples
+        self.epoch = 0
+        self._history: list[list[int]] = []  # (ranks, items that each has used), of this epoch
+        self._planned: tuple[tuple[int, int], tuple[Sequence[int], Any]] | None = None
+        self._begin = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration. What is used is kept if the epoch is the one that was loaded.
+
+        Raises:
+            ValueError: not an integer >= 0.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"epoch: expected an integer >= 0, got {epoch!r}")
+        if epoch != self.epoch:
+            self.epoch, self._history, self._planned = epoch, [], None
+
+    def __len__(self) -> int:
+        """Items of this rank from the position to the end of the epoch."""
+        indices, sampler = self._current()
+        return max(len(list(sampler)) - self._here(), 0) if indices else 0
+
+    def __iter__(self) -> Iterator[Any]:
+        indices, sampler = self._current()
+        items = list(sampler) if indices else []
+        self._begin = begin = self._here()
+        for at in range(begin, len(items)):
+            self._note(at + 1)
+            yield _translate(items[at], indices)
+
+    def track(self, loader: Iterable[_T]) -> Iterator[_T]:
+        """The batches of a `DataLoader` that has this sampler, counted as used when the training has seen them."""
+        return track(self, loader)
+
+    def used(self, num: int) -> None:
+        """Each rank has used `num` items since the iteration began."""
+        self._note(self._begin + num)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, and what has been used; equal on all ranks."""
+        return {"epoch": self.epoch, "num_samples": self.num_samples, "history": [list(each) for each in self._history]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on where `state` was taken, by any number of ranks.
+
+        Raises:
+            ValueError: it was taken with other data.
+        """
+        if state.get("num_samples") != self.num_samples:
+            raise ValueError(f"sampler: num_samples was {state.get('num_samples')!r} and is {self.num_samples}")
+        self.epoch, self._planned = state["epoch"], None
+        self._history = [[int(size), int(num)] for size, num in state["history"]]
+
+    def _here(self) -> int:
+        return self._history[-1][1] if self._goes_on() else 0
+
+    def _goes_on(self) -> bool:
+        """Whether the last entry is of as many ranks as there are now, so that its plan is still in use."""
+        return bool(self._history) and self._history[-1][0] == self.num_replicas
+
+    def _note(self, num: int) -> None:
+        if self._goes_on():
+            self._history[-1][1] = num
+        else:
+            self._history.append([self.num_replicas, num])
+
+    def _current(self) -> tuple[Sequence[int], Any]:
+        """The samples that these ranks began with, and this rank's sampler of them."""
+        past = self._history[:-1] if self._goes_on() else self._history
+        key = self.epoch, len(past)
+        if self._planned is None or self._planned[0] != key:
+            left: Sequence[int] = range(self.num_samples)
+            for size, num in past:
+                seen: set[int] = set()
+                for rank in range(size):
+                    for item in list(self._sampler(left, size, rank))[:num]:
+                        seen.update(item if isinstance(item, list | tuple) else [item])
+                left = [index for at, index in enumerate(left) if at not in seen]
+            sampler = self._sampler(left, self.num_replicas, self.rank) if left else None
+            self._planned = key, (left, sampler)
+        return self._planned[1]
+
+    def _sampler(self, indices: Sequence[int], size: int, rank: int) -> Any:
+        sampler = self._make(indices, size, rank)
+        sampler.set_epoch(self.epoch)
+        return sampler
+
+
+def _translate(item: Any, indices: Sequence[int]) -> Any:
+    return [indices[each] for each in item] if isinstance(item, list | tuple) else indices[item]

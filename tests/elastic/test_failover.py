@@ -1,0 +1,113 @@
+"""Launchers as threads that look for the host that leads, while hosts go and come back."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+
+from bagua.distributed.failover import Endpoints, parse_endpoints
+
+
+def free_ports(num: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+class Hosts:
+    """Each serves at the first free port, so they are started in the order of the list."""
+
+    def __init__(self, num: int) -> None:
+        self.list = [("127.0.0.1", port) for port in free_ports(num)]
+        self.up: dict[int, Any] = {}
+        for at in range(num):
+            self.start(at)
+
+    def start(self, at: int) -> None:
+        self.up[at] = Endpoints(self.list, "job")
+        assert self.up[at].mine == at
+
+    def kill(self, at: int) -> None:
+        del self.up[at]._server
+        del self.up[at]
+
+    def find(self, *which: int) -> list[tuple[int, int]]:
+        """The terms that these launchers find, all looking at the same time."""
+        deadline = time.monotonic() + 20
+        with ThreadPoolExecutor(len(which)) as threads:
+            futures = [threads.submit(self.up[at].find, deadline) for at in which]
+            return [future.result(30)[0] for future in futures]
+
+
+def test_the_first_host_leads_first() -> None:
+    hosts = Hosts(3)
+    assert hosts.find(0, 1, 2) == [(1, 0)] * 3
+    assert hosts.find(2, 1) == [(1, 0)] * 2
+
+
+def test_nobody_but_the_first_host_begins() -> None:
+    hosts = Hosts(2)
+    hosts.kill(0)
+    with pytest.raises(RendezvousTimeoutError):
+        hosts.up[1].find(time.monotonic() + 0.5)
+
+
+def test_the_next_host_leads_when_the_leader_is_lost() -> None:
+    hosts = Hosts(3)
+    hosts.find(0, 1, 2)
+    hosts.kill(0)
+    assert hosts.find(1, 2) == [(2, 1)] * 2
+    hosts.start(0)
+    assert hosts.find(0) == [(2, 1)]
+    hosts.kill(1)
+    assert hosts.find(0, 2) == [(3, 0)] * 2
+
+
+def test_a_leader_that_came_back_empty_does_not_lead_the_same_term() -> None:
+    hosts = Hosts(3)
+    hosts.find(0, 1, 2)
+    hosts.kill(0)
+    hosts.start(0)
+    assert hosts.find(0, 1, 2) == [(2, 1)] * 3
+
+
+def test_a_host_that_was_lost_and_leads_nothing_changes_nothing() -> None:
+    hosts = Hosts(3)
+    hosts.find(0, 1, 2)
+    hosts.kill(2)
+    assert hosts.find(0, 1) == [(1, 0)] * 2
+    hosts.start(2)
+    assert hosts.find(2, 0) == [(1, 0)] * 2
+
+
+def test_two_of_three_hosts_are_lost_one_after_the_other() -> None:
+    hosts = Hosts(3)
+    hosts.find(0, 1, 2)
+    hosts.kill(0)
+    hosts.find(1, 2)
+    hosts.kill(1)
+    assert hosts.find(2) == [(3, 2)]
+
+
+def test_hosts_of_another_job_are_refused() -> None:
+    hosts = Hosts(2)
+    hosts.find(0, 1)
+    with pytest.raises(RendezvousClosedError, match="'job', not 'other'"):
+        Endpoints(hosts.list, "other").find(time.monotonic() + 5)
+
+
+def test_endpoints_are_parsed() -> None:
+    assert parse_endpoints("a:1, b:2") == [("a", 1), ("b", 2)]
+    assert parse_endpoints("[::1]:5,c:6") == [("::1", 5), ("c", 6)]
+    for wrong in ("a", "a:1,", "a:x,b:1", "a:70000,b:1", ":1,b:1"):
+        with pytest.raises(ValueError, match="is not HOST:PORT"):
+            parse_endpoints(wrong)
+    with pytest.raises(ValueError, match="comes twice"):
+        parse_endpoints("a:1,a:1")

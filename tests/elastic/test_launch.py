@@ -1,0 +1,153 @@
+"""Real launchers: a rank is killed, the launcher is told to end, the host of the rendezvous is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import bagua
+from bagua.elastic import Sampler
+from bagua.lab import Cluster, LabError
+from tests.elastic.test_failover import free_ports
+from tests.launch.launching import RUN, Launcher, launch, script
+
+TRAIN = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import bagua
+from bagua import elastic
+def say(text):
+    sys.stdout.write(text + "\\n")  # in one piece: ranks share the pipe
+bagua.init_process_group(init_method="env://", timeout=timedelta(seconds=30))
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(rank)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+bagua.distribute(model, optimizer, "gradient_allreduce")
+sampler = elastic.Sampler(range(240))
+with elastic.State(model, optimizer, sampler, steps=0, directory=os.environ.get("DIRECTORY"), disk_every=1000) as state:
+    restored = state.restore()
+    first = restored is None
+    say(f"restored {restored} at {state.steps} of {size}")
+    open(os.path.join(os.environ["PIDS"], str(os.getpid())), "w").close()
+    sampler.set_epoch(0)
+    loader = torch.utils.data.DataLoader(range(240), batch_size=4, sampler=sampler)
+    for batch in sampler.track(loader):
+        model(torch.ones(4, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.steps += 1
+        say(f"used {state.steps} {batch.tolist()}")
+        if first and rank == 1 and state.steps == int(os.environ.get("KILL_AT", "-1")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(float(os.environ.get("PAUSE", "0")))
+        if state.steps % 3 == 0:
+            state.commit()
+    state.commit()
+    say(f"ended {state.steps} {state.number}")
+bagua.destroy_process_group()
+"""
+
+
+def used(out: str) -> Counter[int]:
+    """How often samples were used."""
+    lines = [line.split(" ", 2) for line in out.splitlines() if line.startswith("used ")]
+    return Counter(index for _, _, indices in lines for index in json.loads(indices))
+
+
+def test_a_killed_rank_costs_what_was_after_the_commit(tmp_path: Path) -> None:
+    """The second rank dies after its fifth step; both start again from the third, in the memory of the launcher."""
+    path = script(tmp_path, TRAIN)
+    words = (*RUN, "--nproc-per-node", "2", "--max-restarts", "1", path)
+    ended = launch(tmp_path, *words, env={"KILL_AT": "5"})
+    assert ended.code == 0, ended.err
+    assert ended.out.count("restored None at 0 of 2") == 2
+    assert ended.out.count("restored Restored(number=1, size=2, source='memory') at 3 of 2") == 2
+    assert ended.out.count("ended 30 11") == 2  # 30 steps, a commit at every third and one at the end
+    counts = used(ended.out)
+    assert len(counts) == 240 and set(counts.values()) == {1, 2}
+    twice = [index for index, count in counts.items() if count == 2]
+    assert len(twice) in (2 * 2 * 4, 2 * 2 * 4 - 4)  # steps 4 and 5, of which the other rank may not have said the last
+
+
+def test_sigterm_commits_and_nothing_is_lost(tmp_path: Path) -> None:
+    """The launcher is told to end. What is on the disk then is of the very last step, and knows what is left."""
+    path = script(tmp_path, TRAIN)
+    env = {"DIRECTORY": str(tmp_path / "commits"), "PAUSE": "0.1"}
+    launcher = Launcher(tmp_path, (*RUN, "--nproc-per-node", "2", path), env)
+    launcher.wait_for_ranks(2)
+    time.sleep(0.3)
+    launcher._process.terminate()
+    ended = launcher.wait()
+    assert ended.code == 128 + signal.SIGTERM, ended.err
+    last = max(int(line.split()[1]) for line in ended.out.splitlines() if line.startswith("used "))
+    assert 0 < last < 30
+    sampler = Sampler(range(240), num_replicas=1, rank=0)
+    loaded = bagua.checkpoint.load(tmp_path / "commits", {"sampler": sampler})
+    assert loaded is not None and loaded.data["steps"] == last
+    assert used(ended.out) + Counter(sampler) == Counter(range(240))
+
+
+@pytest.mark.slow
+def test_the_launcher_that_serves_the_rendezvous_is_killed(tmp_path: Path) -> None:
+    """Two launchers on this machine stand for two hosts. The first dies with its rank; the other one goes on alone."""
+    path = script(tmp_path, TRAIN)
+    endpoints = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
+    words = (
+        *(*RUN, "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", endpoints, "--rdzv-id", "job", "--local-addr", "127.0.0.1", "--rdzv-conf"),
+        *("last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2", path),
+    )
+    folders = [tmp_path / "first", tmp_path / "second"]
+    launchers = []
+    for folder in folders:
+        folder.mkdir()
+        launchers.append(Launcher(folder, words, {"PAUSE": "0.15"}))
+        time.sleep(0.5)
+    for launcher in launchers:
+        launcher.wait_for_ranks(1)
+    time.sleep(2)
+    kill(launchers[0])
+    ended = launchers[1].wait(120)
+    assert ended.code == 0, ended.err
+    assert "of 2" in ended.out and "source='memory'" in ended.out and "of 1" in ended.out
+    with contextlib.suppress(AssertionError):
+        launchers[0].wait(10)
+
+
+def kill(launcher: Launcher) -> None:
+    """The launcher and its ranks, which it cannot take with it."""
+    launcher._process.kill()
+    for pid in launcher.pids.iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid.name), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> None:
+    """For tests on emulated hosts."""
+    try:
+        with Cluster(1, mode="namespaces"):
+            return
+    except LabError as error:
+        pytest.skip(f"no cluster on this machine: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["kill-rank", "kill-host", "kill-host-0", "host-returns"])
+def test_an_accident_in_a_cluster(cluster: None, scenario: str) -> None:
+    """Every image of every epoch once, at most one commit interval lost; see the benchmark."""
+    from benchmarks import elastic
+
+    result = elastic.run(scenario, 100, epochs=4, limit_s=200)
+    assert result.problems == [] and not result.hung
+    assert result.lost_steps and max(result.lost_steps) <= elastic.COMMIT_EVERY
+    assert result.accuracy is not None and result.accuracy > 0.9
