@@ -17,7 +17,9 @@ TEST_JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+DOCS_STAMP := $(VENV)/.stamp-docs
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints-dev.txt)
+DOCS := $(shell sed -n '/^docs = \[/,/^\]/s/^ *\("[^"]*"\),$$/\1/p' pyproject.toml)
 NATIVE := $(shell find bagua -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 help:  ## this list
@@ -47,9 +49,15 @@ lint: $(STAMP)  ## style, format and types
 bench: $(STAMP)  ## cost of the wrapper beside plain PyTorch
 	$(BIN)/python -m benchmarks.overhead
 
-docs: $(STAMP)  ## write docs/compatibility.md from its tests, check the code and the links in docs/
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-dev.txt $(DOCS)
+	@touch $@
+
+docs: $(DOCS_STAMP)  ## the site, out/site/index.html; also writes docs/compatibility.md from its tests, runs the code in docs/
 	$(BIN)/python -m tests.parity.page
+	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m pytest -q tests/docs tests/parity/test_page.py $(PYTEST_ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:  ## remove what was built, .venv too
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,105 @@
+"""Charts of boxes: which algorithm to choose, and which way a gradient goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.figures.results import Convergence, Tradeoff
+from benchmarks.figures.svg import GREY, Drawing, percent
+from benchmarks.figures.tradeoff import CONFIGURATION
+
+__all__ = ["draw_choice", "draw_way"]
+
+_QUESTION, _ANSWER = "#fff4d6", "#e3f0fa"
+
+
+def _box(drawing: Drawing, x: float, y: float, width: float, height: float, lines: Sequence[str], fill: str) -> None:
+    drawing.box(x, y, width, height, fill, "#999999", 6)
+    drawing.lines_of_text(x + width / 2, y + height / 2, lines, size=11)
+
+
+def draw_choice(results: Tradeoff, convergence: Convergence) -> str:
+    """Questions, and for each answer what was measured."""
+
+    def measured(entrant: str) -> str:
+        speedup = results.speedup(results.conditions[-1], entrant)
+        behind = convergence.row("char_lm", CONFIGURATION[entrant])["difference"] if entrant in CONFIGURATION else None
+        return (f"{speedup:.1f} x DDP" if speedup else "") + (f", loss {percent(behind)}" if behind is not None else "")
+
+    drawing = Drawing(960, 560, "Which algorithm")
+    _box(drawing, 20, 20, 420, 46, ["*Train with gradient_allreduce.",
+         "Is exposed_s of bagua.stats(model).last much of the step?"], _QUESTION)  # fmt: skip
+    _box(drawing, 640, 20, 300, 46, ["*stay with gradient_allreduce", "nothing to win; it is exact"], _ANSWER)
+    drawing.arrow([(440, 43), (640, 43)])
+    drawing.text(520, 38, "no")
+    drawing.arrow([(230, 66), (230, 104)])
+    drawing.text(238, 90, "yes")
+    _box(drawing, 20, 104, 420, 46, ["*Must all ranks hold the same weights at all times?",
+         "(evaluation on every rank, no surprises)"], _QUESTION)  # fmt: skip
+    drawing.arrow([(230, 150), (230, 200)])
+    drawing.text(238, 180, "yes")
+    drawing.arrow([(440, 127), (715, 127), (715, 200)])
+    drawing.text(520, 122, "no, their mean is enough")
+
+    left = [
+        ("to begin with", ["*bytegrad", measured("bytegrad")]),
+        ("still waits", ['*gradient_allreduce, codec="int4"', measured("int4")]),
+        ("large matrices", ["*power_sgd", measured("power_sgd")]),
+        ("Adam", ["*qadam", measured("qadam")]),
+        ("Adam, thousands of steps", ['*qadam, codec="sign"', measured("qadam_1bit")]),
+        ("LAMB, large batches", ["*one_bit_lamb", measured("one_bit_lamb")]),
+    ]
+    right = [
+        ("some ranks are slow", ["*async", measured("async")]),
+        ("latency is high", ['*decentralized, "shift_one"', measured("decentralized_shift_one")]),
+        ("many ranks, little bandwidth", ["*low_precision_decentralized, overlap",
+                                          measured("low_precision_decentralized_overlap")]),
+        ("Adam, little bandwidth", ["*zero_one_adam", measured("zero_one_adam")]),
+        ("a message a step is too much", ["*local_sgd, 8 steps", measured("local_sgd")]),
+        ("between sites", ["*diloco, 64 steps", measured("diloco") + "; needs long runs"]),
+    ]  # fmt: skip
+    for x, heading, entries in ((20, "What is the step like?", left), (500, "What is slow?", right)):
+        _box(drawing, x, 200, 440, 30, [f"*{heading}"], _QUESTION)
+        for number, (when, lines) in enumerate(entries):
+            y = 244 + 48 * number
+            drawing.line([(x + 10, 230), (x + 10, y + 20), (x + 20, y + 20)], "#999999")
+            drawing.text(x + 24, y + 24, when, size=11)
+            _box(drawing, x + 195, y, 245, 40, lines, _ANSWER)
+    caption = (
+        f"step time: {results.conditions[-1]}, {results.hosts} emulated hosts, {results.date}; loss: text task, "
+        f"160 steps, against DDP with the same optimizer, {convergence.date}"
+    )
+    drawing.text(20, 548, caption, size=10, colour=GREY)
+    return drawing.render()
+
+
+_WAY = [
+    ("backward pass", "autograd writes p.grad, a view of its bucket", "engine/bucket.py"),
+    ("hook", "the gradient is counted; a full bucket is ready, in the same order on all ranks", "engine/backward.py"),
+    ("algorithm", "on_ready launches the exchange of the bucket", "algorithms/bytegrad.py"),
+    ("lane", "queued; a thread (gloo) or a stream (NCCL) of its own", "engine/lane.py"),
+    ("within the node", "summed, exactly, at the first rank of the node", "exchanges/hierarchical.py"),
+    ("rows", "the sum is cut into a row for each node", "exchanges/scatter_gather.py"),
+    ("codec", "a row becomes bytes: 8 bits an element", "codecs/minmax_uint8.py"),
+    ("network", "each row leaves for its owner as soon as it is encoded", "comm/pipelined.py"),
+    ("mean", "the owner decodes, averages in fp32, encodes once and sends to all", "comm/pipelined.py"),
+    ("decoded", "into the same bucket; broadcast within the node", "exchanges/hierarchical.py"),
+    ("end of backward", "on_backward_end waits for what is still on its way", "engine/steps.py"),
+    ("optimizer", "reads p.grad, which is the mean now", "torch"),
+]
+
+
+def draw_way() -> str:
+    """The stations of one gradient, hierarchical ByteGrad."""
+    drawing = Drawing(760, 40 + 44 * len(_WAY), "One gradient's way")
+    for number, (name, what, where) in enumerate(_WAY):
+        y = 16 + 44 * number
+        beside = 3 <= number <= 9
+        _box(drawing, 16, y, 130, 30, [f"*{name}"], _ANSWER if beside else _QUESTION)
+        drawing.text(160, y + 13, what)
+        drawing.text(160, y + 27, where, size=10, colour=GREY)
+        if number:
+            drawing.arrow([(81, y - 14), (81, y)])
+    drawing.text(16, 30 + 44 * len(_WAY), "yellow: on the training thread; blue: on a lane, beside the backward pass",
+                 size=10, colour=GREY)  # fmt: skip
+    return drawing.render()

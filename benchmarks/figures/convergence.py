@@ -1,0 +1,53 @@
+"""A figure for each algorithm: its loss curves beside DDP's."""
+
+from __future__ import annotations
+
+from benchmarks.figures.axes import Axis, Panel
+from benchmarks.figures.results import Convergence
+from benchmarks.figures.svg import COLOURS, GREY, Drawing, percent, signed
+
+__all__ = ["draw"]
+
+_TASKS = {
+    "digits": ("handwritten digits", Axis("test loss", 0.1, 3.0, (0.1, 0.2, 0.5, 1, 2), log=True)),
+    "char_lm": ("characters of a text", Axis("test loss", 2.0, 4.6, (2, 2.5, 3, 3.5, 4, 4.5), log=True)),
+}
+_DASHES = ("", "7 3", "2 3", "9 3 2 3")
+
+
+def draw(results: Convergence, algorithm: str) -> str:
+    """Return the figure."""
+    names = results.of_algorithm(algorithm)
+    baselines = list(dict.fromkeys(results.baseline(name) for name in names))
+    entries = [(name, GREY, _DASHES[number]) for number, name in enumerate(baselines)]
+    entries += [(name, COLOURS[number % len(COLOURS)], "") for number, name in enumerate(names)]
+    height = 310 + 17 * len(entries)
+    drawing = Drawing(760, height, f"Loss of {algorithm} beside DistributedDataParallel")
+    for number, (task, (title, y)) in enumerate(_TASKS.items()):
+        steps = results.curve(task, baselines[0]).steps
+        x = Axis("steps", 0, steps[-1], range(0, steps[-1] + 1, 24 if steps[-1] < 150 else 40))
+        panel = Panel(drawing, 60 + 375 * number, 32, 310, 210, x, y, title)
+        for name, colour, dash in entries:
+            curve = results.curve(task, name)
+            panel.band(curve.steps, curve.low, curve.high, colour)
+            panel.curve(curve.steps, curve.mean, colour, dash)
+    for number, (name, colour, dash) in enumerate(entries):
+        y = 297 + 17 * number
+        drawing.line([(60, y - 4), (90, y - 4)], colour, 2.5, dash)
+        drawing.text(98, y, name)
+        drawing.text(330, y, _final(results, "digits", name))
+        drawing.text(545, y, _final(results, "char_lm", name))
+    caption = f"{results.ranks} ranks; mean and range of {results.seeds} seeds; {results.date}"
+    drawing.text(60, height - 9, caption, size=10, colour=GREY)
+    return drawing.render()
+
+
+def _final(results: Convergence, task: str, name: str) -> str:
+    row = results.row(task, name)
+    accuracy = row["metric"] == "accuracy"
+    text = f"{row['mean']:.1f} % right" if accuracy else f"loss {row['mean']:.3f}"
+    behind = row["difference"]
+    if behind is None:
+        return text
+    # Differences are stored as "worse by".
+    return text + (f" ({signed(-behind)} points)" if accuracy else f" ({percent(behind)})")
