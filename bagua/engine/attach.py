@@ -25,7 +25,7 @@ from bagua.engine.handshake import shake_hands
 from bagua.engine.lane import make_lane
 from bagua.engine.link import lanes_of_sums
 from bagua.engine.params import Inventory, as_optimizers, take_inventory
-from bagua.engine.plan import check_num_lanes, default_bucket_bytes, default_num_lanes, lanes_are_given
+from bagua.engine.plan import check_num_lanes, default_num_lanes, fitting_bucket_bytes, lanes_are_given
 from bagua.engine.quality import Guard
 from bagua.engine.replicate import replicate_optimizers, replicate_tensors
 from bagua.engine.results import check_files, tuning_of
@@ -68,7 +68,8 @@ def distribute(
         algorithm: a name from `bagua.algorithms.available()` or an instance.
         process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`; None is the default group, or, when
             switching, the group as before.
-        bucket_bytes: payload that is exchanged at once; None takes BAGUA_DEFAULT_BUCKET_SIZE or 10 MiB.
+        bucket_bytes: payload that is exchanged at once; None takes BAGUA_DEFAULT_BUCKET_SIZE, or a sixteenth of all
+            from 1 MiB up to 10 MiB.
         num_lanes: exchanges that are under way at once on gloo, each with connections of its own; None takes
             BAGUA_NUM_LANES or 4, of which plain sums use fewer where the network is faster than the CPU.
         hierarchical: exact within a node, the algorithm's exchange between nodes; None is the algorithm's default.
@@ -104,7 +105,8 @@ def distribute(
         if hierarchical is not None:
             algorithm_options["hierarchical"] = hierarchical
         chosen = algorithms.get(algorithm, **algorithm_options)
-        bucket_bytes = _checked_bucket_bytes(bucket_bytes)
+        if bucket_bytes is not None:
+            _check_bucket_bytes(bucket_bytes)
         chooses_lanes = num_lanes is None and not lanes_are_given()
         num_lanes = default_num_lanes() if num_lanes is None else check_num_lanes("num_lanes", num_lanes)
         if not isinstance(guard, Guard | None):
@@ -117,6 +119,8 @@ def distribute(
             check_broadcast(chosen)
         items = as_optimizers(optimizers)
         inventory = take_inventory(module, items, chosen.payload)
+        if bucket_bytes is None:
+            bucket_bytes = fitting_bucket_bytes(sum(param.nbytes for param in inventory.trainable.values()))
         chosen.check(inventory.trainable, items)
         chosen.check_sparse(inventory.sparse, items)
         check_sparse(inventory.sparse, chosen, guard.fallback_on(((0,),)) if guard is not None else None)
@@ -321,14 +325,11 @@ def _attachment(module: nn.Module) -> Attachment:
         raise ValueError(f"{type(module).__name__} is not distributed; call bagua.distribute() first") from None
 
 
-def _checked_bucket_bytes(bucket_bytes: int | None) -> int:
-    if bucket_bytes is None:
-        return default_bucket_bytes()
+def _check_bucket_bytes(bucket_bytes: int) -> None:
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
         raise TypeError(f"bucket_bytes: expected an int, got {type(bucket_bytes).__name__}")
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")
-    return bucket_bytes
 
 
 def _any_device(module: Any) -> torch.device:

@@ -15,6 +15,7 @@ __all__ = [
     "check_num_lanes",
     "default_bucket_bytes",
     "default_num_lanes",
+    "fitting_bucket_bytes",
     "lanes_are_given",
     "make_plan",
 ]
@@ -22,11 +23,25 @@ __all__ = [
 DEFAULT_BUCKET_BYTES = 10 * 2**20
 DEFAULT_NUM_LANES = 4
 PART_BYTES = 8 * 2**20  # payload that one lane exchanges at once, where a bucket can be cut
+_LEAST_BUCKET_BYTES = 2**20
 _MAX_LANES = 64
 
 
+def fitting_bucket_bytes(total_bytes: int) -> int:
+    """`BAGUA_DEFAULT_BUCKET_SIZE` of the environment, or a sixteenth of `total_bytes`, from 1 MiB up to 10 MiB.
+
+    With a single bucket nothing would leave before the backward pass is over, and nothing would overlap.
+
+    Raises:
+        ValueError: the variable is no positive integer.
+    """
+    if "BAGUA_DEFAULT_BUCKET_SIZE" in os.environ:
+        return default_bucket_bytes()
+    return min(max(total_bytes // 16, _LEAST_BUCKET_BYTES), DEFAULT_BUCKET_BYTES)
+
+
 def default_bucket_bytes() -> int:
-    """`BAGUA_DEFAULT_BUCKET_SIZE` of the environment, or 10 MiB.
+    """`BAGUA_DEFAULT_BUCKET_SIZE` of the environment, or 10 MiB: what large models take.
 
     Raises:
         ValueError: the variable is no positive integer.

@@ -52,7 +52,7 @@ def with_bagua(
         process_group: a `BaguaProcessGroup` or a `torch.distributed` group; None: all processes, or as
             before.
         do_flatten: False cannot act and is reported in the log: gradients are always views of flat buckets.
-        bucket_bytes: payload exchanged at once; None takes BAGUA_DEFAULT_BUCKET_SIZE or 10 MiB.
+        bucket_bytes: payload exchanged at once; None takes what `bagua.distribute` does.
 
     Raises:
         RuntimeError: `init_process_group()` was not called.

@@ -1,0 +1,47 @@
+"""The size of buckets if none is given: several of them, so that something can leave before the backward pass ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import bagua
+from bagua.engine.attach import attached_buckets
+from bagua.engine.plan import fitting_bucket_bytes
+from tests.rank_pool import RankPool
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("total", "want"), [(0, MIB), (9 * MIB, MIB), (32 * MIB, 2 * MIB), (160 * MIB, 10 * MIB), (9999 * MIB, 10 * MIB)]
+)
+def test_a_sixteenth_within_bounds(total: int, want: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BAGUA_DEFAULT_BUCKET_SIZE", raising=False)
+    assert fitting_bucket_bytes(total) == want
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "77")
+    assert fitting_bucket_bytes(total) == 77
+
+
+def test_the_environment_must_hold_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "ten")
+    with pytest.raises(ValueError, match="BAGUA_DEFAULT_BUCKET_SIZE"):
+        fitting_bucket_bytes(1)
+
+
+def num_buckets(num_layers: int) -> int:
+    """Of layers of 0.6 MiB."""
+    model = nn.Sequential(*(nn.Linear(400, 400, bias=False) for _ in range(num_layers)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.distribute(model, optimizer)
+    model(torch.randn(2, 400)).sum().backward()
+    optimizer.step()
+    found = len(attached_buckets(model))
+    bagua.detach(model)
+    return found
+
+
+def test_models_of_some_megabytes_have_several(pool: RankPool) -> None:
+    assert pool.run(2, num_buckets, 1) == [1, 1]
+    assert pool.run(2, num_buckets, 8) == [4, 4]
