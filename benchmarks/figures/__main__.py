@@ -1,4 +1,4 @@
-"""Write docs/figures from the newest results.
+"""Write docs/figures, and the table in README, from the newest results.
 
 python -m benchmarks.figures           write what has changed
 python -m benchmarks.figures --check   fail if a file is not what it would be
@@ -13,8 +13,10 @@ from pathlib import Path
 from bagua.algorithms import available
 from benchmarks.figures import charts, convergence, tradeoff
 from benchmarks.figures.results import Convergence, Tradeoff, newest
+from benchmarks.figures.table import with_table
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
+README = FOLDER.parents[1] / "README.md"
 
 
 def figures() -> dict[str, str]:
@@ -43,8 +45,13 @@ def main(argv: list[str] | None = None) -> int:
         FOLDER.mkdir(parents=True, exist_ok=True)
         for name in differ:
             (FOLDER / name).write_text(made[name])
+    text = README.read_text()
+    renewed = with_table(text, Tradeoff(newest("bench", "tradeoff.json")))
+    if renewed != text and not check:
+        README.write_text(renewed)
+    differ = [f"docs/figures/{name}" for name in differ] + ["README.md"] * (renewed != text)
     for name in differ:
-        print(f"docs/figures/{name}: {'not up to date' if check else 'written'}")
+        print(f"{name}: {'not up to date' if check else 'written'}")
     return int(check and bool(differ))
 
 

@@ -75,8 +75,9 @@ class Tradeoff:
     def __init__(self, path: Path) -> None:
         self._data: dict[str, Any] = json.loads(path.read_text())
         self.date: str = self._data["date"][:10]
-        found = list(dict.fromkeys(row["condition"] for row in self._data["rows"]))
-        self.conditions: list[str] = [name for name in _DRAWN if name in found] or found
+        self.all_conditions: list[str] = list(dict.fromkeys(row["condition"] for row in self._data["rows"]))
+        drawn = [name for name in _DRAWN if name in self.all_conditions]
+        self.conditions: list[str] = drawn or self.all_conditions
         self.hosts: int = self._data["settings"]["hosts"]
         self.num_elements: int = self._data["model"]["num_elements"]
 

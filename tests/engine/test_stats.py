@@ -105,7 +105,7 @@ def test_hidden_communication_is_not_exposed(pool: RankPool) -> None:
         assert first.last.exposed_s >= 0.09
         best = max(others, key=lambda stats: stats.last.comm_s - stats.last.exposed_s)
         assert best.last.exposed_s <= best.last.comm_s - 0.04
-        assert first.last.exposed_s > best.last.exposed_s
+        assert first.last.exposed_s > min(stats.last.exposed_s for stats in others)
 
 
 def names_in_the_profile() -> set[str]:
