@@ -11,6 +11,7 @@ __all__ = ["Condition", "parse"]
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SPEED = re.compile(r"^(\d+(?:\.\d+)?)(k|m|g)?bit$")
 _TIME = re.compile(r"^(jitter)?(\d+(?:\.\d+)?)(us|ms|s)$")
+_TCP = re.compile(r"^tcp([a-z0-9_]+)$")
 _SLOW = re.compile(r"^slow(\d*\.?\d+)$")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -25,6 +26,7 @@ class Condition:
         latency_s: from one host to another, one way.
         jitter_s: by which the latency varies.
         slow: speed of the last host; 1 is as fast as the others.
+        congestion: how the hosts' TCP adapts its rate; None for the default of the lab.
     """
 
     name: str
@@ -32,17 +34,22 @@ class Condition:
     latency_s: float = 0.0
     jitter_s: float = 0.0
     slow: float = 1.0
+    congestion: str | None = None
 
 
 def parse(text: str) -> Condition:
-    """Read one condition: a bandwidth or `nolimit`, then a latency, `jitterTIME`, `slowSPEED`, in any order.
+    """Read one condition: a bandwidth or `nolimit`, then a latency, `jitterTIME`, `slowSPEED`, `tcpNAME`, in any order.
 
     Raises:
         ValueError: names the part that is wrong.
     """
     values: dict[str, float] = {}
+    congestion: str | None = None
     for word in text.lower().split("/"):
         speed, time, slow = _SPEED.match(word), _TIME.match(word), _SLOW.match(word)
+        if tcp := _TCP.match(word):
+            congestion = tcp[1]
+            continue
         if word == "nolimit":
             key, value = "bits_per_s", math.inf
         elif speed:
@@ -54,7 +61,7 @@ def parse(text: str) -> Condition:
         else:
             raise ValueError(
                 f"condition {text!r}: {word!r} is neither a bandwidth (1gbit, 250mbit, nolimit), a latency (5ms), "
-                "a jitter (jitter2ms) nor a slow host (slow0.5)"
+                "a jitter (jitter2ms), a slow host (slow0.5) nor a congestion control (tcpbbr)"
             )
         if key in values:
             raise ValueError(f"condition {text!r}: two values for {key}")
@@ -63,4 +70,4 @@ def parse(text: str) -> Condition:
         values[key] = value
     if "bits_per_s" not in values:
         raise ValueError(f"condition {text!r}: a bandwidth is missing; nolimit for none")
-    return Condition(text, **values)
+    return Condition(text, **values, congestion=congestion)

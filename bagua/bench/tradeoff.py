@@ -19,6 +19,7 @@ from bagua.bench.hosts import Hosts, LabHosts, LocalHosts
 from bagua.bench.measure import Job
 from bagua.bench.rows import DDP, Row, rank_step_s, rows_of
 from bagua.bench.runner import Outcome, run_cases
+from bagua.lab.supervisor import DEFAULT_CONGESTION
 
 __all__ = ["FULL_CONDITIONS", "QUICK_CONDITIONS", "QUICK_ENTRANTS", "Plan", "cases_for", "check", "run"]
 
@@ -120,6 +121,7 @@ def report(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
 
 def _plain(condition: Condition) -> dict[str, Any]:
     content = asdict(condition)
+    content["congestion"] = condition.congestion or DEFAULT_CONGESTION
     return {key: None if value == math.inf else value for key, value in content.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -28,6 +29,7 @@ __all__ = ["MAX_HOSTS", "MODES", "Cluster"]
 MAX_HOSTS = 64
 MODES = ("auto", "namespaces", "pacing")
 WIRES = ("auto", "veth", "relay", "tap", "packet")
+_WORD = re.compile("[a-z0-9_]+")
 _FIRST_PORT = 29500  # below the ports that the kernel hands out; a host's namespace has them to itself
 _logger = logging.getLogger("bagua")
 
@@ -45,6 +47,8 @@ class Cluster:
             and "packet" (veth and packet sockets, for where /dev/net/tun cannot be opened).
         seed: of loss and jitter.
         divide: in pacing mode, each socket has the bandwidth divided by the number of peers.
+        congestion: how TCP adapts its rate on all hosts: "cubic", "bbr" or what else the kernel has. None: "cubic",
+            whatever the machine is set to, so that runs on different machines can be compared. Not in pacing mode.
 
     Raises:
         ValueError: for wrong arguments.
@@ -60,9 +64,10 @@ class Cluster:
         wire: str = "auto",
         seed: int = 0,
         divide: bool = False,
+        congestion: str | None = None,
     ) -> None:
         self.link = link or Link()
-        _check(hosts, self.link, mode, wire)
+        _check(hosts, self.link, mode, wire, congestion)
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[Any]] = []
         self._launches = 0
@@ -71,7 +76,7 @@ class Cluster:
         shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # counters in memory, not on a disk
         self.folder = Path(tempfile.mkdtemp(prefix="bagua-lab-", dir=shared))
         try:
-            self.backend = self._backend(hosts, mode, wire, seed, divide)
+            self.backend = self._backend(hosts, mode, wire, seed, divide, congestion)
             self.hosts = self._make_hosts(hosts)
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -87,13 +92,20 @@ class Cluster:
         """ "veth", "tap", "packet", or "loopback" in pacing mode."""
         return self.backend.wire
 
-    def _backend(self, num: int, mode: str, wire: str, seed: int, divide: bool) -> Namespaces | Pacing:
+    @property
+    def congestion(self) -> str:
+        """How TCP adapts its rate on the hosts; empty in pacing mode: as on the machine."""
+        return self.backend.congestion
+
+    def _backend(
+        self, num: int, mode: str, wire: str, seed: int, divide: bool, congestion: str | None
+    ) -> Namespaces | Pacing:
         if mode == "pacing":
             return Pacing(self.folder, num, self.link, divide)
         try:
-            return Namespaces(self.folder, num, self.link, wire, seed)
+            return Namespaces(self.folder, num, self.link, wire, seed, congestion)
         except LabError as error:
-            if mode == "namespaces":
+            if mode == "namespaces" or congestion is not None:
                 raise
             _logger.warning("bagua lab: no namespaces: %s", error)
         self.folder.mkdir(exist_ok=True)  # the supervisor has cleaned up
@@ -201,7 +213,7 @@ class Cluster:
         return process
 
 
-def _check(hosts: int, link: Link, mode: str, wire: str) -> None:
+def _check(hosts: int, link: Link, mode: str, wire: str, congestion: str | None) -> None:
     if not isinstance(hosts, int) or not 1 <= hosts <= MAX_HOSTS:
         raise ValueError(f"hosts must be 1 to {MAX_HOSTS}, not {hosts!r}")
     if not isinstance(link, Link):
@@ -212,3 +224,7 @@ def _check(hosts: int, link: Link, mode: str, wire: str) -> None:
         raise ValueError(f"wire must be one of {', '.join(WIRES)}, not {wire!r}")
     if wire == "veth" and not link.unlimited:
         raise ValueError('wire="veth" cannot limit a link: leave wire out')
+    if congestion is not None and not _WORD.fullmatch(congestion):
+        raise ValueError(f"congestion must be the name of a congestion control of TCP, not {congestion!r}")
+    if congestion is not None and mode == "pacing":
+        raise ValueError('congestion cannot be set with mode="pacing"')

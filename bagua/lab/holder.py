@@ -126,6 +126,10 @@ class Holder:
         """Frames of up to 64 KB, or packets."""
         kernel.offload(device, enabled == "1")
 
+    def do_congestion(self, name: str) -> None:
+        """How the host's TCP connections adapt their rate."""
+        kernel.set_congestion_control(name)
+
     def do_pause(self) -> None:
         """Stops all processes of the host."""
         self.paused = True

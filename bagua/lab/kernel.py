@@ -19,6 +19,7 @@ __all__ = [
     "CLONE_NEWUSER",
     "CLONE_NEWUTS",
     "add_to_bridge",
+    "congestion_control",
     "configure",
     "make_bridge",
     "make_veth",
@@ -26,6 +27,7 @@ __all__ = [
     "offload",
     "open_packet_port",
     "open_tap",
+    "set_congestion_control",
     "setns",
     "unshare",
     "up",
@@ -44,6 +46,7 @@ _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6, _TUN_F_TSO_ECN = 1, 2, 4, 8
 _ETHTOOL_STSO, _ETHTOOL_SGSO = 0x1F, 0x24
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_QDISC_BYPASS, _PACKET_IGNORE_OUTGOING = 263, 15, 20, 23
 _ETH_P_ALL = 0x0003
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def _call(name: str, *args: object) -> None:
@@ -55,6 +58,23 @@ def _call(name: str, *args: object) -> None:
 def unshare(flags: int) -> None:
     """Moves this process into new namespaces (a new pid namespace holds its next child)."""
     _call("unshare", flags)
+
+
+def congestion_control() -> str:
+    """How TCP connections of this network namespace adapt their rate, unless they say otherwise: "cubic", "bbr"."""
+    return _CONGESTION.read_text().strip()
+
+
+def set_congestion_control(name: str) -> None:
+    """Sets that; sockets made from now on have it.
+
+    Raises:
+        OSError: the kernel has no such algorithm, or does not allow it here.
+    """
+    try:
+        _CONGESTION.write_text(name)
+    except OSError as error:
+        raise OSError(error.errno, f"congestion control {name}: {error.strerror}") from error
 
 
 def setns(path: str, kind: int) -> None:

@@ -37,6 +37,9 @@ def get_args_parser() -> ArgumentParser:
     link.add_argument("--loss", type=float, default=0.0, metavar="P", help="probability that a packet is lost")
     link.add_argument("--flow-bandwidth", metavar="RATE", help="limit of each connection")
     link.add_argument("--queue", metavar="SIZE", help="what the switch holds for a host before it drops: 2mb")
+    link.add_argument(
+        "--congestion", metavar="NAME", help="congestion control of the hosts' TCP, e.g. bbr (default: cubic)"
+    )
     link.add_argument("--seed", type=int, default=0, help="of loss and jitter (0)")
     run.add_argument("--mode", choices=MODES, default="auto", help="pacing: bandwidth only, without privileges")
     run.add_argument(
@@ -93,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Namespace, link: Link, events: list[Event]) -> int:
     # A cut needs a relay even if nothing is limited.
     wire = "auto" if not any(event.action in ("cut", "restore") for event in events) else "relay"
-    with Cluster(args.hosts, link, mode=args.mode, wire=wire, seed=args.seed) as cluster:
+    with Cluster(args.hosts, link, mode=args.mode, wire=wire, seed=args.seed, congestion=args.congestion) as cluster:
         job = Job(cluster, args.argv, args.nproc_per_node, only=args.only, grace_s=args.grace)
         code = job.run(events, keep_going=args.keep_going, timeout_s=args.timeout)
         if args.report:

@@ -38,10 +38,11 @@ class Namespaces:
 
     mode = "namespaces"
 
-    def __init__(self, folder: Path, num_hosts: int, link: Link, wire: str, seed: int) -> None:
+    def __init__(self, folder: Path, num_hosts: int, link: Link, wire: str, seed: int, congestion: str | None) -> None:
         network = free_network()
         self.folder = folder
         self.wire = "veth" if wire == "auto" and link.unlimited else wire
+        self.congestion = ""
         self.interface = "lab0"
         self.addresses = [f"{network}.{index + 1}" for index in range(num_hosts)]
         self.user_namespace = os.geteuid() != 0
@@ -58,18 +59,19 @@ class Namespaces:
             for index in range(num_hosts):
                 self._control.set_link(index, link)
         try:
-            self._start(seed, link)
+            self._start(seed, link, congestion)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, seed: int, link: Link) -> None:
+    def _start(self, seed: int, link: Link, congestion: str | None) -> None:
         config = {
             "parent": os.getpid(),
             "folder": str(self.folder),
             "user_namespace": self.user_namespace,
             "wire": self.wire,
             "seed": seed,
+            "congestion": congestion,
             "hosts": [
                 {
                     "name": f"host{index}",
@@ -92,7 +94,7 @@ class Namespaces:
         answer = json.loads(self._read_line(_START_TIMEOUT_S) or '{"error": "the supervisor did not start"}')
         if "error" in answer:
             raise LabError(answer["error"])
-        self.wire = answer["wire"]
+        self.wire, self.congestion = answer["wire"], answer["congestion"]
         self._holders = answer["holders"]
         if link.loss:
             for index in range(len(self._holders)):

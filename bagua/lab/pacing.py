@@ -32,6 +32,7 @@ class Pacing:
     wire = "loopback"
     user_namespace = False
     interface = "lo"
+    congestion = ""
     alive = True
 
     def __init__(self, folder: Path, num_hosts: int, link: Link, divide: bool) -> None:

@@ -31,6 +31,7 @@ __all__ = ["main"]
 LIBRARY = Path(__file__).with_name("_relay.so")
 _PR_SET_CHILD_SUBREAPER = 36
 _BRIDGE = "switch"
+DEFAULT_CONGESTION = "cubic"  # what Linux is configured with unless somebody changes it
 
 
 class Supervisor:
@@ -76,7 +77,19 @@ class Supervisor:
             answer = self.ask(index, f"configure {host['interface']} {host['mac']} {host['address']} {host['netmask']}")
             if answer != "ok":
                 raise LabError(f"{host['name']}: {answer}")
-        return {"holders": self.holders, "relay": self.relay, "wire": wire}
+        congestion = self._congestion()
+        return {"holders": self.holders, "relay": self.relay, "wire": wire, "congestion": congestion}
+
+    def _congestion(self) -> str:
+        """Has all hosts' TCP adapt in the same way: the one asked for, or the default if the kernel has it."""
+        asked = self.config["congestion"]
+        for index, host in enumerate(self.config["hosts"]):
+            answer = self.ask(index, f"congestion {asked or DEFAULT_CONGESTION}")
+            if answer != "ok" and asked:
+                raise LabError(f"{host['name']}: {answer}")
+            if answer != "ok":
+                return kernel.congestion_control()
+        return asked or DEFAULT_CONGESTION
 
     def _wire(self) -> str:
         """Joins the hosts: a bridge, or the relay with a TAP device or a veth pair for each."""

@@ -16,6 +16,7 @@ def test_conditions() -> None:
     assert parse("1gbit/5ms") == Condition("1gbit/5ms", 1e9, 0.005)
     assert parse("250mbit") == Condition("250mbit", 250e6)
     assert parse("nolimit").bits_per_s == math.inf
+    assert parse("1gbit/tcpreno") == Condition("1gbit/tcpreno", 1e9, congestion="reno")
     assert parse("2.5gbit/500us/jitter2ms/slow0.5") == Condition(
         "2.5gbit/500us/jitter2ms/slow0.5", 2.5e9, 0.0005, 0.002, 0.5
     )

@@ -70,6 +70,17 @@ def test_rate_and_latency(wire: str) -> None:
         assert report.relay_cpu_s > 0 and report.frames > 0
 
 
+def test_congestion_control() -> None:
+    ask = python("print(open('/proc/sys/net/ipv4/tcp_congestion_control').read())")
+    with Cluster(2, congestion="reno") as cluster:
+        assert cluster.congestion == "reno"
+        for host in cluster.hosts:
+            answer = host.run(ask, timeout=20, stdout=subprocess.PIPE, text=True).stdout
+            assert answer.strip() == "reno"
+    with pytest.raises(LabError, match="congestion control no_such_one"):
+        Cluster(2, congestion="no_such_one")
+
+
 def test_links_change_while_running() -> None:
     with Cluster(2, Link("20mbit")) as cluster:
         a, b = cluster.hosts
