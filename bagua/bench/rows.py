@@ -45,6 +45,7 @@ class Row:
         cpu_share: CPU seconds a second of one rank, the mean.
         wait_share: seconds a second in which threads of a rank were ready to run and had no core, the mean.
         late_share: of frames that the emulated network released over 1 ms late.
+        drop_share: of frames that the emulated switch dropped since its queue to a host was full.
         limited: why the machine and not the link may have been the limit; empty if it was not.
         error: why there is no result.
         notices: what the library said.
@@ -73,6 +74,7 @@ class Row:
     cpu_share: float | None = None
     wait_share: float | None = None
     late_share: float | None = None
+    drop_share: float | None = None
     limited: str = ""
     error: str = ""
     notices: tuple[str, ...] = field(default=())
@@ -183,6 +185,7 @@ def _machine(runs: Sequence[Outcome]) -> dict[str, Any]:
     reports = [run.report for run in runs if run.report is not None]
     frames = sum(report.frames for report in reports)
     late = sum(report.late_frames for report in reports) / frames if frames else None
+    drops = sum(host.queue_drops for report in reports for host in report.hosts)
     waits = statistics.fmean(rank["waited_s"] / rank["wall_s"] for run in runs for rank in run.ranks)
     reasons = [f"cores {busy:.0%} busy"] if busy >= BUSY else []
     if waits >= WAITS:
@@ -194,5 +197,6 @@ def _machine(runs: Sequence[Outcome]) -> dict[str, Any]:
         "cpu_share": statistics.fmean(rank["cpu_s"] / rank["wall_s"] for run in runs for rank in run.ranks),
         "wait_share": waits,
         "late_share": late,
+        "drop_share": drops / frames if frames else None,
         "limited": ", ".join(reasons),
     }

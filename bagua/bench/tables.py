@@ -20,6 +20,7 @@ HEAD = (
     "waits",
     "",
 )
+_DROPS = 1e-4  # of frames, from which the table says it
 _WIDTHS = (36, 9, 15, 7, 9, 11, 9, 11, 6, 6)
 
 
@@ -30,6 +31,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     remark = f"machine-limited: {row['limited']}" if row["limited"] else ""
     if row["condition"].find("/slow") >= 0:
         remark = "; ".join(filter(None, [remark, "by rank " + ", ".join(f"{each:.0f}" for each in row["rank_ms"])]))
+    if (row.get("drop_share") or 0) >= _DROPS:
+        remark = "; ".join(filter(None, [remark, f"the switch dropped {row['drop_share']:.2%} of frames"]))
     return [
         row["entrant"],
         f"{row['step_ms']:.0f}",
