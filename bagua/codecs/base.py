@@ -7,7 +7,7 @@ K = blocks of a row, B = elements of a block, C = columns of a chunk.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -184,6 +184,57 @@ class Codec(ABC):
             self._decode_mean_encode(wire_RW, n, float(weight), residual_N, out)
         return out
 
+    def encode_difference(
+        self, x_N: Tensor, me_N: Tensor, peers_PN: Tensor, weights: Sequence[float], out: Tensor | None = None
+    ) -> Tensor:
+        """A step of gossip: encodes how far ``x_N`` and the peers are from ``me_N``, and moves both by what is sent.
+
+        d = (x - me) + sum over k of weights[k] (peers[k] - me), summed as x - (1 + sum of weights) me + weights[0]
+        peers[0] + ...; then me += decode(encode(d)) and x = me. The same bits on all backends.
+
+        Shapes:
+            x_N, me_N: [N], of one dtype, contiguous; changed in place.
+            peers_PN: [P, N], of that dtype, last dim contiguous, P = ``len(weights)`` >= 0.
+            out, result: [1, W] uint8, rows 4-byte aligned. Nothing may overlap.
+
+        Bytes:
+            W.
+
+        Raises:
+            ValueError: a dtype, shape, device or layout is not as above; the message names the argument.
+        """
+        check_rows("x_N", x_N[None])
+        check_rows("peers_PN", peers_PN)
+        for what, tensor, shape in (
+            ("me_N", me_N, x_N.shape),
+            ("peers_PN", peers_PN, torch.Size((len(weights), *x_N.shape))),
+        ):
+            if (tensor.shape, tensor.dtype, tensor.device) != (shape, x_N.dtype, x_N.device):
+                raise ValueError(
+                    f"{what} must be {x_N.dtype} {list(shape)} on {x_N.device}, got {tensor.dtype} "
+                    f"{list(tensor.shape)} on {tensor.device}"
+                )
+        check_rows("me_N", me_N[None])
+        out = self._out("out", out, 1, x_N.shape[0], x_N.dtype, x_N.device)
+        if out.numel():
+            self._encode_difference(x_N.detach(), me_N.detach(), peers_PN.detach(), weights, out)
+        return out
+
+    def decode_add(self, wire_RW: Tensor, out: Tensor) -> Tensor:
+        """``out += decode(wire_RW)``, row by row; adds the very numbers that `encode_difference` adds to ``me_N``.
+
+        Shapes:
+            wire_RW: [R, W] uint8; out, result: [R, N], last dim contiguous; it must not overlap the wire.
+
+        Raises:
+            ValueError: a dtype, shape, device or layout is not as above; the message names the argument.
+        """
+        check_rows("out", out)
+        check_wire("wire_RW", wire_RW, out.shape[0], self.wire_bytes(out.shape[1], out.dtype), out.device)
+        if out.numel():
+            self._decode_add(wire_RW, out.detach())
+        return out
+
     def _out(
         self, what: str, out: Tensor | None, rows: int, n: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -228,6 +279,24 @@ class Codec(ABC):
             self._encode(mean_N[None], out_1W)
         else:
             self._encode_feedback(mean_N[None], residual_N[None], out_1W)
+
+    def _encode_difference(
+        self, x_N: Tensor, me_N: Tensor, peers_PN: Tensor, weights: Sequence[float], wire_1W: Tensor
+    ) -> None:
+        """Fills ``wire_1W``, ``me_N`` and ``x_N``; the default needs scratch of twice ``n`` elements."""
+        d_N = torch.mul(me_N, -(1.0 + sum(weights))).add_(x_N)
+        for peer_N, weight in zip(peers_PN, weights, strict=True):
+            d_N.add_(peer_N * weight)  # not with alpha=, which may round once instead of twice
+        self._encode(d_N[None], wire_1W)
+        self._decode_mean(wire_1W, d_N, 1.0)
+        x_N.copy_(me_N.add_(d_N))
+
+    def _decode_add(self, wire_RW: Tensor, out_RN: Tensor) -> None:
+        """Adds to ``out_RN``; the default needs scratch of ``n`` elements."""
+        row_N = torch.empty_like(out_RN[0], memory_format=torch.contiguous_format)
+        for wire_W, out_N in zip(wire_RW, out_RN, strict=True):
+            self._decode_mean(wire_W[None], row_N, 1.0)
+            out_N.add_(row_N)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,6 +70,25 @@ class BlockCodec(Codec):
         block, at = self.block or n, self._at(0, n)
         fused[self.layout.name].decode_mean_encode(wire_RW, *at, block, weight, n, residual_N, out_1W)
         self._pad(out_1W, n)
+
+    def _encode_difference(
+        self, x_N: Tensor, me_N: Tensor, peers_PN: Tensor, weights: Sequence[float], wire_1W: Tensor
+    ) -> None:
+        kernels, n = backends.kernels(x_N.device).difference, x_N.shape[0]
+        if kernels is None or x_N.dtype != torch.float32:
+            super()._encode_difference(x_N, me_N, peers_PN, weights, wire_1W)
+            return
+        weights_P, own = torch.tensor(weights, dtype=torch.float32), 1.0 + sum(weights)
+        where = wire_1W, *self._at(0, n), self.block or n
+        kernels[self.layout.name].encode_difference(x_N, me_N, peers_PN, weights_P, own, *where)
+        self._pad(wire_1W, n)
+
+    def _decode_add(self, wire_RW: Tensor, out_RN: Tensor) -> None:
+        kernels, n = backends.kernels(out_RN.device).difference, out_RN.shape[1]
+        if kernels is None or out_RN.dtype != torch.float32:
+            super()._decode_add(wire_RW, out_RN)
+            return
+        kernels[self.layout.name].decode_add(wire_RW, *self._at(0, n), self.block or n, out_RN)
 
     def _pad(self, wire_RW: Tensor, n: int) -> None:
         end = self._at(n, n)[1]

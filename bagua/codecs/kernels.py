@@ -47,6 +47,29 @@ class FusedKernels(Kernels, Protocol):
     ) -> None: ...
 
 
+class DifferenceKernels(Protocol):
+    """What gossip of differences does, fused; see `Codec.encode_difference` and `Codec.decode_add`.
+
+    Shapes:
+        x_N, me_N: [N] fp32 contiguous; peers_PN, out_RN: [P, N] and [R, N] fp32, last dim contiguous; weights_P: [P]
+        fp32; wire_1W, wire_RW: [1, W] and [R, W] uint8.
+    """
+
+    def encode_difference(
+        self,
+        x_N: Tensor,
+        me_N: Tensor,
+        peers_PN: Tensor,
+        weights_P: Tensor,
+        own: float,
+        wire_1W: Tensor,
+        head: int,
+        codes: int,
+        block: int,
+    ) -> None: ...
+    def decode_add(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RN: Tensor) -> None: ...
+
+
 class TopKKernels(Protocol):
     """The functions of top-k, on fp32; k elements of each block, k_rest of the ragged one."""
 
@@ -61,6 +84,7 @@ class Backend:
     name: str
     blocks: Mapping[str, Kernels]  # by the name of the layout
     fused: Mapping[str, FusedKernels] | None = None  # the same kernels if they are fused
+    difference: Mapping[str, DifferenceKernels] | None = None
     staged: bool = False  # callers pass cache-sized chunks, for the sake of the scratch
     mean: Callable[[Tensor, float, Tensor], None] | None = None  # out_N = weight * sum of rows_RN, both CPU
     top_k: TopKKernels | None = None

@@ -18,8 +18,9 @@ from .kernels import Backend
 
 LIBRARY = Path(__file__).with_name("_native.so")
 ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
-_ABI = 3
+_ABI = 4
 _BLOCK_CODECS = ("int4", "minmax_uint8", "sign")
+_SCRATCH = 2048  # elements, as in blocks.h
 _SAMPLE = 1 << 14  # as in top_k.cpp
 
 _TYPES = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "f": ctypes.c_float}
@@ -32,7 +33,7 @@ def _function(library: ctypes.CDLL, name: str, types: str, result: type | None =
 
 
 class NativeKernels:
-    """The compiled kernels of one block codec and one instruction set, see `kernels.FusedKernels`."""
+    """The kernels of one block codec and one instruction set, see `FusedKernels` and `DifferenceKernels`."""
 
     def __init__(self, library: ctypes.CDLL, layout: str, isa: str) -> None:
         self._encode = _function(library, f"{layout}_encode_{isa}", "psssspps")
@@ -40,6 +41,8 @@ class NativeKernels:
         self._decode_mean = _function(library, f"{layout}_decode_mean_{isa}", "ppssssfp")
         self._encode_feedback = _function(library, f"{layout}_encode_feedback_{isa}", "pspssss" + "pps")
         self._decode_mean_encode = _function(library, f"{layout}_decode_mean_encode_{isa}", "ppssssf" + "pppp")
+        self._encode_difference = _function(library, f"{layout}_encode_difference_{isa}", "pppspsfss" + "ppp")
+        self._decode_add = _function(library, f"{layout}_decode_add_{isa}", "ppssss" + "pps")
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
         """Writes header and codes of each block."""
@@ -86,6 +89,38 @@ class NativeKernels:
         rows, scratch = wire_RW.shape[0], scratch_B.data_ptr()
         source = wire + head, wire + codes, stride, rows, n, block, weight
         self._decode_mean_encode(*source, residual, scratch, out + head, out + codes)
+
+
+    def encode_difference(
+        self,
+        x_N: Tensor,
+        me_N: Tensor,
+        peers_PN: Tensor,
+        weights_P: Tensor,
+        own: float,
+        wire_1W: Tensor,
+        head: int,
+        codes: int,
+        block: int,
+    ) -> None:
+        """Differences, encodes, decodes and adds in one pass."""
+        n, wire = x_N.shape[0], wire_1W.data_ptr()
+        scratch = _scratch(n, block)
+        peers = peers_PN.data_ptr(), peers_PN.stride(0), weights_P.data_ptr(), peers_PN.shape[0]
+        sizes = own, n, block, scratch.data_ptr()
+        self._encode_difference(x_N.data_ptr(), me_N.data_ptr(), *peers, *sizes, wire + head, wire + codes)
+
+    def decode_add(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RN: Tensor) -> None:
+        """Decodes and adds, block by block."""
+        rows, n = out_RN.shape
+        wire, stride = wire_RW.data_ptr(), wire_RW.stride(0)
+        scratch = _scratch(n, block)
+        out = out_RN.data_ptr(), out_RN.stride(0)
+        self._decode_add(wire + head, wire + codes, stride, rows, n, block, scratch.data_ptr(), *out)
+
+
+def _scratch(n: int, block: int) -> Tensor:
+    return torch.empty(min(n, max(block, _SCRATCH)), dtype=torch.float32)
 
 
 class NativeMean:
@@ -153,4 +188,4 @@ def native_backends() -> tuple[dict[str, Backend], str]:
 def _backend(library: ctypes.CDLL, isa: str) -> Backend:
     blocks = {layout: NativeKernels(library, layout, isa) for layout in _BLOCK_CODECS}
     mean, top_k = NativeMean(library, isa), NativeTopK(library, isa)
-    return Backend(f"native-{isa}", blocks=blocks, fused=blocks, mean=mean, top_k=top_k)
+    return Backend(f"native-{isa}", blocks=blocks, fused=blocks, difference=blocks, mean=mean, top_k=top_k)

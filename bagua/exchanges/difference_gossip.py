@@ -67,25 +67,17 @@ class DifferenceGossip(Exchange):
         group, buffers, codec, n = groups.world, groups.buffers, self.codec, x_N.numel()
         me_N, peers_PN = state["me"], state["peers"]
         peers = self.topology.peers(group.rank, group.size, 0)
-        d_N = buffers.get("difference", (n,), x_N.dtype, x_N.device)
-        torch.sub(x_N, me_N, alpha=1.0 + sum(weight for _, weight in peers), out=d_N)
-        for k, (_, weight) in enumerate(peers):
-            d_N.add_(peers_PN[k], alpha=weight)
         width = codec.wire_bytes(n, x_N.dtype)
         mine_1W = buffers.get("wire", (1, width), torch.uint8, x_N.device)
         peers_PW = buffers.get("peers", (max(1, len(peers)), width), torch.uint8, x_N.device)
-        codec.encode(d_N.view(1, n), out=mine_1W)
+        # The replicas that peers hold of me must stay equal to `me`: it moves by what is decoded, not by d.
+        codec.encode_difference(x_N, me_N, peers_PN, [weight for _, weight in peers], out=mine_1W)
         swap(
             group,
             sends=[(peer, mine_1W[0]) for peer in self.topology.receivers(group.rank, group.size, 0)],
             receives=[(peer, peers_PW[k]) for k, (peer, _) in enumerate(peers)],
         )
-        codec.decode(mine_1W, n, out=d_N.view(1, n))
-        me_N.add_(d_N)
-        for k in range(len(peers)):
-            codec.decode(peers_PW[k : k + 1], n, out=d_N.view(1, n))
-            peers_PN[k].add_(d_N)
-        x_N.copy_(me_N)
+        codec.decode_add(peers_PW[: len(peers)], peers_PN)
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """The encoded size once per receiver."""

@@ -89,6 +89,57 @@ def test_decode_mean_encode(codec: Codec, make, rows: int):
             assert residual is None or same(residual, left), n
 
 
+def difference_by_steps(
+    codec: Codec, x_N: Tensor, me_N: Tensor, peers_PN: Tensor, weights: list[float]
+) -> tuple[Tensor, Tensor]:
+    """Wire and new `me`, by eager torch and the plain operations."""
+    d_N = x_N - me_N * (1.0 + sum(weights))
+    for peer_N, weight in zip(peers_PN, weights, strict=True):
+        d_N = d_N + peer_N * weight
+    with codecs.use_backend("torch"):
+        wire_1W = codec.encode(d_N[None])
+        moved_N = codec.decode_mean(wire_1W, len(x_N), torch.empty_like(x_N), 1.0)
+    return wire_1W, me_N + moved_N
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights", [[], [1 / 3], [0.3, 0.4, 0.1]], ids=len)
+@pytest.mark.usefixtures("backend")
+def test_encode_difference(codec: Codec, make, dtype: torch.dtype, weights: list[float]):
+    for n in SIZES:
+        x, me = make(2, n, dtype)
+        peers = make(4, n, dtype)[1 : 1 + len(weights)]
+        before, replica = peers.clone(), me.clone()
+        wire, moved = difference_by_steps(codec, x, me, peers, weights)
+        got = codec.encode_difference(x, me, peers, weights)
+        assert same(got, wire), n
+        assert same(me, moved), n
+        assert same(x, me), "x is what the others will hold"
+        assert same(peers, before), "the replicas were changed"
+        replicas = torch.stack([torch.zeros_like(me), replica, replica])[1:]
+        codec.decode_add(got.expand(2, -1).contiguous(), replicas)
+        assert same(replicas[0], me) and same(replicas[1], me), "a peer's replica of me"
+
+
+@pytest.mark.usefixtures("backend")
+def test_wrong_differences_name_the_argument(codec: Codec):
+    x, me, peers = torch.zeros(8), torch.zeros(8), torch.zeros(2, 8)
+    for arguments, message in (
+        ((x[None], me, peers, [1, 1]), "x_N must have"),
+        ((x, me[:7], peers, [1, 1]), "me_N must be"),
+        ((x, me, peers, [1.0]), "peers_PN must be"),
+        ((x, me.double(), peers, [1, 1]), "me_N must be"),
+        ((x, me, peers, [1, 1], torch.zeros(1, 3, dtype=torch.uint8)), "out must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            codec.encode_difference(*arguments)
+    wire = codec.encode(x[None])
+    with pytest.raises(ValueError, match="wire_RW must be"):
+        codec.decode_add(wire, torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="out must"):
+        codec.decode_add(wire, torch.zeros(8))
+
+
 @pytest.mark.usefixtures("backend")
 def test_what_is_not_finite_leaves_no_residual(codec: Codec, make):
     for bad in (float("nan"), -float("inf"), 3e38):

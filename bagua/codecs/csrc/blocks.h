@@ -13,6 +13,12 @@ constexpr int32_t kInfinity = 0x7f800000;    // bits; larger ones without sign a
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Whole blocks that fit a core's first cache; at least one.
+inline int64_t scratch_of(int64_t n, int64_t block) {
+  constexpr int64_t kScratch = 2048;
+  return block >= n ? n : block * (block < kScratch ? kScratch / block : 1);
+}
+
 inline float fp32_at(const uint8_t* p) {
   float a;
   memcpy(&a, p, sizeof a);
@@ -92,6 +98,64 @@ void decode_mean_encode(const uint8_t* head, const uint8_t* codes, int64_t wire_
   }
 }
 
+// d[j] = x[j] - own * me[j] + the sum over k of weights[k] * peers[k][j].
+inline void differ(const float* x, const float* me, const float* peers, int64_t stride, const float* weights,
+                   int64_t num_peers, float own, int64_t n, float* d) {
+  int64_t j = 0;
+  for (; j + W <= n; j += W) {
+    VF v = load(x + j) - load(me + j) * own;
+    for (int64_t k = 0; k < num_peers; ++k) v = v + load(peers + k * stride + j) * weights[k];
+    store(d + j, v);
+  }
+  for (; j < n; ++j) {
+    float v = x[j] - me[j] * own;
+    for (int64_t k = 0; k < num_peers; ++k) v = v + peers[k * stride + j] * weights[k];
+    d[j] = v;
+  }
+}
+
+// Decodes one row, several blocks of it.
+template <typename C>
+void decode_blocks(const uint8_t* head, const uint8_t* codes, int64_t n, int64_t block, float* out) {
+  for (int64_t i = 0, k = 0; i < n; i += block, ++k)
+    C::mean(head + k * C::kHeader, codes + i / C::kPerByte, 0, 1, least(block, n - i), 1.0f, out + i);
+}
+
+template <typename C>
+void encode_difference(float* x, float* me, const float* peers, int64_t peers_stride, const float* weights,
+                       int64_t num_peers, float own, int64_t n, int64_t block, float* scratch, uint8_t* head,
+                       uint8_t* codes) {
+  const int64_t step = scratch_of(n, block);
+  for (int64_t i = 0; i < n; i += step) {
+    const int64_t m = least(step, n - i);
+    uint8_t *const h = head + i / block * C::kHeader, *const c = codes + i / C::kPerByte;
+    differ(x + i, me + i, peers + i, peers_stride, weights, num_peers, own, m, scratch);
+    C::template encode<false>(scratch, nullptr, m, block, h, c);
+    decode_blocks<C>(h, c, m, block, scratch);
+    int64_t j = 0;
+    for (; j + W <= m; j += W) {
+      const VF v = load(me + i + j) + load(scratch + j);
+      store(me + i + j, v);
+      store(x + i + j, v);
+    }
+    for (; j < m; ++j) x[i + j] = me[i + j] = me[i + j] + scratch[j];
+  }
+}
+
+template <typename C>
+void decode_add(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows, int64_t n,
+                int64_t block, float* scratch, float* out, int64_t out_stride) {
+  const int64_t step = scratch_of(n, block);
+  for (int64_t r = 0; r < rows; ++r, out += out_stride, head += wire_stride, codes += wire_stride)
+    for (int64_t i = 0; i < n; i += step) {
+      const int64_t m = least(step, n - i);
+      decode_blocks<C>(head + i / block * C::kHeader, codes + i / C::kPerByte, m, block, scratch);
+      int64_t j = 0;
+      for (; j + W <= m; j += W) store(out + i + j, load(out + i + j) + load(scratch + j));
+      for (; j < m; ++j) out[i + j] = out[i + j] + scratch[j];
+    }
+}
+
 }  // namespace
 
 #define BAGUA_BLOCK_CODEC_FUNCTIONS(codec, C)                                                                      \
@@ -113,4 +177,14 @@ void decode_mean_encode(const uint8_t* head, const uint8_t* codes, int64_t wire_
       float weight, float* residual, float* scratch, uint8_t* head_out, uint8_t* codes_out) {                      \
     decode_mean_encode<C>(head, codes, wire_stride, rows, n, block, weight, residual, scratch, head_out,           \
                           codes_out);                                                                              \
+  }                                                                                                                \
+  void BAGUA_FN(bagua_##codec##_encode_difference)(float* x, float* me, const float* peers, int64_t peers_stride,  \
+                                                   const float* weights, int64_t num_peers, float own, int64_t n,  \
+                                                   int64_t block, float* scratch, uint8_t* head, uint8_t* codes) { \
+    encode_difference<C>(x, me, peers, peers_stride, weights, num_peers, own, n, block, scratch, head, codes);     \
+  }                                                                                                                \
+  void BAGUA_FN(bagua_##codec##_decode_add)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride,        \
+                                            int64_t rows, int64_t n, int64_t block, float* scratch, float* out,    \
+                                            int64_t out_stride) {                                                  \
+    decode_add<C>(head, codes, wire_stride, rows, n, block, scratch, out, out_stride);                             \
   }
