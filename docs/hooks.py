@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".sh": "bash", ".cpp": "cpp", ".h": "cpp"}
+MADE = re.compile(r"^Made from the docstrings by .*\n", re.MULTILINE)  # for those who read the source of the page
 SHOWN_BYTES = 200_000  # of a file that is no Markdown
 
 
@@ -34,8 +35,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Let links lead to the pages made above."""
+    """Let links lead to the pages made above, and leave out what is said to readers of the source only."""
     place = _place(page.file)
+    if page.file.src_uri.startswith("reference/"):
+        markdown = MADE.sub("", markdown)
     here = posixpath.dirname(page.file.src_uri)
 
     def replace(match: re.Match[str]) -> str:

@@ -96,13 +96,20 @@ def imbalance(own: list[int]) -> tuple[float, int]:
     return (cost.amax(1) / cost.mean(1)).mean().item(), int(cost.sum())
 
 
+def count(text: str) -> int:
+    """Read a number of the command line that is 1 at least."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 at least, not {text}")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="A small language model on texts of different lengths.")
     parser.add_argument("--sampler", choices=["balanced", "plain"], default="balanced")
-    parser.add_argument("--max-tokens", type=int, default=6000, help="padded characters of a batch and rank")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--steps", type=int, help="at most so many in an epoch")
+    parser.add_argument("--max-tokens", type=count, default=6000, help="padded characters of a batch and rank")
+    parser.add_argument("--epochs", type=count, default=2)
+    parser.add_argument("--steps", type=count, help="at most so many in an epoch")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")

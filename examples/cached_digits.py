@@ -61,15 +61,22 @@ def make_model() -> nn.Module:
     )  # fmt: skip
 
 
+def count(text: str) -> int:
+    """Read a number of the command line that is 1 at least."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 at least, not {text}")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="Handwritten digits with slow preprocessing, cached.")
     parser.add_argument("--backend", choices=["lmdb", "memory", "redis"], default="lmdb")
     parser.add_argument("--path", help='where "lmdb" keeps its file; default: a directory that goes with the job')
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
+    parser.add_argument("--epochs", type=count, default=4)
+    parser.add_argument("--batch-size", type=count, default=32, help="images per rank and step")
     parser.add_argument("--workers", type=int, default=0, help="DataLoader workers per rank")
-    parser.add_argument("--rounds", type=int, default=100, help="of the slow filter")
+    parser.add_argument("--rounds", type=count, default=100, help="of the slow filter")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return parser
 

@@ -136,26 +136,33 @@ def read_curve(path: Path | None, upto: int) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if line["step"] <= upto}
 
 
+def count(text: str) -> int:
+    """Read a number of the command line that is 1 at least."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 at least, not {text}")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="A character language model, data-parallel with Bagua.")
     names = [row.name for row in bagua.algorithms.available()]
     parser.add_argument("--algorithm", choices=names, default="bytegrad", metavar="NAME",
                         help=f"one of: {', '.join(names)} (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=16, help="pieces of text per rank, batch and pass")
-    parser.add_argument("--accumulate", type=int, default=2, help="backward passes for one step")
-    parser.add_argument("--context", type=int, default=64, help="characters of a piece")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--steps", type=count, default=300)
+    parser.add_argument("--batch-size", type=count, default=16, help="pieces of text per rank, batch and pass")
+    parser.add_argument("--accumulate", type=count, default=2, help="backward passes for one step")
+    parser.add_argument("--context", type=count, default=64, help="characters of a piece")
+    parser.add_argument("--width", type=count, default=128)
+    parser.add_argument("--layers", type=count, default=2)
+    parser.add_argument("--heads", type=count, default=4)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--clip", type=float, default=1.0, help="greatest norm of the gradient")
     parser.add_argument("--no-bf16", dest="bf16", action="store_false", help="compute in fp32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--checkpoint", type=Path, metavar="DIRECTORY", help="save there, and go on from there")
-    parser.add_argument("--every", type=int, default=50, metavar="STEPS", help="between two checkpoints")
+    parser.add_argument("--every", type=count, default=50, metavar="STEPS", help="between two checkpoints")
     parser.add_argument("--curve", type=Path, metavar="FILE", help="write the loss of each step there, as JSON lines")
     return parser
 

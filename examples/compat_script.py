@@ -21,6 +21,13 @@ import bagua.torch_api as bagua
 from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry
 
 
+def count(text: str) -> int:
+    """Read a number of the command line that is 1 at least."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 at least, not {text}")
+    return int(text)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="digits with bagua.torch_api")
@@ -30,8 +37,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=GlobalAlgorithmRegistry.available_algorithms(),
         help="what is exchanged between the ranks (default: %(default)s)",
     )
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=32, help="per rank")
+    parser.add_argument("--epochs", type=count, default=5)
+    parser.add_argument("--batch-size", type=count, default=32, help="per rank")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     return parser.parse_args(argv)

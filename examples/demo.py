@@ -253,9 +253,9 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="All algorithms on handwritten digits, beside DDP.")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for results (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--ranks", type=digits.count, default=2, help="processes to start (default: %(default)s)")
+    parser.add_argument("--epochs", type=digits.count, default=6)
+    parser.add_argument("--batch-size", type=digits.count, default=32)
     parser.add_argument("--bucket-bytes", type=int, default=512 * 1024)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="one epoch of large batches")

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -49,6 +47,9 @@ class DigitsNet(nn.Module):
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
     """Return the training set (1437 images) and the test set (360), the same split every time."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     x, y = load_digits(return_X_y=True)
     parts = train_test_split(x, y, test_size=0.2, stratify=y, random_state=0)
     x_train, x_test, y_train, y_test = (torch.from_numpy(part) for part in parts)
@@ -112,18 +113,25 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def count(text: str) -> int:
+    """Read a number of the command line that is 1 at least."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 at least, not {text}")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="Handwritten digits, data-parallel with Bagua.")
     names = [row.name for row in bagua.algorithms.available()]
     parser.add_argument("--algorithm", choices=names, default="gradient_allreduce", metavar="NAME",
                         help=f"one of: {', '.join(names)} (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
+    parser.add_argument("--epochs", type=count, default=10)
+    parser.add_argument("--batch-size", type=count, default=32, help="images per rank and step")
     parser.add_argument("--lr", type=float, default=None, help="default: 0.1 with SGD, 0.002 with the others")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hierarchical", action="store_true", default=None, help="exact within a node")
-    parser.add_argument("--bucket-bytes", type=int, default=None, help="gradients exchanged at once")
+    parser.add_argument("--bucket-bytes", type=count, default=None, help="gradients exchanged at once")
     parser.add_argument("--device", choices=["cpu", "cuda", "auto"], default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return parser

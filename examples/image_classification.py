@@ -52,6 +52,13 @@ class Scores(NamedTuple):
         return f"validation: loss {self.loss:.4f}  right {self.top1:.2f} %  among the first five {self.top5:.2f} %"
 
 
+def count(text: str) -> int:
+    """Read a number of the command line that is 1 at least."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 at least, not {text}")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="Image classification, data-parallel with Bagua.")
@@ -67,16 +74,16 @@ def build_parser() -> argparse.ArgumentParser:
     arches = ", ".join(name for name in OWN if "bert" not in name)
     add("-a", "--arch", default="resnet18", help=f"{arches}, or a classifier of an installed torchvision (%(default)s)")
     add("-j", "--workers", type=int, default=0, metavar="N", help="data loading processes per rank (%(default)s)")
-    add("--epochs", type=int, help="in all (90; digits: 4)")
+    add("--epochs", type=count, help="in all (90; digits: 4)")
     add("--warmup-epochs", type=float, help="in which the learning rate grows (5; digits: 0.5)")
     add("--start-epoch", type=int, default=0, help="number of the first one, without --resume (%(default)s)")
-    add("-b", "--batch-size", type=int, help="images per rank and step (256; digits: 32)")
+    add("-b", "--batch-size", type=count, help="images per rank and step (256; digits: 32)")
     add("--lr", "--learning-rate", type=float, help="highest learning rate (0.1; digits: 0.05)")
     add("--momentum", type=float, default=0.9, help="of SGD (%(default)s)")
     add("--wd", "--weight-decay", dest="weight_decay", type=float, default=1e-4, help="%(default)s")
     add("--milestones", metavar="E,E,...", help="epochs at which the rate drops (60,70,80 of 90, and so in proportion)")
     add("--gama", type=float, default=0.2, help="factor by which it drops (%(default)s)")
-    add("-p", "--print-freq", type=int, default=10, metavar="N", help="steps between two lines (%(default)s)")
+    add("-p", "--print-freq", type=count, default=10, metavar="N", help="steps between two lines (%(default)s)")
     add("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint there, if there is one")
     add("--save-checkpoint", nargs="?", const=Path("out/image_classification"), type=Path, metavar="DIR",
         help="save after each epoch (%(const)s)")  # fmt: skip
@@ -87,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prof", type=int, default=-1, metavar="STEP", help="profile ten steps from this one, print, and stop")
     add("--algorithm", choices=names, default="gradient_allreduce", metavar="NAME", help=f"one of {', '.join(names)}")
     add("--async-sync-interval", type=int, default=100, help="of the algorithm async, milliseconds (%(default)s)")
-    add("--image-size", type=int, help="side in pixels (224; digits: 32)")
+    add("--image-size", type=count, help="side in pixels (224; digits: 32)")
     add("--scale", type=float, help="factor of the widths of the net (1; digits: 0.25)")
     add("--no-cuda", action="store_true", help="stay on the CPU")
     return parser
@@ -98,8 +105,11 @@ def load_data(args: argparse.Namespace) -> tuple[Split, Split, int]:
     if args.data is not None:
         from image_folder import ImageFolder, center_crop, random_crop
 
-        train = ImageFolder(args.data / "train", random_crop(args.image_size))
-        val = ImageFolder(args.data / "val", center_crop(args.image_size))
+        try:
+            train = ImageFolder(args.data / "train", random_crop(args.image_size))
+            val = ImageFolder(args.data / "val", center_crop(args.image_size))
+        except FileNotFoundError as error:
+            raise SystemExit(f"DIR: {error}") from None
         if train.classes != val.classes:
             raise SystemExit(f"{args.data}: train and val hold different classes")
         return train, val, len(train.classes)

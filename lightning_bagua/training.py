@@ -136,8 +136,9 @@ class BaguaTraining(_Base):
         def evaluated() -> Any:
             if not outcome:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} evaluates its closure several times in a step; the bagua strategy "
-                    "supports optimizers that do so once"
+                    f"{type(optimizer).__name__} evaluates its closure several times in a step, as often as the "
+                    "losses of this rank ask for; ranks have different losses, so one would wait for a backward pass "
+                    "that the others never make. The bagua strategy takes optimizers that evaluate it once"
                 )
             return outcome.pop()
 

@@ -26,50 +26,51 @@ def draw_choice(results: Tradeoff, convergence: Convergence) -> str:
         behind = convergence.row("char_lm", CONFIGURATION[entrant])["difference"] if entrant in CONFIGURATION else None
         return (f"{speedup:.1f} x DDP" if speedup else "") + (f", loss {percent(behind)}" if behind is not None else "")
 
-    drawing = Drawing(960, 560, "Which algorithm")
-    _box(drawing, 20, 20, 420, 46, ["*Train with gradient_allreduce.",
+    drawing = Drawing(760, 640, "Which algorithm")
+    _box(drawing, 16, 16, 400, 46, ["*Train with gradient_allreduce.",
          "Is exposed_s of bagua.stats(model).last much of the step?"], _QUESTION)  # fmt: skip
-    _box(drawing, 640, 20, 300, 46, ["*stay with gradient_allreduce", "nothing to win; it is exact"], _ANSWER)
-    drawing.arrow([(440, 43), (640, 43)])
-    drawing.text(520, 38, "no")
-    drawing.arrow([(230, 66), (230, 104)])
-    drawing.text(238, 90, "yes")
-    _box(drawing, 20, 104, 420, 46, ["*Must all ranks hold the same weights at all times?",
+    _box(drawing, 500, 16, 244, 46, ["*stay with gradient_allreduce", "nothing to win; it is exact"], _ANSWER)
+    drawing.arrow([(416, 39), (500, 39)])
+    drawing.text(448, 34, "no")
+    drawing.arrow([(216, 62), (216, 98)])
+    drawing.text(224, 85, "yes")
+    _box(drawing, 16, 98, 400, 46, ["*Must all ranks hold the same weights at all times?",
          "(evaluation on every rank, no surprises)"], _QUESTION)  # fmt: skip
-    drawing.arrow([(230, 150), (230, 200)])
-    drawing.text(238, 180, "yes")
-    drawing.arrow([(440, 127), (715, 127), (715, 200)])
-    drawing.text(520, 122, "no, their mean is enough")
+    drawing.arrow([(216, 144), (216, 190)])
+    drawing.text(224, 172, "yes")
+    drawing.arrow([(416, 121), (588, 121), (588, 190)])
+    drawing.text(424, 116, "no, their mean is enough")
 
     left = [
-        ("to begin with", ["*bytegrad", measured("bytegrad")]),
-        ("still waits", ['*gradient_allreduce, codec="int4"', measured("int4")]),
-        ("large matrices", ["*power_sgd", measured("power_sgd")]),
-        ("Adam", ["*qadam", measured("qadam")]),
-        ("Adam, thousands of steps", ['*qadam, codec="sign"', measured("qadam_1bit")]),
-        ("LAMB, large batches", ["*one_bit_lamb", measured("one_bit_lamb")]),
+        (["to begin with"], ["*bytegrad", measured("bytegrad")]),
+        (["still waits"], ["*gradient_allreduce", 'codec="int4"', measured("int4")]),
+        (["large matrices"], ["*power_sgd", measured("power_sgd")]),
+        (["Adam"], ["*qadam", measured("qadam")]),
+        (["Adam,", "thousands of steps"], ["*qadam", 'codec="sign"', measured("qadam_1bit")]),
+        (["LAMB,", "large batches"], ["*one_bit_lamb", measured("one_bit_lamb")]),
     ]
     right = [
-        ("some ranks are slow", ["*async", measured("async")]),
-        ("latency is high", ['*decentralized, "shift_one"', measured("decentralized_shift_one")]),
-        ("many ranks, little bandwidth", ["*low_precision_decentralized, overlap",
-                                          measured("low_precision_decentralized_overlap")]),
-        ("Adam, little bandwidth", ["*zero_one_adam", measured("zero_one_adam")]),
-        ("a message a step is too much", ["*local_sgd, 8 steps", measured("local_sgd")]),
-        ("between sites", ["*diloco, 64 steps", measured("diloco") + "; needs long runs"]),
+        (["some ranks", "are slow"], ["*async", measured("async")]),
+        (["latency is high"], ["*decentralized", 'peer_selection_mode="shift_one"',
+                               measured("decentralized_shift_one")]),
+        (["many ranks,", "little bandwidth"], ["*low_precision_decentralized", "overlap=True",
+                                              measured("low_precision_decentralized_overlap")]),
+        (["Adam,", "little bandwidth"], ["*zero_one_adam", measured("zero_one_adam")]),
+        (["a message a step", "is too much"], ["*local_sgd", "every 8 steps", measured("local_sgd")]),
+        (["between sites"], ["*diloco", "every 64 steps; needs long runs", measured("diloco")]),
     ]  # fmt: skip
-    for x, heading, entries in ((20, "What is the step like?", left), (500, "What is slow?", right)):
-        _box(drawing, x, 200, 440, 30, [f"*{heading}"], _QUESTION)
+    for x, heading, entries in ((16, "What is the step like?", left), (388, "What is slow?", right)):
+        _box(drawing, x, 190, 356, 30, [f"*{heading}"], _QUESTION)
         for number, (when, lines) in enumerate(entries):
-            y = 244 + 48 * number
-            drawing.line([(x + 10, 230), (x + 10, y + 20), (x + 20, y + 20)], "#999999")
-            drawing.text(x + 24, y + 24, when, size=11)
-            _box(drawing, x + 195, y, 245, 40, lines, _ANSWER)
+            y = 232 + 63 * number
+            drawing.line([(x + 10, 220), (x + 10, y + 27), (x + 20, y + 27)], "#999999")
+            drawing.lines_of_text(x + 24, y + 27, when, "start", 11)
+            _box(drawing, x + 132, y, 224, 54, lines, _ANSWER)
     caption = (
         f"step time: {results.conditions[-1]}, {results.hosts} emulated hosts, {results.date}; loss: text task, "
         f"160 steps, against DDP with the same optimizer, {convergence.date}"
     )
-    drawing.text(20, 548, caption, size=10, colour=GREY)
+    drawing.text(16, 628, caption, size=10, colour=GREY)
     return drawing.render()
 
 

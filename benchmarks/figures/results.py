@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "Convergence", "Tradeoff", "newest"]
+__all__ = ["RESULTS", "Convergence", "Tradeoff", "all_of", "newest"]
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 _DRAWN = ("1gbit/0ms", "1gbit/5ms")  # on slower links steps are ten times as long: no scale would show both
@@ -20,10 +20,19 @@ def newest(kind: str, file: str) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
+    return all_of(kind, file)[-1]
+
+
+def all_of(kind: str, file: str) -> list[Path]:
+    """Return the files of all dated folders of that kind, the newest last.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     found = sorted(RESULTS.glob(f"*-{kind}/{file}"))
     if not found:
         raise FileNotFoundError(f"no {file} in {RESULTS}/*-{kind}")
-    return found[-1]
+    return found
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class Convergence:
 
     def __init__(self, path: Path) -> None:
         self._data: dict[str, Any] = json.loads(path.read_text())
+        self.name: str = path.parent.name
         self.date: str = self._data["date"][:10]
         self.ranks: int = self._data["ranks"]
         self.seeds: int = self._data["seeds"]
@@ -48,6 +58,10 @@ class Convergence:
     def of_algorithm(self, name: str) -> list[str]:
         """Names of the configurations of an algorithm."""
         return [key for key, value in self._data["configurations"].items() if value.get("algorithm") == name]
+
+    def compared(self) -> list[str]:
+        """Names of all configurations but DDP's own."""
+        return [key for key, value in self._data["configurations"].items() if value.get("algorithm")]
 
     def baseline(self, configuration: str) -> str:
         """DDP with the same optimizer."""
@@ -74,6 +88,7 @@ class Tradeoff:
 
     def __init__(self, path: Path) -> None:
         self._data: dict[str, Any] = json.loads(path.read_text())
+        self.name: str = path.parent.name
         self.date: str = self._data["date"][:10]
         self.all_conditions: list[str] = list(dict.fromkeys(row["condition"] for row in self._data["rows"]))
         drawn = [name for name in _DRAWN if name in self.all_conditions]

@@ -1,13 +1,16 @@
-"""The table of step times in README, between its two marks."""
+"""Tables of step times, for README and for the page on performance."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks.figures.results import Tradeoff
+from benchmarks.figures.tradeoff import STEPS
 
-__all__ = ["with_table"]
+__all__ = ["NAME", "in_full", "in_short"]
 
-_BEGIN, _END = "<!-- step times: python -m benchmarks.figures -->", "<!-- end of step times -->"
-_ROWS = (
+NAME = "step times"
+_SHORT = (
     "ddp",
     "ddp_fp16",
     "ddp_powersgd",
@@ -24,21 +27,23 @@ _ROWS = (
 )
 
 
-def with_table(text: str, results: Tradeoff) -> str:
-    """Return `text` with the table between the marks renewed.
-
-    Raises:
-        ValueError: a mark is missing.
-    """
-    if text.count(_BEGIN) != 1 or text.count(_END) != 1:
-        raise ValueError(f"README: expected one {_BEGIN} and one {_END}")
-    before, rest = text.split(_BEGIN)
-    return f"{before}{_BEGIN}\n\n{_table(results)}\n{_END}{rest.split(_END)[1]}"
+def in_short(results: Tradeoff) -> str:
+    """Some entrants under all conditions."""
+    return _table(results, _SHORT)
 
 
-def _table(results: Tradeoff) -> str:
+def in_full(results: Tradeoff) -> str:
+    """All entrants under all conditions, and where they come from."""
+    origin = (
+        f"{results.date}, {results.hosts} emulated hosts with one rank each, {results.num_elements / 1e6:.0f} M fp32 "
+        f"parameters, 300 ms of emulated compute: `benchmarks/results/{results.name}/tradeoff.json`.\n\n"
+    )
+    return origin + _table(results, STEPS)
+
+
+def _table(results: Tradeoff, names: Sequence[str]) -> str:
     lines = [f"| | {' | '.join(results.all_conditions)} |", "|---" * (1 + len(results.all_conditions)) + "|"]
-    for name in _ROWS:
+    for name in names:
         cells = [_cell(results, condition, name) for condition in results.all_conditions]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

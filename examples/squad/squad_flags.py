@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 import bagua
@@ -46,6 +46,12 @@ def parse(argv: list[str] | None) -> Namespace:
     return args
 
 
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ArgumentTypeError(f"expected 1 at least, not {text}")
+    return int(text)
+
+
 def _get_args_parser() -> ArgumentParser:
     parser = ArgumentParser(description="Question answering with BERT on files of the SQuAD format, with Bagua.")
     add = parser.add_argument
@@ -72,11 +78,11 @@ def _add_model(parser: ArgumentParser) -> None:
     add("--config_name", metavar="PATH", help="of transformers, if another than --model_name_or_path")
     add("--tokenizer_name", metavar="PATH", help="of transformers; or a file of word pieces, one a line (vocab.txt)")
     add("--cache_dir", metavar="DIR", help="where transformers keeps what it downloads")
-    add("--hidden_size", type=int, default=128, help="width of the small BERT (%(default)s; BERT-Large: 1024)")
-    add("--num_layers", type=int, default=2, help="of the small BERT (%(default)s; BERT-Large: 24)")
-    add("--num_heads", type=int, default=4, help="attention heads of the small BERT (%(default)s; BERT-Large: 16)")
+    add("--hidden_size", type=_count, default=128, help="width of the small BERT (%(default)s; BERT-Large: 1024)")
+    add("--num_layers", type=_count, default=2, help="of the small BERT (%(default)s; BERT-Large: 24)")
+    add("--num_heads", type=_count, default=4, help="attention heads of the small BERT (%(default)s; BERT-Large: 16)")
     add("--dropout", type=float, default=0.1, help="probability, of the small BERT (%(default)s)")
-    add("--vocab_size", type=int, default=4000, help="most word pieces learned from --train_file (%(default)s)")
+    add("--vocab_size", type=_count, default=4000, help="most word pieces learned from --train_file (%(default)s)")
     add("--do_lower_case", action="store_true", help="ignore case and accents; the small BERT always does")
 
 
@@ -90,18 +96,18 @@ def _add_data(parser: ArgumentParser) -> None:
     add("--version_2_with_negative", action="store_true", help="some questions have no answer")
     add("--null_score_diff_threshold", type=float, default=0.0, metavar="X",
         help='answer "none" if its score is higher than the best answer\'s by more (%(default)s)')  # fmt: skip
-    add("--max_seq_length", type=int, default=384, help="tokens of question and paragraph (%(default)s)")
-    add("--doc_stride", type=int, default=128, help="tokens between windows of a long paragraph (%(default)s)")
-    add("--max_query_length", type=int, default=64, help="tokens of a question (%(default)s)")
-    add("--n_best_size", type=int, default=20, help="answers kept for each question (%(default)s)")
-    add("--max_answer_length", type=int, default=30, help="tokens of an answer (%(default)s)")
+    add("--max_seq_length", type=_count, default=384, help="tokens of question and paragraph (%(default)s)")
+    add("--doc_stride", type=_count, default=128, help="tokens between windows of a long paragraph (%(default)s)")
+    add("--max_query_length", type=_count, default=64, help="tokens of a question (%(default)s)")
+    add("--n_best_size", type=_count, default=20, help="answers kept for each question (%(default)s)")
+    add("--max_answer_length", type=_count, default=30, help="tokens of an answer (%(default)s)")
 
 
 def _add_training(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
-    add("--per_gpu_train_batch_size", type=int, default=8, help="questions per rank and pass (%(default)s)")
-    add("--per_gpu_eval_batch_size", type=int, default=32, help="windows per rank and pass (%(default)s)")
-    add("--gradient_accumulation_steps", type=int, default=1, help="passes for one step (%(default)s)")
+    add("--per_gpu_train_batch_size", type=_count, default=8, help="questions per rank and pass (%(default)s)")
+    add("--per_gpu_eval_batch_size", type=_count, default=32, help="windows per rank and pass (%(default)s)")
+    add("--gradient_accumulation_steps", type=_count, default=1, help="passes for one step (%(default)s)")
     add("--learning_rate", type=float, help="default: 5e-5, or 1e-3 for the small BERT from nothing")
     add("--weight_decay", type=float, default=0.0, help="of matrices (%(default)s)")
     add("--adam_epsilon", type=float, default=1e-8, help="%(default)s")
@@ -109,7 +115,7 @@ def _add_training(parser: ArgumentParser) -> None:
     add("--num_train_epochs", type=float, help="default: 3, or 40 for the small BERT from nothing")
     add("--max_steps", type=int, default=-1, help="instead of epochs, if positive")
     add("--warmup_steps", type=int, default=0, help="steps in which the learning rate grows (%(default)s)")
-    add("--logging_steps", type=int, default=50, help="steps between two lines (%(default)s)")
+    add("--logging_steps", type=_count, default=50, help="steps between two lines (%(default)s)")
     add("--evaluate_during_training", action="store_true", help="at each line")
     add("--save_steps", type=int, default=0, help="steps between two checkpoints in OUTPUT_DIR/checkpoints; 0: none")
     add("--eval_all_checkpoints", action="store_true", help="evaluate each checkpoint when it has been saved")

@@ -13,12 +13,26 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_digits() -> ModuleType:
-    """Import examples/digits.py, which is a script and in no package."""
-    spec = importlib.util.spec_from_file_location("digits", ROOT / "examples" / "digits.py")
+    """Import examples/digits.py."""
+    return load_script("digits")
+
+
+def load_script(name: str) -> ModuleType:
+    """Import a file of examples/ anew, which is a script and in no package; it finds those beside it."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    before = sys.modules.get(name)
+    sys.path.insert(0, str(ROOT / "examples"))
+    sys.modules[name] = module  # where dataclasses look for it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
     return module
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import bagua
-from tests.examples.scripts import load_digits, start
+from tests.examples.scripts import load_digits, load_script, start
 from tests.rank_pool import RankPool
 
 pytest.importorskip("sklearn")
@@ -51,6 +52,7 @@ def test_two_ranks(pool: RankPool, tmp_path: Path, algorithm: str) -> None:
     assert result["mb_sent_per_step"] > 0
 
 
+@pytest.mark.slow
 def test_learns_and_repeats(pool: RankPool, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     words = ["--epochs", "4", "--device", "cpu", "--algorithm", "bytegrad", "--json", str(file)]
@@ -69,6 +71,7 @@ def test_alone(pool: RankPool, tmp_path: Path) -> None:
     assert result["mb_sent_per_step"] == 0
 
 
+@pytest.mark.slow
 def test_under_the_launcher() -> None:
     launch = [
         "-m",
@@ -91,3 +94,12 @@ def test_an_unknown_algorithm_is_refused_with_the_names_of_all(capsys: pytest.Ca
         load_digits().build_parser().parse_args(["--algorithm", "bytegard"])
     message = capsys.readouterr().err
     assert all(row.name in message for row in bagua.algorithms.available())
+
+
+@pytest.mark.parametrize(
+    "script", ["digits", "demo", "char_lm", "cached_digits", "balanced_lm", "image_classification"]
+)
+def test_sizes_that_are_no_sizes_are_refused_by_name(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_script(script).build_parser().parse_args(["--epochs" if script != "char_lm" else "--steps", "0"])
+    assert re.search(r"argument --(epochs|steps): expected 1 at least, not 0", capsys.readouterr().err)

@@ -115,6 +115,13 @@ def test_learning_rate() -> None:
     assert script.rate(args, 10)(20) == 0.25
 
 
+def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    script = load("image_classification")
+    with pytest.raises(SystemExit, match="DIR: .*nowhere/train: expected a folder of images for each class"):
+        script.load_data(script.build_parser().parse_args([str(tmp_path / "nowhere"), "--image-size", "32"]))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -134,7 +134,7 @@ def run_script(words: list[str]) -> None:
     assert main([*SMALLEST, *words]) == 0
 
 
-@pytest.mark.parametrize("model", ["resnet18", "bert_base"])
+@pytest.mark.parametrize("model", ["resnet18", pytest.param("bert_base", marks=pytest.mark.slow)])
 def test_deterministic_runs_repeat_and_fp16_halves_the_bytes(pool: RankPool, tmp_path: Path, model: str) -> None:
     results = []
     for more in ([], [], ["--fp16-allreduce"]):

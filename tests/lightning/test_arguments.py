@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 import bagua
 from lightning_bagua import BaguaStrategy, register
 from lightning_bagua.redirection import call_through_hooks
-from tests.examples.scripts import ROOT, start
+from tests.examples.scripts import ROOT, load_script, start
 from tests.rank_pool import RankPool
 
 
@@ -139,7 +140,7 @@ def test_bagua_does_not_import_lightning() -> None:
 def example(file: str) -> None:
     """One epoch of the example on this rank, whose processes exist already."""
     sys.path.insert(0, str(ROOT / "examples"))
-    import lightning_digits
+    lightning_digits = importlib.import_module("lightning_digits")
 
     words = ["--algorithm", "bytegrad", "--devices", "2", "--accelerator", "cpu", "--epochs", "1", "--json", file]
     lightning_digits.main(words)
@@ -162,3 +163,11 @@ def test_lightning_starts_the_processes_of_the_example(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["ranks"], result["algorithm"]) == (2, "bytegrad")
     assert result["test_accuracy"] > 0.8 and result["compression_ratio"] > 2
+
+
+@pytest.mark.parametrize("words", [["--algorithm", "bytegard"], ["--devices", "0"], ["--accumulate", "two"]])
+def test_the_example_names_the_argument_that_is_wrong(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn, of which the digits come, is not installed")
+    with pytest.raises(SystemExit):
+        load_script("lightning_digits").build_parser().parse_args(words)
+    assert f"argument {words[0]}: " in capsys.readouterr().err
