@@ -10,18 +10,19 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from time import monotonic
 from typing import Any
 
 from bagua.bench.machine import describe_machine, now
 from bagua.bench.net_cases import CASES, GOALS, Case, Goal, Sample
 from bagua.bench.net_links import Namespaces, missing
+from bagua.bench.net_report import OTHERS, markdown, of_congestion
 from bagua.lab.pacing import LIBRARY as PACING
 from bagua.net.driver import DriverError, Pair, run_pair
 
 __all__ = ["add_arguments", "judge", "main", "measure"]
 
-_OTHERS = 0.12  # share of the machine from which a run is not counted
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,30 +32,55 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 if nothing could be measured; 2 for wrong arguments.
     """
     args = _parser().parse_args(argv)
+    if args.table is not None:
+        return _print_table(args.table)
     chosen = {case.name: case for case in CASES}
     names = [name for name in args.cases.split(",") if name] or list(chosen)
     for name in names:
         if name not in chosen:
             print(f"bagua bench net: --cases: no case {name!r}; there are {', '.join(chosen)}", file=sys.stderr)
             return 2
-    if args.runs < 1 or not args.scale > 0:
-        print("bagua bench net: --runs and --scale must be more than 0", file=sys.stderr)
+    if args.runs < 1 or not args.scale > 0 or not args.budget_s > 0:
+        print("bagua bench net: --runs, --scale and --budget-s must be more than 0", file=sys.stderr)
         return 2
     rows: list[dict[str, Any]] = []
     if args.append and args.json is not None and args.json.exists():
         rows = json.loads(args.json.read_text())["runs"]
-    env = {"BAGUA_NET_CC": args.congestion} if args.congestion else {}
-    report: dict[str, Any] = {}
-    for _ in range(args.runs):
-        for name in names:
-            rows += _run_case(chosen[name], env, args.scale)
-            report = _report(rows, args.congestion)
-            if args.json is not None:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
+    report = _measure_all([chosen[name] for name in names], rows, args)
     for line in _table(report):
         print(line)
     return 0 if any("gbit_s" in row for row in rows) else 1
+
+
+def _measure_all(cases: Sequence[Case], rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    """Add the runs to `rows`, case by case in rounds; return the report, which is written after each case."""
+    congestion = args.congestion or _default_congestion()
+    env = {"BAGUA_NET_CC": args.congestion} if args.congestion else {}
+    end = monotonic() + args.budget_s
+    report = _report(rows, congestion)
+    for index in range(args.runs * len(cases)):
+        if monotonic() > end:
+            done = f"{index // len(cases)} of {args.runs} rounds and {index % len(cases)} cases"
+            print(f"--budget-s {args.budget_s:g} is used up after {done}", flush=True)
+            break
+        rows += _run_case(cases[index % len(cases)], env, congestion, args.scale)
+        report = _report(rows, congestion)
+        if args.json is not None:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def _print_table(file: Path) -> int:
+    try:
+        report = json.loads(file.read_text())
+        if not isinstance(report, dict) or report.get("kind") != "net":
+            raise ValueError("not written by bagua bench net")
+    except (OSError, ValueError) as error:
+        print(f"bagua bench net: --table {file}: {error}", file=sys.stderr)
+        return 2
+    print(markdown(report, judge))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,8 +96,14 @@ def _parser() -> argparse.ArgumentParser:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="measure nothing: print that file as Markdown tables"
+    )
     parser.add_argument("--append", action="store_true", help="add to the runs that FILE has")
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="of each case, in turns; default: 1")
+    parser.add_argument(
+        "--budget-s", type=float, default=3600.0, metavar="S", help="no case begins after that time; default: 3600"
+    )
     parser.add_argument("--cases", default="", metavar="NAMES", help="separated by commas; default: all")
     parser.add_argument("--congestion", default="", metavar="NAME", help="congestion control; default: the machine's")
     parser.add_argument(
@@ -79,10 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run_case(case: Case, env: Mapping[str, str], scale: float) -> list[dict[str, Any]]:
+def _run_case(case: Case, env: Mapping[str, str], congestion: str, scale: float) -> list[dict[str, Any]]:
     rows = []
     for variant, own in case.variants.items():
-        row: dict[str, Any] = {"case": case.name, "variant": variant, "time": now()}
+        row: dict[str, Any] = {"case": case.name, "variant": variant, "congestion": congestion, "time": now()}
         reason = "" if case.socket_bytes else missing()
         if case.socket_bytes and not PACING.exists():
             reason = "the pacing library of bagua lab was not built"
@@ -144,7 +176,7 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What was reached of the goals, from runs that other processes did not disturb."""
     samples: dict[tuple[str, str], list[Sample]] = {}
     for row in rows:
-        if "gbit_s" in row and row["others_cpu"] <= _OTHERS:
+        if "gbit_s" in row and row["others_cpu"] <= OTHERS:
             made = Sample(**{name: row[name] for name in Sample.__dataclass_fields__})
             samples.setdefault((row["case"], row["variant"]), []).append(made)
     return [_reached(goal, goal.value(samples)) for goal in GOALS]
@@ -156,8 +188,9 @@ def _reached(goal: Goal, value: float | None) -> dict[str, Any]:
 
 
 def _report(rows: list[dict[str, Any]], congestion: str) -> dict[str, Any]:
-    machine = {**describe_machine(), "congestion_control": congestion or _default_congestion()}
-    return {"kind": "net", "time": now(), "machine": machine, "runs": rows, "goals": judge(rows)}
+    machine = {**describe_machine(), "congestion_control": congestion}
+    mine = of_congestion(rows, congestion, congestion)
+    return {"kind": "net", "time": now(), "machine": machine, "runs": rows, "goals": judge(mine)}
 
 
 def _default_congestion() -> str:
@@ -170,7 +203,7 @@ def _line(row: Mapping[str, Any]) -> str:
     if "gbit_s" not in row:
         return start + str(row.get("skipped") or row.get("error"))
     sender, receiver = row["cpu_s_per_gb"]
-    disturbed = "  not counted: others took the machine" if row["others_cpu"] > _OTHERS else ""
+    disturbed = "  not counted: others took the machine" if row["others_cpu"] > OTHERS else ""
     return (
         f"{start}{row['gbit_s']:7.2f} Gbit/s, typically {row['typical_gbit_s']:6.2f}; "
         f"CPU s/GB {sender:.2f} {receiver:.2f}; channels {row['evenness']:.2f}; "
@@ -181,11 +214,12 @@ def _line(row: Mapping[str, Any]) -> str:
 def _table(report: Mapping[str, Any]) -> list[str]:
     lines = ["", f"{'case':<13} {'variant':<16} runs  median    range (Gbit/s)"]
     keys = dict.fromkeys((row["case"], row["variant"]) for row in report["runs"])
+    congestion = report["machine"]["congestion_control"]
     for case, variant in keys:
         found = [
             row["gbit_s"]
-            for row in report["runs"]
-            if (row["case"], row["variant"]) == (case, variant) and row.get("others_cpu", 1) <= _OTHERS
+            for row in of_congestion(report["runs"], congestion, congestion)
+            if (row["case"], row["variant"]) == (case, variant) and row.get("others_cpu", 1) <= OTHERS
         ]
         if found:
             lines.append(

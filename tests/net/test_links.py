@@ -11,6 +11,7 @@ from bagua.bench import net as bench
 from bagua.bench.main import main as bench_main
 from bagua.bench.net_cases import CASES, GOALS, Sample
 from bagua.bench.net_links import FlowCaps, Namespaces, Queue, missing
+from bagua.bench.net_report import markdown
 from bagua.net.driver import run_pair
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
@@ -100,3 +101,33 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(report["runs"]) == 4 and all("gbit_s" in run for run in report["runs"]), report["runs"]
     assert report["machine"]["cores"] >= 1 and report["machine"]["congestion_control"]
     assert "paced         one" in capsys.readouterr().out
+    assert {run["congestion"] for run in report["runs"]} == {report["machine"]["congestion_control"]}
+    assert bench_main(["net", "--table", str(file)]) == 0
+    assert "| loopback, 1 Gbit/s per socket | default | " in capsys.readouterr().out
+    assert bench_main([*words, "--append", "--runs", "3", "--budget-s", "1e-9"]) == 0
+    assert "is used up after 0 of 3 rounds" in capsys.readouterr().out
+
+
+def test_tables_of_results() -> None:
+    """Medians of what counts; the number of the rest; runs of another congestion control apart."""
+
+    def run(rate: float, others: float = 0.0, **more: object) -> dict[str, object]:
+        made = {"case": "shallow", "variant": "default", "gbit_s": rate, "typical_gbit_s": rate}
+        return {**made, "cpu_s_per_gb": [0.5, 0.25], "evenness": 1.0, "others_cpu": others, **more}
+
+    runs = [run(1.0), run(2.0), run(1.5), run(9.0, others=0.5), run(1.25, congestion="cubic")]
+    report = {"machine": {"congestion_control": "bbr", "cores": 2, "cpu": "some"}, "runs": runs}
+    first, second = markdown(report, bench.judge).split("TCP with ")[1:]
+    assert first.startswith("bbr, 2 cores") and second.startswith("cubic, 2 cores")
+    assert "| 2 Gbit/s, 256 KB, 2 ms | default | 3 of 4 | 1.50 | 1.00 to 2.00 | 1.50 | 0.50 |" in first
+    assert "| shallow queue, Gbit/s | at least 1.7 | 1.5 | missed |" in first
+    assert "| 2 Gbit/s, 256 KB, 2 ms | default | 1 | 1.25 | 1.25 to 1.25 | 1.25 | 0.50 |" in second
+    assert "| very shallow queue, Gbit/s | at least 1.2 | not measured |  |" in second
+
+
+def test_a_file_that_holds_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "net.json"
+    for text in ("{}", "[", "[]"):
+        file.write_text(text)
+        assert bench_main(["net", "--table", str(file)]) == 2
+        assert "--table" in capsys.readouterr().err

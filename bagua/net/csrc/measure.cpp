@@ -17,6 +17,8 @@ constexpr double kPaceHeadroom = 1.25;
 constexpr double kResent = 0.005;  // share of segments from which a flow is paced
 constexpr double kLowestPace = 1;  // bytes per us
 constexpr int64_t kShortestBusyUs = 500;
+constexpr uint32_t kUnansweredProbes = 2;
+constexpr int64_t kUnwatchedUs = 1000000;  // after such a pause silence is counted anew
 
 }  // namespace
 
@@ -45,6 +47,7 @@ void SendComm::measure(int64_t now) {
 void SendComm::observe(Flow& flow, Sample& sample) {
   const bool all_acked =
       !flow.written || (flow.state_known && flow.state.acked_bytes - flow.acked_at_first >= flow.written);
+  if (all_acked || sample.duration_us > kUnwatchedUs) flow.heard_us = sample.now_us;
   SocketState state;
   if (all_acked || !read_state(flow.fd.get(), state)) return;
   if (flow.state_known) {
@@ -63,8 +66,12 @@ void SendComm::observe(Flow& flow, Sample& sample) {
   }
   flow.state = state;
   flow.state_known = true;
-  const auto limit = static_cast<uint32_t>(settings().timeout_ms);
-  if (limit && state.unacked_segments && state.silent_ms > limit) fail("the peer has not answered for too long");
+  // Probes of a full buffer are far apart: silence between two of them says nothing, two without an answer do.
+  flow.heard_us = std::max(flow.heard_us, sample.now_us - 1000 * int64_t{state.silent_ms});
+  const int64_t limit_us = 1000 * int64_t{settings().timeout_ms};
+  const bool unanswered = state.unacked_segments || state.num_probes >= kUnansweredProbes;
+  if (limit_us && unanswered && sample.now_us - flow.heard_us > limit_us)
+    fail("the peer has not answered for too long");
 }
 
 // A flow that loses segments is held to a little above the best rate it had lately, so that they leave evenly. The best

@@ -12,7 +12,11 @@ namespace bagua_net {
 namespace {
 
 constexpr int64_t kLookUs = 1000;     // between looks at events while all flows can be written
-constexpr size_t kSmallest = 64 << 10;  // a slice, unless the message is smaller
+constexpr size_t kWhole = 64 << 10;   // a message up to this is one slice
+// Slices are multiples of this, but for a message's last: with its header it is one packet for the kernel, which takes
+// whole segments of together less than 64 KiB at once. 64 KiB would be two, the second one small.
+constexpr size_t kPacket = 60 << 10;
+static_assert(kPacket % kAlign == 0);
 constexpr int kSlicesPerCall = 16;    // the other connections of the thread want their turn
 constexpr double kPatience = 1.5;     // a flow may finish this much later than all together would
 
@@ -134,9 +138,9 @@ double SendComm::queued(const Flow& flow, int64_t now) const {
 }
 
 size_t SendComm::slice_of(size_t size, int level) const {
-  if (level == 1 || size <= kSmallest) return size;
-  const size_t fair = (size / (2 * static_cast<size_t>(level)) + kAlign - 1) / kAlign * kAlign;
-  return std::min(std::max(fair, kSmallest), settings().slice_bytes);
+  if (level == 1 || size <= kWhole) return size;
+  const size_t fair = (size / (2 * static_cast<size_t>(level)) + kPacket - 1) / kPacket * kPacket;
+  return std::min(fair, settings().slice_bytes);
 }
 
 bool SendComm::assign(Flow& flow, int level) {

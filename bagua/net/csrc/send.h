@@ -35,6 +35,7 @@ class SendComm : public Comm {
     SocketState state = {};     // at the last look
     double rate = 0;            // bytes per us while busy; 0: unknown
     uint64_t payload = 0;
+    int64_t heard_us = 0;       // no answer was due before, or the last one came
 
     uint64_t first_pacing = 0;  // 0: not read yet
     SocketState paced_state = {};  // at the last look for pacing

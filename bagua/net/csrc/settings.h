@@ -21,7 +21,7 @@ struct Settings {
   size_t slice_bytes = 512 << 10; // BAGUA_NET_SLICE_BYTES: the most a flow takes of a message that is divided
   int lowat_bytes = 256 << 10;    // BAGUA_NET_LOWAT_BYTES: not yet sent bytes that a socket holds
   int buffer_bytes = 0;           // BAGUA_NET_BUFFER_BYTES: of each socket and direction; 0: the kernel's choice
-  int timeout_ms = 30000;         // BAGUA_NET_TIMEOUT_S: a peer that is silent for so long is gone; 0: never
+  int timeout_ms = 15000;         // BAGUA_NET_TIMEOUT_S: a peer that is silent for so long is gone; 0: never
   char congestion[16] = "";       // BAGUA_NET_CC: congestion control
   Schedule schedule = Schedule::rate;  // BAGUA_NET_SCHEDULE
 };

@@ -8,6 +8,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "settings.h"
 
 #ifndef SO_MAX_PACING_RATE
@@ -15,6 +17,9 @@
 #endif
 #ifndef TCP_NOTSENT_LOWAT
 #define TCP_NOTSENT_LOWAT 25
+#endif
+#ifndef TCP_RTO_MAX_MS
+#define TCP_RTO_MAX_MS 44  // Linux 6.15
 #endif
 
 namespace bagua_net {
@@ -58,11 +63,15 @@ void set_flow_options(int fd) {
   }
   if (*chosen.congestion)
     setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, chosen.congestion, static_cast<socklen_t>(strlen(chosen.congestion)));
+  // Keepalive finds out who waits for bytes; who sends finds out by asking the socket. TCP_USER_TIMEOUT would end
+  // connections to a living peer that takes its time to post a receive: it counts a closed window too.
   if (const int seconds = chosen.timeout_ms / 1000) {
+    const int interval = std::max(1, seconds / 6), num = std::clamp((seconds - 1) / interval, 1, 4);
     set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-    set(fd, IPPROTO_TCP, TCP_KEEPIDLE, seconds > 3 ? seconds / 3 : 1);
-    set(fd, IPPROTO_TCP, TCP_KEEPINTVL, seconds > 6 ? seconds / 6 : 1);
-    set(fd, IPPROTO_TCP, TCP_KEEPCNT, 4);
+    set(fd, IPPROTO_TCP, TCP_KEEPIDLE, std::max(1, seconds - num * interval));
+    set(fd, IPPROTO_TCP, TCP_KEEPINTVL, interval);
+    set(fd, IPPROTO_TCP, TCP_KEEPCNT, num);
+    set(fd, IPPROTO_TCP, TCP_RTO_MAX_MS, std::max(1000, 250 * seconds));  // a network that is back is found soon
   }
 }
 
@@ -77,6 +86,7 @@ bool read_state(int fd, SocketState& out) {
   out.rtt_us = info.rtt;
   out.unacked_segments = info.unacked;
   out.silent_ms = info.last_ack_recv;
+  out.num_probes = info.probes;
   out.timed_out = info.ca_state == kStateLoss;
   return true;
 }

@@ -41,6 +41,7 @@ struct SocketState {
   uint32_t rtt_us;
   uint32_t unacked_segments;
   uint32_t silent_ms;      // since the last acknowledgement
+  uint32_t num_probes;     // of a peer whose buffer is full, without an answer
   bool timed_out;          // in recovery from a retransmission timeout
 };
 
