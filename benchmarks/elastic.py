@@ -2,6 +2,7 @@
 
     python -m benchmarks.elastic --runs 20 --json elastic.json
     python -m benchmarks.elastic --runs 1 --scenario kill-host-0
+    python -m benchmarks.elastic --runs 0 --json elastic.json --add more.json --table
 
 Each run trains `examples/elastic_digits.py` on hosts of an emulated cluster (one rank each), lets one thing happen at a
 step that the seed decides, and reads what every rank wrote down: which images each step used, what was committed, what
@@ -12,107 +13,30 @@ that count used every image of each epoch once (but for the repetitions at the e
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bagua.lab import Cluster
+from benchmarks import elastic_report
+from benchmarks.elastic_judge import COMMIT_EVERY, Run, journals, judge, meetings
 
-__all__ = ["SCENARIOS", "Run", "judge", "main", "run"]
+__all__ = ["SCENARIOS", "main", "run"]
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMIT_EVERY = 10
-NUM_IMAGES = 1437
+_LOOK_S = 0.25  # between two looks at the journals
 PORT = 29400
 CONFIG = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=90,read_timeout=20"
-
-
-@dataclass
-class Run:
-    """What came of one run.
-
-    Attributes:
-        hung: it did not end by itself.
-        step: of the accident.
-        recovered_s: from the accident to the next step that a training made.
-        meetings: how often ranks were started together.
-        lost_steps: at each restart, steps made since the commit that was restored.
-        problems: what went wrong; nothing in a good run.
-    """
-
-    scenario: str
-    seed: int
-    hosts: int
-    hung: bool = False
-    step: int = 0
-    seconds: float = 0.0
-    recovered_s: float | None = None
-    meetings: int = 0
-    lost_steps: list[int] = field(default_factory=list)
-    repeated: int = 0
-    accuracy: float | None = None
-    problems: list[str] = field(default_factory=list)
-
-
-def journals(folder: Path) -> list[list[dict[str, Any]]]:
-    """What the ranks wrote, the first to begin at the beginning. The last line of one that was killed may be cut."""
-    found = []
-    for path in folder.glob("*.jsonl"):
-        lines = path.read_text().split("\n")[:-1]
-        if lines:
-            found.append([json.loads(line) for line in lines])
-    return sorted(found, key=lambda journal: journal[0]["began"])
-
-
-def meetings(found: list[list[dict[str, Any]]]) -> list[list[list[dict[str, Any]]]]:
-    """The journals by the ranks that were started together, in time; those that got to their first step."""
-    by_name: dict[str, list[list[dict[str, Any]]]] = {}
-    for journal in found:
-        if any("samples" in line for line in journal):
-            by_name.setdefault(journal[0]["meeting"], []).append(journal)
-    return list(by_name.values())
-
-
-def judge(result: Run, found: list[list[dict[str, Any]]], epochs: int) -> None:
-    """Compare what was done with what should have been; fills in `result`."""
-    together = meetings(found)
-    result.meetings = len(together)
-    if not together:
-        result.problems.append("no training took place")
-        return
-    starts = [next(line["step"] for line in each[0] if "restored" in line) for each in together]
-    for each, start in zip(together[:-1], starts[1:], strict=True):
-        done = max(line["step"] for journal in each for line in journal if "samples" in line)
-        result.lost_steps.append(done - start)
-        if not 0 <= done - start <= COMMIT_EVERY:
-            result.problems.append(f"lost {done - start} steps")
-    used = [Counter[int]() for _ in range(epochs)]
-    for each, start, end in zip(together, starts, [*starts[1:], 10**9], strict=True):
-        if len({journal[0]["rank"] for journal in each}) != each[0][0]["size"]:
-            result.problems.append("a rank left no journal")
-        for journal in each:
-            for line in journal:
-                if "samples" in line and start < line["step"] <= end:
-                    used[line["epoch"]].update(line["samples"])
-    for epoch, counts in enumerate(used):
-        missing, extra = NUM_IMAGES - len(counts), sum(counts.values()) - len(counts)
-        result.repeated += extra
-        if missing or extra >= result.hosts:
-            result.problems.append(f"epoch {epoch}: {missing} images left out, {extra} repeated")
-    ends = [line["accuracy"] for journal in found for line in journal if "ended" in line]
-    if not ends:
-        result.problems.append("no rank came to the end")
-    result.accuracy = ends[0] if ends else None
 
 
 def _now(folder: Path) -> tuple[int, float]:
@@ -144,7 +68,7 @@ class Stage:
         while not condition():
             if time.monotonic() > self.deadline or all(p.poll() is not None for p in self.processes.values()):
                 raise TimeoutError(what)
-            time.sleep(0.1)
+            time.sleep(_LOOK_S)
 
     def kill_host(self, index: int) -> None:
         """All its processes at once."""
@@ -197,6 +121,7 @@ def run(scenario: str, seed: int, *, epochs: int = 6, step_ms: float = 30, limit
     rng = random.Random(f"{scenario} {seed}")
     result = Run(scenario, seed, hosts, step=rng.randrange(12, 60))
     folder = Path(tempfile.mkdtemp(prefix="bagua-elastic-"))
+    (folder / "digits.pt").write_bytes(_data())
     began = time.monotonic()
     if scenario == "host-returns":
         epochs, step_ms = epochs * 2, step_ms * 2  # the training must still be there when the host is back
@@ -234,6 +159,17 @@ def run(scenario: str, seed: int, *, epochs: int = 6, step_ms: float = 30, limit
     return result
 
 
+@cache
+def _data() -> bytes:
+    """For hosts to start without scikit-learn, made in a process of its own: this one is to stay small."""
+    code = "import sys, pathlib, elastic_digits; elastic_digits.save_data(pathlib.Path(sys.argv[1]))"
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    with tempfile.TemporaryDirectory(prefix="bagua-elastic-") as folder:
+        path = Path(folder, "digits.pt")
+        subprocess.run([sys.executable, "-c", code, str(path)], env=env, check=True, capture_output=True, timeout=100)
+        return path.read_bytes()
+
+
 def _first_step(folder: Path, after: float) -> float:
     """When the first training that began later made its first step; the time of the look at it is close enough."""
     return time.time() if any(each[0][0]["began"] > after for each in meetings(journals(folder))) else after
@@ -254,13 +190,16 @@ def _command(cluster: Cluster, seed: int, epochs: int, step_ms: float, folder: P
         *("--rdzv-id", f"elastic{seed}", "--rdzv-conf", CONFIG),
         *("examples/elastic_digits.py", "--epochs", str(epochs), "--seed", str(seed), "--step-ms", str(step_ms)),
         *("--commit-every", str(COMMIT_EVERY), "--timeout", "30", "--journal", str(folder)),
+        *("--data", str(folder / "digits.pt")),
     ]
 
 
-def undisturbed(seed: int, epochs: int) -> float:
+def undisturbed(epochs: int, seed: int) -> float:
     """Test accuracy of the same training in one process, to which nothing happens."""
     with tempfile.TemporaryDirectory(prefix="bagua-elastic-") as folder:
+        Path(folder, "digits.pt").write_bytes(_data())
         words = ["examples/elastic_digits.py", "--epochs", str(epochs), "--seed", str(seed), "--journal", folder]
+        words += ["--data", str(Path(folder, "digits.pt"))]
         env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
         subprocess.run([sys.executable, *words], cwd=ROOT, env=env, check=True, capture_output=True, timeout=200)
         return next(line["accuracy"] for journal in journals(Path(folder)) for line in journal if "ended" in line)
@@ -278,21 +217,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="may be repeated; default: all")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--limit", type=float, default=300, metavar="S", help="a run that takes longer hangs (300)")
-    parser.add_argument("--undisturbed", type=int, default=0, metavar="N", help="trainings to compare accuracy with")
+    parser.add_argument("--undisturbed", type=int, default=0, metavar="N", help="so many trainings to compare with")
     parser.add_argument("--budget", type=float, default=1e9, metavar="S", help="begin no run after that time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the runs to those there, which are not repeated")
+    parser.add_argument("--add", type=Path, action="append", default=[], metavar="FILE", help="runs of another --json")
+    parser.add_argument("--table", action="store_true", help="sum up as a Markdown table")
     args = parser.parse_args(argv)
     done: dict[str, Any] = {"runs": [], "undisturbed": []}
-    if args.json is not None and args.json.exists():
-        done = json.loads(args.json.read_text())
+    for path in [args.json, *args.add]:
+        if path is not None and path.exists():
+            elastic_report.add(done, json.loads(path.read_text()))
 
     def keep() -> None:
         if args.json is not None:
             args.json.write_text(json.dumps(done, indent=1) + "\n")
 
-    for seed in range(args.undisturbed):
-        done["undisturbed"].append(undisturbed(seed, args.epochs))
-        keep()
+    keep()
+    have = {(each["epochs"], each["seed"]) for each in done["undisturbed"]}
+    for key in itertools.product((args.epochs, 2 * args.epochs), range(args.undisturbed)):
+        if key not in have:
+            done["undisturbed"].append({"epochs": key[0], "seed": key[1], "accuracy": undisturbed(*key)})
+            keep()
     bad, began = 0, time.monotonic()
     have = {(each["scenario"], each["seed"]) for each in done["runs"]}
     for seed in range(args.first_seed, args.first_seed + args.runs):
@@ -309,23 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"accuracy {result.accuracy}  {'; '.join(result.problems) or 'good'}",
                 flush=True,
             )
-    _summary(done)
+    print("\n".join(elastic_report.table(done, args.epochs) if args.table else elastic_report.summary(done)))
     return 1 if bad else 0
-
-
-def _summary(done: dict[str, Any]) -> None:
-    for scenario in SCENARIOS:
-        runs = [each for each in done["runs"] if each["scenario"] == scenario]
-        if runs:
-            good = [each for each in runs if not each["problems"]]
-            lost = [steps for each in runs for steps in each["lost_steps"]]
-            right = [each["accuracy"] for each in runs if each["accuracy"] is not None]
-            print(
-                f"{scenario}: {len(good)} of {len(runs)} good, {sum(each['hung'] for each in runs)} hung; lost at most "
-                f"{max(lost, default=0)} steps of {COMMIT_EVERY}; accuracy {statistics.mean(right or [0]):.4f}"
-            )
-    if done["undisturbed"]:
-        print(f"undisturbed: accuracy {statistics.mean(done['undisturbed']):.4f} of {len(done['undisturbed'])}")
 
 
 if __name__ == "__main__":

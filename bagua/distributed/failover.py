@@ -17,6 +17,7 @@ import json
 import logging
 import random
 import socket
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -41,6 +42,7 @@ _KEY = "bagua/term"
 _PROBE_S = 2.0  # for a host to answer
 _POLL_S = (0.2, 0.6)  # between two looks at the hosts
 _LOOKS = 2  # in a row without an answer, until a host takes the lead
+_BEATS = 3  # torch's heartbeats can be almost two intervals apart
 _log = logging.getLogger("bagua")
 _endpoints: dict[tuple[str, str], Endpoints] = {}
 
@@ -145,6 +147,8 @@ class Endpoints:
                 if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) or isinstance(error, socket.gaierror):
                     continue
                 raise
+            if (problem := _unreachable(host, listener.getsockname()[0])) is not None:
+                _log.warning("rendezvous: %s", problem)
             store = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
                 timeout=timedelta(seconds=30),
@@ -194,6 +198,10 @@ class FailoverRendezvous(RendezvousHandler):
         self._endpoints = Endpoints.of(params.endpoint, params.run_id)
         self._inner: RendezvousHandler | None = None
         self._join_s = float(params.get_as_int("join_timeout", 600) or 600)
+        if (attempts := params.get_as_int("keep_alive_max_attempt", 3) or 3) < _BEATS:
+            _tell(f"keep_alive_max_attempt={attempts} counts hosts that live as dead; give at least {_BEATS}")
+        self._hosts = 0  # that took part in the last meeting
+        self._why = ""
 
     def get_backend(self) -> str:
         """The name that it is registered under."""
@@ -205,13 +213,20 @@ class FailoverRendezvous(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round, at whichever host leads."""
+        """Join the next round, at whichever host leads. Says on stderr why it takes place, and who came."""
         deadline = time.monotonic() + self._join_s
+        if self._hosts:
+            _tell(f"{self._why or 'a rank of this host has failed'}; the ranks of this host are started again")
         while True:
             try:
                 if self._inner is None:
                     self._inner = self._open(deadline)
-                return self._inner.next_rendezvous()
+                info = self._inner.next_rendezvous()
+                if info.rank == 0:
+                    before = f", {self._hosts} before" if self._hosts else ""
+                    _tell(f"{info.world_size} of {self._params.max_nodes} hosts take part{before}")
+                self._hosts, self._why = info.world_size, ""
+                return info
             except (RendezvousConnectionError, DistError) as error:
                 self._lose(error)
                 if time.monotonic() > deadline:
@@ -231,10 +246,14 @@ class FailoverRendezvous(RendezvousHandler):
         if self._inner is None:
             return 1
         try:
-            return self._inner.num_nodes_waiting()
+            waiting = self._inner.num_nodes_waiting()
         except RendezvousConnectionError as error:
             self._lose(error)
+            self._why = "the host that served the rendezvous is lost"
             return 1
+        if waiting:
+            self._why = f"{waiting} {'host wants' if waiting == 1 else 'hosts want'} to take part"
+        return waiting
 
     def get_run_id(self) -> str:
         """See base class."""
@@ -256,6 +275,18 @@ class FailoverRendezvous(RendezvousHandler):
         stop: Any = getattr(inner, "_stop_heartbeats", None)
         if stop is not None:
             stop()
+
+
+def _unreachable(host: str, bound: str) -> str | None:
+    """A name that /etc/hosts maps to loopback, as some systems do with their own: others could not connect."""
+    asked_for = host == "localhost" or host.startswith("127.") or host == "::1"
+    if asked_for or not (bound.startswith("127.") or bound == "::1"):
+        return None
+    return f"{host} is {bound} on this host, which no other can reach; give --rdzv-endpoint its address instead"
+
+
+def _tell(text: str) -> None:
+    print(f"bagua run: {text}", file=sys.stderr, flush=True)
 
 
 def _write(store: TCPStore, run_id: str, known: Term, leads: Term | None) -> None:

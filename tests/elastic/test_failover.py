@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters, RendezvousTimeoutError
 
-from bagua.distributed.failover import Endpoints, parse_endpoints
+from bagua.distributed.failover import BACKEND, Endpoints, FailoverRendezvous, _unreachable, parse_endpoints
 
 
 def free_ports(num: int) -> list[int]:
@@ -111,3 +111,18 @@ def test_endpoints_are_parsed() -> None:
             parse_endpoints(wrong)
     with pytest.raises(ValueError, match="comes twice"):
         parse_endpoints("a:1,a:1")
+
+
+def test_a_name_that_means_loopback_is_told_of() -> None:
+    """Some systems map a host's own name to 127.0.1.1: its store would be served to itself alone."""
+    assert "node1 is 127.0.1.1 on this host" in str(_unreachable("node1", "127.0.1.1"))
+    for host, bound in (("localhost", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("node1", "10.0.0.5")):
+        assert _unreachable(host, bound) is None
+
+
+def test_a_heartbeat_that_may_be_missed_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """With two attempts torch takes hosts that live for dead, and trains without them."""
+    for attempts, told in (("2", True), ("3", False)):
+        endpoint = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
+        FailoverRendezvous(RendezvousParameters(BACKEND, endpoint, "job", 1, 2, keep_alive_max_attempt=attempts))
+        assert ("keep_alive_max_attempt=2 counts hosts that live as dead" in capsys.readouterr().err) == told
