@@ -90,7 +90,6 @@ class NativeKernels:
         source = wire + head, wire + codes, stride, rows, n, block, weight
         self._decode_mean_encode(*source, residual, scratch, out + head, out + codes)
 
-
     def encode_difference(
         self,
         x_N: Tensor,

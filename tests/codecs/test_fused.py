@@ -124,15 +124,16 @@ def test_encode_difference(codec: Codec, make, dtype: torch.dtype, weights: list
 @pytest.mark.usefixtures("backend")
 def test_wrong_differences_name_the_argument(codec: Codec):
     x, me, peers = torch.zeros(8), torch.zeros(8), torch.zeros(2, 8)
-    for arguments, message in (
-        ((x[None], me, peers, [1, 1]), "x_N must have"),
-        ((x, me[:7], peers, [1, 1]), "me_N must be"),
-        ((x, me, peers, [1.0]), "peers_PN must be"),
-        ((x, me.double(), peers, [1, 1]), "me_N must be"),
-        ((x, me, peers, [1, 1], torch.zeros(1, 3, dtype=torch.uint8)), "out must be"),
+    for x_, me_, weights, message in (
+        (x[None], me, [1, 1], "x_N must have"),
+        (x, me[:7], [1, 1], "me_N must be"),
+        (x, me, [1.0], "peers_PN must be"),
+        (x, me.double(), [1, 1], "me_N must be"),
     ):
         with pytest.raises(ValueError, match=message):
-            codec.encode_difference(*arguments)
+            codec.encode_difference(x_, me_, peers, weights)
+    with pytest.raises(ValueError, match="out must be"):
+        codec.encode_difference(x, me, peers, [1, 1], out=torch.zeros(1, 3, dtype=torch.uint8))
     wire = codec.encode(x[None])
     with pytest.raises(ValueError, match="wire_RW must be"):
         codec.decode_add(wire, torch.zeros(2, 8))
