@@ -189,8 +189,8 @@ class Codec(ABC):
     ) -> Tensor:
         """A step of gossip: encodes how far ``x_N`` and the peers are from ``me_N``, and moves both by what is sent.
 
-        d = (x - me) + sum over k of weights[k] (peers[k] - me), summed as x - (1 + sum of weights) me + weights[0]
-        peers[0] + ...; then me += decode(encode(d)) and x = me. The same bits on all backends.
+        d = (x - me) + sum over k of weights[k] (peers[k] - me); then me += decode(encode(d)) and x = me. The same bits
+        on all backends.
 
         Shapes:
             x_N, me_N: [N], of one dtype, contiguous; changed in place.
@@ -284,9 +284,9 @@ class Codec(ABC):
         self, x_N: Tensor, me_N: Tensor, peers_PN: Tensor, weights: Sequence[float], wire_1W: Tensor
     ) -> None:
         """Fills ``wire_1W``, ``me_N`` and ``x_N``; the default needs scratch of twice ``n`` elements."""
-        d_N = torch.mul(me_N, -(1.0 + sum(weights))).add_(x_N)
+        d_N = x_N - me_N
         for peer_N, weight in zip(peers_PN, weights, strict=True):
-            d_N.add_(peer_N * weight)  # not with alpha=, which may round once instead of twice
+            d_N.add_((peer_N - me_N).mul_(weight))  # not with alpha=, which may round once instead of twice
         self._encode(d_N[None], wire_1W)
         self._decode_mean(wire_1W, d_N, 1.0)
         x_N.copy_(me_N.add_(d_N))

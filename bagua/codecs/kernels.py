@@ -61,7 +61,6 @@ class DifferenceKernels(Protocol):
         me_N: Tensor,
         peers_PN: Tensor,
         weights_P: Tensor,
-        own: float,
         wire_1W: Tensor,
         head: int,
         codes: int,

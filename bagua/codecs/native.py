@@ -41,7 +41,7 @@ class NativeKernels:
         self._decode_mean = _function(library, f"{layout}_decode_mean_{isa}", "ppssssfp")
         self._encode_feedback = _function(library, f"{layout}_encode_feedback_{isa}", "pspssss" + "pps")
         self._decode_mean_encode = _function(library, f"{layout}_decode_mean_encode_{isa}", "ppssssf" + "pppp")
-        self._encode_difference = _function(library, f"{layout}_encode_difference_{isa}", "pppspsfss" + "ppp")
+        self._encode_difference = _function(library, f"{layout}_encode_difference_{isa}", "pppspsss" + "ppp")
         self._decode_add = _function(library, f"{layout}_decode_add_{isa}", "ppssss" + "pps")
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
@@ -96,7 +96,6 @@ class NativeKernels:
         me_N: Tensor,
         peers_PN: Tensor,
         weights_P: Tensor,
-        own: float,
         wire_1W: Tensor,
         head: int,
         codes: int,
@@ -106,7 +105,7 @@ class NativeKernels:
         n, wire = x_N.shape[0], wire_1W.data_ptr()
         scratch = _scratch(n, block)
         peers = peers_PN.data_ptr(), peers_PN.stride(0), weights_P.data_ptr(), peers_PN.shape[0]
-        sizes = own, n, block, scratch.data_ptr()
+        sizes = n, block, scratch.data_ptr()
         self._encode_difference(x_N.data_ptr(), me_N.data_ptr(), *peers, *sizes, wire + head, wire + codes)
 
     def decode_add(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RN: Tensor) -> None:

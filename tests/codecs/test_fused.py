@@ -93,9 +93,9 @@ def difference_by_steps(
     codec: Codec, x_N: Tensor, me_N: Tensor, peers_PN: Tensor, weights: list[float]
 ) -> tuple[Tensor, Tensor]:
     """Wire and new `me`, by eager torch and the plain operations."""
-    d_N = x_N - me_N * (1.0 + sum(weights))
+    d_N = x_N - me_N
     for peer_N, weight in zip(peers_PN, weights, strict=True):
-        d_N = d_N + peer_N * weight
+        d_N = d_N + (peer_N - me_N) * weight
     with codecs.use_backend("torch"):
         wire_1W = codec.encode(d_N[None])
         moved_N = codec.decode_mean(wire_1W, len(x_N), torch.empty_like(x_N), 1.0)

@@ -23,7 +23,7 @@ BAGUA_API int32_t bagua_codecs_isa();  // 0 baseline, 1 avx2, 2 avx512: the high
 // encode_feedback: e = x + residual is encoded; residual = e - what the wire decodes to, 0 where that is not finite.
 // decode_mean_encode: encodes what decode_mean gives, plus the residual unless that is null, into one row. `scratch`
 // holds min(n, block) elements. Nothing may overlap.
-// encode_difference: d = x - own * me + the sum of weights[k] * peers[k], in the order of the peers, is encoded; me += what
+// encode_difference: d = (x - me) + the sum of weights[k] * (peers[k] - me), in their order, is encoded; me += what
 // the wire decodes to; x = me. decode_add: each row of `out` += the decoded row. `scratch` holds
 // min(n, max(block, 2048)) elements.
 #define BAGUA_BLOCK_CODEC(codec)                                                                                 \
@@ -44,7 +44,7 @@ BAGUA_API int32_t bagua_codecs_isa();  // 0 baseline, 1 avx2, 2 avx512: the high
       float weight, float* residual, float* scratch, uint8_t* head_out, uint8_t* codes_out);                     \
   BAGUA_API void BAGUA_FN(bagua_##codec##_encode_difference)(                                                    \
       float* x, float* me, const float* peers, int64_t peers_stride, const float* weights, int64_t num_peers,    \
-      float own, int64_t n, int64_t block, float* scratch, uint8_t* head, uint8_t* codes);                       \
+      int64_t n, int64_t block, float* scratch, uint8_t* head, uint8_t* codes);                                  \
   BAGUA_API void BAGUA_FN(bagua_##codec##_decode_add)(const uint8_t* head, const uint8_t* codes,                 \
                                                       int64_t wire_stride, int64_t rows, int64_t n,              \
                                                       int64_t block, float* scratch, float* out,                 \

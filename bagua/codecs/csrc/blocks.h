@@ -98,18 +98,19 @@ void decode_mean_encode(const uint8_t* head, const uint8_t* codes, int64_t wire_
   }
 }
 
-// d[j] = x[j] - own * me[j] + the sum over k of weights[k] * peers[k][j].
+// d[j] = (x[j] - me[j]) + the sum over k of weights[k] * (peers[k][j] - me[j]).
 inline void differ(const float* x, const float* me, const float* peers, int64_t stride, const float* weights,
-                   int64_t num_peers, float own, int64_t n, float* d) {
+                   int64_t num_peers, int64_t n, float* d) {
   int64_t j = 0;
   for (; j + W <= n; j += W) {
-    VF v = load(x + j) - load(me + j) * own;
-    for (int64_t k = 0; k < num_peers; ++k) v = v + load(peers + k * stride + j) * weights[k];
+    const VF mine = load(me + j);
+    VF v = load(x + j) - mine;
+    for (int64_t k = 0; k < num_peers; ++k) v = v + (load(peers + k * stride + j) - mine) * weights[k];
     store(d + j, v);
   }
   for (; j < n; ++j) {
-    float v = x[j] - me[j] * own;
-    for (int64_t k = 0; k < num_peers; ++k) v = v + peers[k * stride + j] * weights[k];
+    float v = x[j] - me[j];
+    for (int64_t k = 0; k < num_peers; ++k) v = v + (peers[k * stride + j] - me[j]) * weights[k];
     d[j] = v;
   }
 }
@@ -123,13 +124,12 @@ void decode_blocks(const uint8_t* head, const uint8_t* codes, int64_t n, int64_t
 
 template <typename C>
 void encode_difference(float* x, float* me, const float* peers, int64_t peers_stride, const float* weights,
-                       int64_t num_peers, float own, int64_t n, int64_t block, float* scratch, uint8_t* head,
-                       uint8_t* codes) {
+                       int64_t num_peers, int64_t n, int64_t block, float* scratch, uint8_t* head, uint8_t* codes) {
   const int64_t step = scratch_of(n, block);
   for (int64_t i = 0; i < n; i += step) {
     const int64_t m = least(step, n - i);
     uint8_t *const h = head + i / block * C::kHeader, *const c = codes + i / C::kPerByte;
-    differ(x + i, me + i, peers + i, peers_stride, weights, num_peers, own, m, scratch);
+    differ(x + i, me + i, peers + i, peers_stride, weights, num_peers, m, scratch);
     C::template encode<false>(scratch, nullptr, m, block, h, c);
     decode_blocks<C>(h, c, m, block, scratch);
     int64_t j = 0;
@@ -179,9 +179,9 @@ void decode_add(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, 
                           codes_out);                                                                              \
   }                                                                                                                \
   void BAGUA_FN(bagua_##codec##_encode_difference)(float* x, float* me, const float* peers, int64_t peers_stride,  \
-                                                   const float* weights, int64_t num_peers, float own, int64_t n,  \
+                                                   const float* weights, int64_t num_peers, int64_t n,             \
                                                    int64_t block, float* scratch, uint8_t* head, uint8_t* codes) { \
-    encode_difference<C>(x, me, peers, peers_stride, weights, num_peers, own, n, block, scratch, head, codes);     \
+    encode_difference<C>(x, me, peers, peers_stride, weights, num_peers, n, block, scratch, head, codes);          \
   }                                                                                                                \
   void BAGUA_FN(bagua_##codec##_decode_add)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride,        \
                                             int64_t rows, int64_t n, int64_t block, float* scratch, float* out,    \
