@@ -224,6 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="sum up as a Markdown table")
     args = parser.parse_args(argv)
     done: dict[str, Any] = {"runs": [], "undisturbed": []}
+    if missing := [str(path) for path in args.add if not path.exists()]:
+        parser.error(f"--add: no file {', '.join(missing)}")
     for path in [args.json, *args.add]:
         if path is not None and path.exists():
             elastic_report.add(done, json.loads(path.read_text()))

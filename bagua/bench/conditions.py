@@ -48,6 +48,8 @@ def parse(text: str) -> Condition:
     for word in text.lower().split("/"):
         speed, time, slow = _SPEED.match(word), _TIME.match(word), _SLOW.match(word)
         if tcp := _TCP.match(word):
+            if congestion is not None:
+                raise ValueError(f"condition {text!r}: two values for congestion")
             congestion = tcp[1]
             continue
         if word == "nolimit":

@@ -12,6 +12,7 @@ from typing import Any
 from bagua.bench import entrants, models, net, overhead, plots, primitives, scaling, tables, tradeoff, wire
 from bagua.bench.merge import merged
 from bagua.bench.tradeoff import Plan
+from bagua.lab.errors import LabError
 
 __all__ = ["build_parser", "main"]
 
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0; 1 if there is no result at all; 2 for wrong arguments.
+        0; 1 if there is no result at all, or this machine cannot emulate what was asked for; 2 for wrong arguments.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["overhead"]:
@@ -115,7 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"bagua bench {args.command}: {error}", file=sys.stderr)
         return 2
-    return run(args, plans)
+    try:
+        return run(args, plans)
+    except LabError as error:
+        print(f"bagua bench {args.command}: {error}", file=sys.stderr)
+        return 1
 
 
 def _tradeoff(args: argparse.Namespace, plans: Sequence[Plan]) -> int:

@@ -106,7 +106,7 @@ def run(plan: Plan, folder: Path | None, told: Callable[[str], None], keep: Call
 def report(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
     """The content of a results file."""
     model = models.get(plan.model)
-    settings = {**asdict(plan), "conditions": [_plain(each) for each in plan.conditions]}
+    settings = {**asdict(plan), "conditions": [_plain(each, plan.local) for each in plan.conditions]}
     return {
         "kind": "tradeoff",
         "date": machine.now(),
@@ -119,9 +119,9 @@ def report(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _plain(condition: Condition) -> dict[str, Any]:
+def _plain(condition: Condition, local: bool) -> dict[str, Any]:
     content = asdict(condition)
-    content["congestion"] = condition.congestion or DEFAULT_CONGESTION
+    content["congestion"] = None if local else condition.congestion or DEFAULT_CONGESTION
     return {key: None if value == math.inf else value for key, value in content.items()}
 
 

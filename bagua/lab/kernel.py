@@ -73,8 +73,12 @@ def set_congestion_control(name: str) -> None:
     """
     try:
         _CONGESTION.write_text(name)
+    except FileNotFoundError as error:
+        there = _CONGESTION.with_name("tcp_available_congestion_control").read_text().split()
+        what = f"the kernel has no congestion control {name!r}, only {', '.join(there)}"
+        raise OSError(what) from error
     except OSError as error:
-        raise OSError(error.errno, f"congestion control {name}: {error.strerror}") from error
+        raise OSError(f"congestion control {name!r} cannot be set here: {error.strerror}") from error
 
 
 def setns(path: str, kind: int) -> None:

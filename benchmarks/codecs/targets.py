@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua.codecs import Bf16, Codec, Identity, Int4, MinMaxUInt8, Sign, TopK
 
@@ -31,6 +32,7 @@ class Case:
         return self.uncached if size_mb >= 64 else self.cached if size_mb >= 8 else None
 
 
+DIFFERENCE, STEPS, ADD = "encode_difference 2", "the same by steps", "decode_add 2"
 MEAN = f"decode_mean {PEERS}"
 FUSED = f"decode_mean_encode {PEERS}"
 CASES = (
@@ -39,6 +41,9 @@ CASES = (
     Case(MinMaxUInt8(), MEAN),
     Case(MinMaxUInt8(), FUSED, 0.3, 0.35, headline=True),
     Case(MinMaxUInt8(), "encode_with_feedback"),
+    Case(MinMaxUInt8(), DIFFERENCE),
+    Case(MinMaxUInt8(), ADD),
+    Case(MinMaxUInt8(), STEPS),
     Case(MinMaxUInt8(block=None), "encode", 0.9, 0.8),
     Case(Sign(), "encode"),
     Case(Sign(), "encode_with_feedback", 0.5, 0.7, headline=True),
@@ -71,3 +76,27 @@ def calls(codec: Codec, n: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield MEAN, lambda: codec.decode_mean(wire_RW, n, y_1N[0], 1 / PEERS)
     yield FUSED, lambda: codec.decode_mean_encode(wire_RW, n, 1 / PEERS, out=sent_1W)
     yield "encode_with_feedback", lambda: codec.encode_with_feedback(x_1N, residual_1N, out=sent_1W)
+    yield from _gossip(codec, n, x_1N[0], wire_1W)
+
+
+def _gossip(codec: Codec, n: int, x_N: Tensor, wire_1W: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A step of gossip of differences with two peers, fused and not. Small weights: differences stay, run by run."""
+    generator = torch.Generator().manual_seed(2)
+    weights = (0.01, 0.01)
+    mine_3N, me_N, d_N = x_N.repeat(3, 1), torch.randn(n, generator=generator), torch.empty_like(x_N)
+    peers_2N, wire_2W = torch.randn((2, n), generator=generator), wire_1W.repeat(2, 1)
+
+    def by_steps() -> None:
+        torch.sub(mine_3N[0], me_N, alpha=1 + sum(weights), out=d_N)
+        for y_N, weight in zip(peers_2N, weights, strict=True):
+            d_N.add_(y_N, alpha=weight)
+        codec.encode(d_N[None], out=wire_1W)
+        codec.decode(wire_1W, n, out=d_N[None])
+        mine_3N[0].copy_(me_N.add_(d_N))
+        for y_N, peer_W in zip(mine_3N[1:], wire_2W, strict=True):
+            codec.decode(peer_W[None], n, out=d_N[None])
+            y_N.add_(d_N)
+
+    yield DIFFERENCE, lambda: codec.encode_difference(mine_3N[0], me_N, peers_2N, weights, out=wire_1W)
+    yield ADD, lambda: codec.decode_add(wire_2W, mine_3N[1:])
+    yield STEPS, by_steps

@@ -10,6 +10,7 @@ import pytest
 from bagua.bench import entrants
 from bagua.bench.conditions import Condition, parse
 from bagua.bench.main import main
+from bagua.lab.errors import LabError
 
 
 def test_conditions() -> None:
@@ -28,6 +29,7 @@ def test_conditions() -> None:
         (["tradeoff", "--conditions", "1gbit/0mz"], "0mz"),
         (["tradeoff", "--conditions", "5ms"], "bandwidth"),
         (["tradeoff", "--conditions", "1gbit/1ms/2ms"], "two values"),
+        (["tradeoff", "--conditions", "1gbit/tcpreno/tcpbbr"], "two values"),
         (["tradeoff", "--conditions", "0mbit"], "more than 0"),
         (["tradeoff", "--conditions", ","], "conditions"),
         (["tradeoff", "--algorithms", "bytegrat"], "bytegrat"),
@@ -54,6 +56,17 @@ def test_wrong_arguments(words: list[str], named: str, capsys: pytest.CaptureFix
         code = ended.code
     assert code == 2
     assert named in capsys.readouterr().err
+
+
+def test_what_this_machine_cannot_emulate_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise LabError("no namespaces here")
+
+    monkeypatch.setattr("bagua.bench.tradeoff.run", refuse)
+    assert main(["tradeoff", "--json", str(tmp_path / "out.json")]) == 1
+    assert "bagua bench tradeoff: no namespaces here" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,12 @@ def test_files_are_merged_and_nothing_is_counted_twice(tmp_path: Path, capsys: p
     )
 
 
+def test_a_missing_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        elastic.main(["--runs", "0", "--add", str(tmp_path / "none.json")])
+    assert "--add: no file" in capsys.readouterr().err
+
+
 def test_a_bad_run_is_counted() -> None:
     runs = [run_of("kill-rank", 0), run_of("kill-rank", 1, hung=True, problems=["x"], accuracy=None, recovered_s=None)]
     (line,) = elastic_report.summary({"runs": runs, "undisturbed": []})

@@ -77,7 +77,7 @@ def test_congestion_control() -> None:
         for host in cluster.hosts:
             answer = host.run(ask, timeout=20, stdout=subprocess.PIPE, text=True).stdout
             assert answer.strip() == "reno"
-    with pytest.raises(LabError, match="congestion control no_such_one"):
+    with pytest.raises(LabError, match="no congestion control 'no_such_one', only"):
         Cluster(2, congestion="no_such_one")
 
 

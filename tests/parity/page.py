@@ -87,7 +87,7 @@ def _table(section: str, rows: list[Feature], cells: dict[tuple[str, str], Cell]
 def _note(algorithm: str, remark: str) -> str:
     """The remark, such that algorithms of one family share it."""
     for word in ("QAdam", "OneBitLamb", "ZeroOneAdam"):
-        remark = remark.replace(f"{word}, {word}", "two of them").replace(word, "*its optimizer*")
+        remark = remark.replace(f"{word}, {word}", "two of them").replace(word, "*optimizer*")
     return remark.replace(f"'{algorithm}'", "*the algorithm*").replace("\n", " ")
 
 
