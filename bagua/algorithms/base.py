@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bagua.comm.groups import Groups
-from bagua.exchanges import Exchange
+from bagua.exchanges import Exchange, Passage
 
 __all__ = ["Algorithm", "BackgroundLane", "Bucket", "Context", "Exactness", "Gate", "Lane", "Payload", "Ticket"]
 
@@ -171,6 +171,7 @@ class Context(Protocol):
         *,
         before: Callable[[], object] | None = None,
         after: Callable[[], object] | None = None,
+        passage: Passage | None = None,
         step: int | None = None,
         lane: Lane | None = None,
     ) -> Ticket:
@@ -183,6 +184,8 @@ class Context(Protocol):
             before: runs on the lane just before the exchange, in order, also with a single rank; if it returns
                 False, neither the exchange nor `after` runs (see to it that all ranks agree).
             after: likewise just after it.
+            passage: does the same as `before` and `after`, range by range, and takes their place where the exchange can
+                use it, which saves passes over memory; give all three, and x by default.
             step: what the exchange takes for the step, if not `ctx.step`.
             lane: one from `new_lane`; `wait` does not wait for it, ask the ticket.
 

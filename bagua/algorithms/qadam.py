@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness
@@ -21,6 +21,29 @@ from bagua.optim import QAdam as QAdamOptimizer
 from bagua.optim import TwoStage
 
 __all__ = ["MomentumAverage", "QAdam"]
+
+
+@dataclass(frozen=True, eq=False)
+class _ThroughMomenta:
+    """`TwoStage.to_momentum` and `to_gradient`, range by range; the same bits.
+
+    Attributes:
+        momenta: of each parameter of a bucket, as `TwoStage.flat_momenta` gives them.
+    """
+
+    momenta: Sequence[tuple[Tensor, float] | None]
+
+    def enter(self, index: int, lo: int, hi: int, x: Tensor, out: Tensor) -> Tensor:
+        """b1 m + (1 - b1) g."""
+        found = self.momenta[index]
+        return x if found is None else torch.lerp(x, found[0][lo:hi], found[1], out=out)
+
+    def leave(self, index: int, lo: int, hi: int, x: Tensor) -> None:
+        """(mean - b1 m) / (1 - b1)."""
+        found = self.momenta[index]
+        if found is not None:
+            moment_N, beta1 = found
+            x.lerp_(moment_N[lo:hi], -beta1 / (1 - beta1))
 
 
 @dataclass(frozen=True)
@@ -118,12 +141,13 @@ class MomentumAverage(Algorithm):
         if not optimizer.compressing or ctx.groups.world.size == 1:
             ctx.launch(self.exact, bucket)
             return
-        params, views = bucket.params, bucket.split(bucket.flat)
+        params, momenta = bucket.params, optimizer.flat_momenta(bucket.params)
         ctx.launch(
             self.exchange,
             bucket,
-            before=lambda: optimizer.to_momentum(params, views),
-            after=lambda: optimizer.to_gradient(params, views),
+            before=lambda: optimizer.to_momentum(params, bucket.split(bucket.flat)),
+            after=lambda: optimizer.to_gradient(params, bucket.split(bucket.flat)),
+            passage=None if momenta is None else _ThroughMomenta(momenta),
         )
 
     def on_backward_end(self, ctx: Context) -> None:

@@ -184,6 +184,47 @@ class Codec(ABC):
             self._decode_mean_encode(wire_RW, n, float(weight), residual_N, out)
         return out
 
+    def part_numel(self, device: torch.device) -> int | None:
+        """Elements of which parts of a row of fp32 are made for `encode_part` and `decode_part`; None: they cannot."""
+        return None
+
+    def encode_part(self, x_M: Tensor, wire_W: Tensor, start: int, n: int, residual_M: Tensor | None = None) -> None:
+        """Encodes elements ``start`` to ``start + M`` of a row of ``n`` into their places, with feedback if asked to.
+
+        A row that is encoded in parts, in any order, has the bytes of one that is encoded at once.
+
+        Shapes:
+            x_M, residual_M: [M] fp32 contiguous; as in `encode_with_feedback`.
+            wire_W: [W] uint8, W = ``wire_bytes(n)``, 4-byte aligned.
+
+        Raises:
+            ValueError: a part that begins or ends within a block, or a shape that is not as above.
+            TypeError: the codec cannot: `part_numel` is None.
+        """
+        m = self._check_part("x_M", x_M, wire_W, start, n)
+        if residual_M is not None:
+            check_fp32("residual_M", residual_M, m, x_M.device)
+            residual_M = residual_M.detach()
+        if m:
+            self._encode_part(x_M.detach(), residual_M, wire_W, start, n)
+
+    def decode_part(self, wire_W: Tensor, start: int, n: int, out_M: Tensor) -> None:
+        """Decodes elements ``start`` to ``start + M`` of a row of ``n``; shapes and errors as in `encode_part`."""
+        if self._check_part("out_M", out_M, wire_W, start, n):
+            self._decode_part(wire_W, start, n, out_M.detach())
+
+    def _check_part(self, name: str, part_M: Tensor, wire_W: Tensor, start: int, n: int) -> int:
+        align = self.part_numel(part_M.device)
+        if align is None:
+            raise TypeError(f"codec {self.name!r} cannot encode parts of a row on {part_M.device}")
+        m = part_M.numel()
+        check_fp32(name, part_M, m, wire_W.device)
+        if start < 0 or start % align or start + m > n or (m % align and start + m != n):
+            raise ValueError(f"{name}: elements {start} to {start + m} of {n} are no whole blocks of {align}")
+        if wire_W.dtype != torch.uint8 or wire_W.shape != (self.wire_bytes(n),) or not wire_W.is_contiguous():
+            raise ValueError(f"wire_W must be a contiguous [{self.wire_bytes(n)}] uint8, got {list(wire_W.shape)}")
+        return m
+
     def encode_difference(
         self, x_N: Tensor, me_N: Tensor, peers_PN: Tensor, weights: Sequence[float], out: Tensor | None = None
     ) -> Tensor:
@@ -260,6 +301,12 @@ class Codec(ABC):
             self._decode(wire_W[None], row_1N)
             total_N.add_(row_1N[0])
         out_N.copy_(total_N.mul_(weight))
+
+    def _encode_part(self, x_M: Tensor, residual_M: Tensor | None, wire_W: Tensor, start: int, n: int) -> None:
+        raise NotImplementedError
+
+    def _decode_part(self, wire_W: Tensor, start: int, n: int, out_M: Tensor) -> None:
+        raise NotImplementedError
 
     def _encode_feedback(self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor) -> None:
         """Fills ``wire_RW`` and ``residual_RN``; the default needs scratch of the size of ``x_RN``."""

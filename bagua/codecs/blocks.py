@@ -90,6 +90,24 @@ class BlockCodec(Codec):
             return
         kernels[self.layout.name].decode_add(wire_RW, *self._at(0, n), self.block or n, out_RN)
 
+    def part_numel(self, device: torch.device) -> int | None:
+        """A block, on a CPU whose kernels are fused; a part would need a wire of its own otherwise."""
+        return self.block if device.type == "cpu" and backends.kernels(device).fused is not None else None
+
+    def _encode_part(self, x_M: Tensor, residual_M: Tensor | None, wire_W: Tensor, start: int, n: int) -> None:
+        backend, at, block = backends.kernels(x_M.device), self._at(start, n), self.block or n
+        if residual_M is None:
+            backend.blocks[self.layout.name].encode(x_M[None], wire_W[None], *at, block)
+        else:
+            assert backend.fused is not None
+            backend.fused[self.layout.name].encode_feedback(x_M[None], residual_M[None], wire_W[None], *at, block)
+        if start + x_M.numel() == n:
+            self._pad(wire_W[None], n)
+
+    def _decode_part(self, wire_W: Tensor, start: int, n: int, out_M: Tensor) -> None:
+        kernels = backends.kernels(wire_W.device).blocks[self.layout.name]
+        kernels.decode(wire_W[None], *self._at(start, n), self.block or n, out_M[None])
+
     def _pad(self, wire_RW: Tensor, n: int) -> None:
         end = self._at(n, n)[1]
         if end < wire_RW.shape[1]:

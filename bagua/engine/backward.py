@@ -197,7 +197,10 @@ class Backward:
             if self.views_are_gradients and not self._alone:
                 bucket.gather()
             self._next += 1
-            self._on_ready(bucket)
+            try:
+                self._on_ready(bucket)
+            finally:
+                bucket.bring()  # if nothing was launched
 
     def _used_bits(self) -> int:
         return _bits(self._used) | _bits(self._arrived)

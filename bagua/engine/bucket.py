@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from bagua.algorithms.base import Payload
+from bagua.exchanges import Passage, Piece, Source
 
 __all__ = ["Bucket", "part_ranges", "raise_moved"]
+
+
+_LEAST_PIECE = 1 << 14  # elements; smaller gradients are copied in one go instead of read one by one
 
 
 class Bucket:
@@ -20,7 +24,7 @@ class Bucket:
         index: position in the order of exchange.
         names, params: what lies in it, in order.
         views: for each parameter, its part of `flat`, in the parameter's shape and, where that is dense, strides.
-        flat: [N], N = sum of the parameters' elements; no padding.
+        numel: N, the sum of the parameters' elements; no padding.
     """
 
     def __init__(
@@ -30,9 +34,10 @@ class Bucket:
         self.names = tuple(names)
         self.params = tuple(params)
         first = self.params[0]
-        numel = sum(param.numel() for param in self.params)
-        self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
-        self.views = self.split(self.flat)
+        self.numel = sum(param.numel() for param in self.params)
+        self._flat = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
+        self._away: dict[int, Tensor] = {}  # gradients that are not in `_flat` yet, by position
+        self.views = self.split(self._flat)
         self._addresses = [view.data_ptr() for view in self.views]
         if payload is Payload.PARAM:
             with torch.no_grad():
@@ -41,13 +46,19 @@ class Bucket:
                     param.data = view
 
     @property
+    def flat(self) -> Tensor:
+        """[N] the payload; gradients that were left where they are come first."""
+        self.bring()
+        return self._flat
+
+    @property
     def nbytes(self) -> int:
         """Size of the payload."""
-        return self.flat.numel() * self.flat.element_size()
+        return self.numel * self._flat.element_size()
 
     def parts(self, part_bytes: int) -> tuple[tuple[int, int], ...]:
         """Ranges of `flat` of about `part_bytes` bytes each, as equal as can be."""
-        return part_ranges(self.flat.numel(), self.flat.element_size(), part_bytes)
+        return part_ranges(self.numel, self._flat.element_size(), part_bytes)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of `flat`, in the parameter's shape and, where that is dense, strides."""
@@ -67,22 +78,49 @@ class Bucket:
         return f"bucket {self.index} ({names})"
 
     def gather(self) -> None:
-        """Copy gradients that lie elsewhere into `flat` and make `.grad` the view again.
+        """Make `.grad` the view again where autograd made a new gradient, as after `zero_grad(set_to_none=True)`.
 
-        autograd makes a new gradient after `zero_grad(set_to_none=True)`. One copy for the whole bucket, when it
-        is full, costs far less than one for each parameter as it comes. A sparse gradient becomes dense: that of a
-        weight which is not only an embedding's, or which no module declares sparse.
+        Gradients that lie elsewhere are not copied before they are needed: an exchange may read them there
+        (`take`). A sparse gradient becomes dense: that of a weight which is not only an embedding's, or which no
+        module declares sparse.
         """
-        views, grads = [], []
-        for param, view in zip(self.params, self.views, strict=True):
+        self.bring()
+        for position, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             if grad is not None and grad is not view:
-                views.append(view)
-                grads.append(grad if grad.layout is torch.strided else grad.to_dense())
+                self._away[position] = grad if grad.layout is torch.strided else grad.to_dense()
                 param.grad = view
-        if views:
+
+    def bring(self) -> None:
+        """Copy what `gather` left elsewhere. One copy for the whole bucket costs far less than one for each tensor."""
+        if self._away:
             with torch.no_grad():
-                torch._foreach_copy_(views, grads)
+                torch._foreach_copy_([self.views[position] for position in self._away], list(self._away.values()))
+            self._away.clear()
+
+    @torch.no_grad()
+    def take(self, passage: Passage | None) -> Source | None:
+        """Hand over to an exchange what `gather` left elsewhere; None if copying is better, or nothing is to be done.
+
+        Until that exchange has run, `flat` holds old values.
+        """
+        small = self.numel < _LEAST_PIECE * len(self.params)
+        if small or self._flat.device.type != "cpu" or (passage is None and not self._away):
+            return None
+        pieces: list[Piece] = []
+        at, home = 0, self._flat
+        for position, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            lo, at = at, at + param.numel()
+            if lo == at:
+                continue
+            grad = self._away.get(position)
+            if grad is not None and not _alike(grad, view):
+                view.copy_(grad)
+                grad = None
+            x = home[lo:at] if grad is None else grad.detach().as_strided((at - lo,), (1,))
+            pieces.append(Piece(lo, at, x, position))
+        self._away.clear()
+        return Source(home, pieces, passage)
 
     def check_home(self, turn: int, payload: Payload) -> None:
         """See whether one of the parameters, each in its turn, still belongs to the bucket.
@@ -93,7 +131,7 @@ class Bucket:
         index = turn % len(self.params)
         param, view = self.params[index], self.views[index]
         home = param if payload is Payload.PARAM else view
-        other_kind = param.dtype is not self.flat.dtype or param.device != self.flat.device
+        other_kind = param.dtype is not self._flat.dtype or param.device != self._flat.device
         if other_kind or home.data_ptr() != self._addresses[index]:
             raise_moved(self.names[index])
 
@@ -105,6 +143,12 @@ class Bucket:
                     param.data = view.clone(memory_format=torch.preserve_format)
                 elif payload is Payload.GRAD and param.grad is view:
                     param.grad = view.clone(memory_format=torch.preserve_format)
+
+
+def _alike(grad: Tensor, view: Tensor) -> bool:
+    """Whether the elements of both lie in the same order and without gaps, in one type."""
+    same = all(a == b or n == 1 for a, b, n in zip(grad.stride(), view.stride(), view.shape, strict=True))
+    return same and grad.dtype is view.dtype and grad.device == view.device and _is_dense(view)
 
 
 def part_ranges(numel: int, element_bytes: int, part_bytes: int) -> tuple[tuple[int, int], ...]:

@@ -29,7 +29,7 @@ from bagua.engine.retuned import with_direct_bytes
 from bagua.engine.state import States
 from bagua.engine.stats import Series, Tally
 from bagua.errors import CommunicationError
-from bagua.exchanges import AllReduce, Exchange
+from bagua.exchanges import AllReduce, Exchange, Passage
 
 __all__ = ["Launcher"]
 
@@ -108,8 +108,7 @@ class Launcher:
     def _parts(self, exchange: Exchange, index: int) -> Sequence[tuple[int, int]]:
         """Ranges of bucket `index` that are exchanged on their own."""
         bucket = self.buckets[index]
-        whole = bucket.flat.numel()
-        return bucket.parts(self.part_bytes) if exchange.elementwise and self.part_bytes else ((0, whole),)
+        return bucket.parts(self.part_bytes) if exchange.elementwise and self.part_bytes else ((0, bucket.numel),)
 
     @property
     def launched(self) -> bool:
@@ -197,6 +196,7 @@ class Launcher:
         *,
         before: Callable[[], object] | None = None,
         after: Callable[[], object] | None = None,
+        passage: Passage | None = None,
         step: int | None = None,
         lane: LaneView | None = None,
     ) -> Ticket:
@@ -217,6 +217,11 @@ class Launcher:
             ticket.finish(0.0)
             return ticket
         probe = self._probe if exchange.lossy and self._probe is not None and self._probe.due(self.step) else None
+        source = None
+        if x is None and probe is None and not alone and (passage is not None or (before is None and after is None)):
+            source = own.take(passage) if exchange.reads(own.views[0]) else None
+        if source is not None:
+            before = after = None
         flat = own.flat if x is None else x
         parts = self._parts(exchange, own.index)
         piece = InPieces(len(parts), before, after)
@@ -234,7 +239,8 @@ class Launcher:
                 else next(each for each in self._more_lanes if each is lane)
             )
             key = (own.index, part)
-            run = Run(how, flat[lo:hi], self._states[(exchange, *key)], chosen.groups, now, alone, probe, key)
+            state, piece_of = self._states[(exchange, *key)], None if source is None else source.part(lo, hi)
+            run = Run(how, flat[lo:hi], state, chosen.groups, now, alone, probe, key, piece_of)
             tickets.append(chosen.submit(piece.wrap(run), label))
         if lane is None:
             self._tickets += tickets

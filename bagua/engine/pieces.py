@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bagua.comm.groups import Groups
 from bagua.engine.quality import Probe
-from bagua.exchanges import Exchange, State
+from bagua.exchanges import Exchange, Source, State
 
 __all__ = ["InPieces", "Run"]
 
@@ -24,6 +24,7 @@ class Run:
         alone: there is nobody to exchange with.
         probe: measures what is lost, or None.
         key: bucket and part.
+        source: where the elements of `x_N` are, if they are not there yet.
     """
 
     exchange: Exchange
@@ -34,12 +35,15 @@ class Run:
     alone: bool
     probe: Probe | None
     key: tuple[int, int]
+    source: Source | None = None
 
     def __call__(self) -> None:
         """Exchange."""
         if self.alone:
             return
-        if self.probe is None:
+        if self.source is not None:
+            self.exchange.run_from(self.source, self.state, self.groups, self.step)
+        elif self.probe is None:
             self.exchange.run(self.x_N, self.state, self.groups, self.step)
         else:
             self.probe.run(self.exchange, self.x_N, self.state, self.groups, self.step, self.key)

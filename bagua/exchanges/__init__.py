@@ -10,6 +10,7 @@ from bagua.exchanges.hierarchical import Hierarchical
 from bagua.exchanges.mix import mix
 from bagua.exchanges.power_sgd import PowerSGD
 from bagua.exchanges.scatter_gather import ScatterGather
+from bagua.exchanges.source import Passage, Piece, Source
 
 __all__ = [
     "AllReduce",
@@ -17,8 +18,11 @@ __all__ = [
     "Exchange",
     "Gossip",
     "Hierarchical",
+    "Passage",
+    "Piece",
     "PowerSGD",
     "ScatterGather",
+    "Source",
     "State",
     "mix",
 ]

@@ -13,6 +13,7 @@ from bagua.comm.groups import Groups
 from bagua.comm.pipelined import scatter_gather_rows
 from bagua.exchanges.base import Exchange, State
 from bagua.exchanges.scatter_gather import ScatterGather, chunk_numel
+from bagua.exchanges.source import Source
 
 __all__ = ["AllReduce"]
 
@@ -70,7 +71,7 @@ class AllReduce(Exchange):
         group = groups.world
         if group.size == 1:
             return
-        if group.direct and x_N.nbytes <= self.direct_bytes:
+        if self._goes_direct(x_N, groups):
             if self.codec.lossless:
                 _direct(x_N, groups, self.average)
             else:
@@ -86,6 +87,36 @@ class AllReduce(Exchange):
         self.codec.encode(x_N.view(1, n), out=wire)
         all_reduce_(group, wire.view(self.codec.wire_dtype(x_N.dtype))[0])
         self.codec.decode(wire, n, out=x_N.view(1, n))
+
+    def reads(self, x_N: Tensor) -> bool:
+        """On a CPU: the copy into the payload is then also the division, or the cast."""
+        return x_N.device.type == "cpu" and x_N.is_floating_point()
+
+    def run_from(self, source: Source, state: State, groups: Groups, step: int) -> None:
+        """As `run`, with the same bits."""
+        x_N, group, codec = source.x_N, groups.world, self.codec
+        n, factor = x_N.numel(), 1.0 / group.size if self.average else 1.0
+        if group.size == 1 or self._goes_direct(x_N, groups) or n == 0:
+            super().run_from(source, state, groups, step)
+            return
+        if codec.lossless:
+            source.fill_scaled(factor)
+            all_reduce_(group, x_N)
+        else:
+            wire_1W = groups.buffers.get("wire", (1, codec.wire_bytes(n, x_N.dtype)), torch.uint8, x_N.device)
+            sums_M = wire_1W.view(codec.wire_dtype(x_N.dtype))[0]
+            scratch_S = groups.buffers.get("range", (source.scratch_numel(),), x_N.dtype, x_N.device)
+            sums_M[n:].zero_()
+            for lo, hi in source.ranges(0, n, cached=True):
+                y = scratch_S[: hi - lo]
+                torch.mul(source.read(lo, hi, scratch_S), factor, out=y)
+                sums_M[lo:hi].copy_(y)
+            all_reduce_(group, sums_M)
+            codec.decode(wire_1W, n, out=x_N.view(1, n))
+        source.leave(0, n)
+
+    def _goes_direct(self, x_N: Tensor, groups: Groups) -> bool:
+        return groups.world.direct and x_N.nbytes <= self.direct_bytes
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """2 (R-1)/R times the encoded size."""

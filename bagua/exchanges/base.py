@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bagua.comm.groups import Groups
+from bagua.exchanges.source import Source
 
 __all__ = ["Exchange", "State"]
 
@@ -60,6 +61,17 @@ class Exchange(ABC):
     @abstractmethod
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Mix `x_N` in place. Called on all ranks in the same order; may block; straight-line."""
+
+    def reads(self, x_N: Tensor) -> bool:
+        """Whether `run_from` gains anything over `run` for a payload like `x_N`."""
+        return False
+
+    def run_from(self, source: Source, state: State, groups: Groups, step: int) -> None:
+        """As `run` of `source.x_N`, whose elements may still lie elsewhere."""
+        n = source.x_N.numel()
+        source.fill(0, n)
+        self.run(source.x_N, state, groups, step)
+        source.leave(0, n)
 
     @abstractmethod
     def bytes_per_rank(self, n: int, size: int) -> float:

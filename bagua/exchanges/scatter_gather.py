@@ -12,6 +12,7 @@ from bagua.comm.buffers import Buffers
 from bagua.comm.groups import Groups
 from bagua.comm.pipelined import scatter_gather_rows
 from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.source import Source
 
 __all__ = ["ScatterGather", "chunk_numel"]
 
@@ -67,8 +68,22 @@ class ScatterGather(Exchange):
         chunk = torch.zeros(chunk_numel(x_N.numel(), groups.size), dtype=torch.float32, device=x_N.device)
         return {"residual": torch.zeros_like(x_N), "chunk_residual": chunk}
 
+    def reads(self, x_N: Tensor) -> bool:
+        """Where the codec can encode parts of a row without temporaries."""
+        return x_N.dtype == torch.float32 and self.codec.part_numel(x_N.device) is not None
+
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N], any N >= 0."""
+        self._run(x_N, None, state, groups)
+
+    def run_from(self, source: Source, state: State, groups: Groups, step: int) -> None:
+        """As `run`, with the same bits: rows are encoded from where the elements lie."""
+        if groups.world.size == 1 or not self.reads(source.x_N):
+            super().run_from(source, state, groups, step)
+            return
+        self._run(source.x_N, source, state, groups)
+
+    def _run(self, x_N: Tensor, source: Source | None, state: State, groups: Groups) -> None:
         group, buffers, codec = groups.world, groups.buffers, self.codec
         rank, size, n, device = group.rank, group.size, x_N.numel(), x_N.device
         if size == 1 or n == 0:
@@ -93,14 +108,61 @@ class ScatterGather(Exchange):
             group,
             wire_RW,
             peers_RW,
-            write=lambda lo, hi, out: self._encode_rows(x_N, state.get("residual"), lo, hi, c, out, buffers),
+            write=lambda lo, hi, out: self._write(source, x_N, state.get("residual"), lo, hi, c, out, buffers),
             combine=combine,
-            read=lambda lo, hi: self._decode_rows(wire_RW[lo:hi], lo, hi, c, x_N, buffers),
+            read=lambda lo, hi: self._read(source, wire_RW[lo:hi], lo, hi, c, x_N, buffers),
         )
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """2 (R-1) encoded chunks."""
         return 2 * (size - 1) * self.codec.wire_bytes(chunk_numel(n, size), torch.float32) if size > 1 else 0
+
+    def _write(
+        self,
+        source: Source | None,
+        x_N: Tensor,
+        residual_N: Tensor | None,
+        lo: int,
+        hi: int,
+        c: int,
+        out_RW: Tensor,
+        buffers: Buffers,
+    ) -> None:
+        """Encode chunks lo to hi; what fills no row goes through the payload."""
+        if source is None:
+            self._encode_rows(x_N, residual_N, lo, hi, c, out_RW, buffers)
+            return
+        align = self.codec.part_numel(x_N.device)
+        assert align is not None
+        scratch_S = buffers.get("range", (source.scratch_numel(align),), x_N.dtype, x_N.device)
+        for row in range(lo, hi):
+            first, last = row * c, (row + 1) * c
+            if last > x_N.numel():
+                source.fill(min(first, x_N.numel()), x_N.numel())
+                self._encode_rows(x_N, residual_N, row, hi, c, out_RW[row - lo :], buffers)
+                return
+            for a, b in source.ranges(first, last, align):
+                lost = None if residual_N is None else residual_N[a:b]
+                self.codec.encode_part(source.read(a, b, scratch_S), out_RW[row - lo], a - first, c, lost)
+
+    def _read(
+        self, source: Source | None, wire_RW: Tensor, lo: int, hi: int, c: int, x_N: Tensor, buffers: Buffers
+    ) -> None:
+        """Decode chunks lo to hi; `wire_RW` holds only these."""
+        if source is None or source.passage is None:
+            self._decode_rows(wire_RW, lo, hi, c, x_N, buffers)
+            return
+        align = self.codec.part_numel(x_N.device)
+        assert align is not None
+        for row in range(lo, hi):
+            first, last = row * c, (row + 1) * c
+            if last > x_N.numel():
+                self._decode_rows(wire_RW[row - lo :], row, hi, c, x_N, buffers)
+                source.leave(min(first, x_N.numel()), x_N.numel())
+                return
+            for a, b in source.ranges(first, last, align):
+                self.codec.decode_part(wire_RW[row - lo], a - first, c, x_N[a:b])
+                source.leave(a, b)
 
     def _encode_rows(
         self, x_N: Tensor, residual_N: Tensor | None, lo: int, hi: int, c: int, out_RW: Tensor, buffers: Buffers

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bagua.optim.checks import check_betas, check_number, check_steps
+from bagua.optim.fused.memory import dense_view, is_dense
 
 __all__ = ["TwoStage"]
 
@@ -125,6 +126,22 @@ class TwoStage(torch.optim.Optimizer):
         """The inverse of `to_momentum`, in place."""
         for beta1, moments, grads in self._by_beta1(params, values):
             torch._foreach_lerp_(grads, moments, -beta1 / (1 - beta1))
+
+    def flat_momenta(self, params: Sequence[Tensor]) -> list[tuple[Tensor, float] | None] | None:
+        """Momenta as one dimension, in the order in which the parameters' elements lie in memory, each with its b1.
+
+        None in the place of a parameter without state, see `to_momentum`; None for all if a layout does not allow it.
+        """
+        found: list[tuple[Tensor, float] | None] = []
+        for param in params:
+            moment = self.state[param].get("exp_avg") if param in self.state else None
+            if moment is None:
+                found.append(None)
+                continue
+            if moment.stride() != param.stride() or not is_dense(param):
+                return None
+            found.append((dense_view(moment), self._group(param)["betas"][0]))
+        return found
 
     def _by_beta1(
         self, params: Sequence[Tensor], values: Sequence[Tensor]

@@ -1,0 +1,84 @@
+"""A row that is encoded and decoded in parts is one that is encoded and decoded at once, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from bagua import codecs
+from bagua.codecs import Codec, Identity, Int4, MinMaxUInt8, Sign, TopK
+
+CODECS = (MinMaxUInt8(), MinMaxUInt8(block=64), Int4(), Sign(), Sign(block=8))
+CPU = torch.device("cpu")
+NATIVE = [name for name in codecs.available_backends() if name.startswith("native")]
+
+
+def row(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def cuts(n: int, align: int) -> list[tuple[int, int]]:
+    """Parts of one, two, three ... blocks, the last one first."""
+    ends, at, blocks = [0], 0, 1
+    while at < n:
+        at, blocks = min(at + blocks * align, n), blocks + 1
+        ends.append(at)
+    return list(itertools.pairwise(ends))[::-1]
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("n", [1, 63, 2048, 5003, 40000])
+def test_parts(codec: Codec, n: int, backend: str) -> None:
+    with codecs.use_backend(backend):
+        align = codec.part_numel(CPU)
+        assert align is not None
+        x_N, lost_N = row(n), row(n, 1)
+        whole_lost, part_lost = lost_N.clone(), lost_N.clone()
+        plain, fed = codec.encode(x_N[None])[0], codec.encode_with_feedback(x_N[None], whole_lost[None])[0]
+        plain_parts, fed_parts = torch.full_like(plain, 7), torch.full_like(fed, 7)
+        decoded = torch.empty(n)
+        for lo, hi in cuts(n, align):
+            codec.encode_part(x_N[lo:hi], plain_parts, lo, n)
+            codec.encode_part(x_N[lo:hi], fed_parts, lo, n, part_lost[lo:hi])
+        for lo, hi in cuts(n, align):
+            codec.decode_part(fed_parts, lo, n, decoded[lo:hi])
+        assert torch.equal(plain_parts, plain)
+        assert torch.equal(fed_parts, fed)
+        assert torch.equal(part_lost, whole_lost)
+        assert torch.equal(decoded, codec.decode(fed[None], n)[0])
+
+
+def test_codecs_that_need_whole_rows_say_so() -> None:
+    for codec in (Identity(), TopK(0.1), MinMaxUInt8(block=None)):
+        assert codec.part_numel(CPU) is None
+        with pytest.raises(TypeError, match=codec.name):
+            codec.encode_part(row(8), torch.empty(codec.wire_bytes(8), dtype=torch.uint8), 0, 8)
+    with codecs.use_backend("torch"):
+        assert MinMaxUInt8().part_numel(CPU) is None
+
+
+@pytest.mark.skipif(not NATIVE, reason="needs the compiled codecs")
+@pytest.mark.parametrize(
+    ("start", "m", "width", "named"),
+    [
+        (8, 1024, 0, "no whole blocks of 1024"),
+        (0, 1000, 0, "no whole blocks of 1024"),
+        (2048, 1024, 0, "elements 2048 to 3072 of 3000"),
+        (-1024, 1024, 0, "no whole blocks"),
+        (0, 1024, 4, "wire_W must be"),
+    ],
+)
+def test_wrong_parts(start: int, m: int, width: int, named: str) -> None:
+    codec, n = MinMaxUInt8(), 3000
+    wire_W = torch.zeros(codec.wire_bytes(n) + width, dtype=torch.uint8)
+    with codecs.use_backend(NATIVE[0]):
+        with pytest.raises(ValueError, match=named):
+            codec.encode_part(row(m), wire_W, start, n)
+        with pytest.raises(ValueError, match=named):
+            codec.decode_part(wire_W, start, n, torch.empty(m))
+        with pytest.raises(ValueError, match="residual_M must be"):
+            codec.encode_part(row(1024), codec.encode(row(n)[None])[0], 0, n, row(1023))

@@ -1,0 +1,145 @@
+"""An exchange that reads elements where they lie gives the bits of one whose payload was filled before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from bagua import codecs
+from bagua.codecs import MinMaxUInt8
+from bagua.comm.groups import Groups
+from bagua.exchanges import AllReduce, Exchange, Passage, Piece, ScatterGather, Source, mix
+from bagua.exchanges import source as source_module
+from tests.exchanges.test_exchanges import values
+from tests.rank_threads import run_threads
+
+NATIVE = any(name.startswith("native") for name in codecs.available_backends())
+EXCHANGES = [
+    AllReduce(direct_bytes=0),
+    AllReduce(average=False, direct_bytes=0),
+    AllReduce(codecs.get("bf16"), direct_bytes=0),
+    AllReduce(),
+    AllReduce(codecs.get("bf16")),
+    mix("complete", "minmax_uint8"),
+    mix("complete", "minmax_uint8", error_feedback=True),
+    mix("complete", "minmax_uint8", average=False),
+    mix("complete", "int4", error_feedback=True),
+    mix("complete", "sign", error_feedback=True),
+    mix("complete", "top_k", error_feedback=True),
+    ScatterGather(MinMaxUInt8(block=None)),
+]
+
+
+class Twice:
+    """Doubles on the way in, adds the element's place on the way out, and notes what it saw."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[int, int, int]] = []
+        self.left: list[tuple[int, int, int]] = []
+
+    def enter(self, index: int, lo: int, hi: int, x: Tensor, out: Tensor) -> Tensor:
+        self.entered.append((index, lo, hi))
+        return torch.mul(x, 2.0, out=out)
+
+    def leave(self, index: int, lo: int, hi: int, x: Tensor) -> None:
+        self.left.append((index, lo, hi))
+        x.add_(torch.arange(lo, hi) + 1000.0 * index)
+
+
+def pieces_of(x_N: Tensor, flat_N: Tensor, sizes: Sequence[int]) -> list[Piece]:
+    """Every second tensor lies elsewhere, the others in the payload."""
+    pieces, at = [], 0
+    for index, size in enumerate(sizes):
+        if size:
+            home = flat_N[at : at + size]
+            if index % 2:
+                pieces.append(Piece(at, at + size, x_N[at : at + size].clone(), index))
+            else:
+                home.copy_(x_N[at : at + size])
+                pieces.append(Piece(at, at + size, home, index))
+        at += size
+    return pieces
+
+
+def both(groups: Groups, exchange: Exchange, sizes: Sequence[int], with_passage: bool) -> None:
+    n = sum(sizes)
+    want, flat = values(groups.rank, n), torch.full((n,), float("nan"))
+    states = [exchange.init(torch.zeros(n), groups) for _ in range(2)]
+    for step in range(2):
+        passage, plain = Twice(), Twice()
+        want = values(groups.rank + 10 * step, n)
+        flat.fill_(float("nan"))
+        source = Source(flat, pieces_of(want, flat, sizes), passage if with_passage else None)
+        exchange.run_from(source, states[0], groups, step)
+        if with_passage:
+            want.mul_(2.0)
+        exchange.run(want, states[1], groups, step)
+        if with_passage:
+            at = 0
+            for index, size in enumerate(sizes):
+                plain.leave(index, 0, size, want[at : at + size])
+                at += size
+            for seen in (passage.entered, passage.left):
+                covered = sorted((index, place) for index, lo, hi in seen for place in range(lo, hi))
+                assert covered == [(index, place) for index, size in enumerate(sizes) for place in range(size)]
+        assert torch.equal(flat, want), (exchange, step)
+        for name, state in states[1].items():
+            assert torch.equal(states[0][name], state), name
+
+
+@pytest.mark.parametrize("with_passage", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
+def test_same_bits(exchange: Exchange, size: int, with_passage: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "_CACHED", 1500)
+    for sizes in ([5000], [3, 4000, 0, 1, 2500, 1024, 30], [7] * 5):
+        if size > 1 or not with_passage:  # a single rank exchanges nothing, and the engine does not ask it to
+            run_threads(size, both, exchange, sizes, with_passage)
+
+
+def test_hierarchical() -> None:
+    exchange = mix("complete", "minmax_uint8", hierarchical=True)
+    run_threads(3, both, exchange, [100, 2000], True, nodes=[0, 0, 1], hierarchical=True)
+
+
+@pytest.mark.parametrize("with_passage", [False, True])
+def test_of_a_part(with_passage: bool) -> None:
+    x, flat = values(0, 300), torch.zeros(300)
+    passage: Passage | None = Twice() if with_passage else None
+    whole = Source(flat, pieces_of(x, flat, [100, 150, 50]), passage)
+    part = whole.part(90, 270)
+    part.fill(0, 180)
+    factor = 2.0 if with_passage else 1.0
+    assert torch.equal(flat[90:270], x[90:270] * factor)
+    assert not flat[250:270].equal(torch.zeros(20))
+    part.leave(0, 180)
+    if isinstance(passage, Twice):
+        assert passage.left == [(0, 90, 100), (1, 0, 150), (2, 0, 20)]
+
+
+@pytest.mark.parametrize("align", [1, 64, 1000])
+def test_ranges_are_whole_blocks(align: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "_CACHED", 256)
+    x = torch.zeros(5000)
+    source = Source(x, pieces_of(x, x, [3, 2000, 64, 65, 2868]))
+    for lo, hi in ((0, 5000), (1000, 4999), (4998, 5000)):
+        for cached in (False, True):
+            ranges = list(source.ranges(lo, hi, align, cached))
+            assert [a for a, _ in ranges] == [lo, *[b for _, b in ranges[:-1]]]
+            assert ranges[-1][1] == hi
+            assert all((b - a) % align == 0 for a, b in ranges[:-1])
+            most = source.scratch_numel(align)
+            assert all(b - a <= most for a, b in ranges if cached)
+
+
+def test_only_what_gains_by_it_reads() -> None:
+    cpu = torch.zeros(4)
+    assert AllReduce().reads(cpu)
+    assert not mix("complete", "top_k").reads(cpu)
+    assert not mix("ring", "minmax_uint8").reads(cpu)
+    if NATIVE:
+        assert mix("complete", "sign").reads(cpu)
+        assert not mix("complete", "sign").reads(cpu.double())
