@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bagua.optim.blocked import Batch, Joined, batches, ranges
 from bagua.optim.checks import check_number
 from bagua.optim.two_stage import TwoStage, check_warmup, update_moments, with_floor
 
@@ -119,62 +120,81 @@ class OneBitLamb(TwoStage):
             live = self.live(group)
             warm = [one for one in live if one[2]["step"] <= group["warmup_steps"]]
             fixed = [one for one in live if one[2]["step"] > group["warmup_steps"]]
-            if warm:
-                self._step_warm(group, warm)
-            if fixed:
-                self._step_fixed(group, fixed)
+            for batch in batches(warm):
+                _step_warm(group, batch)
+            for batch in batches(fixed):
+                _step_fixed(group, batch)
         return loss
 
-    def _step_warm(self, group: dict[str, Any], live: list[tuple[Tensor, Tensor, dict[str, Any]]]) -> None:
-        params, grads, slots = [one[0] for one in live], [one[1] for one in live], [one[2] for one in live]
-        firsts, seconds = [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
-        update_moments(grads, firsts, seconds, group["betas"])
-        for slot in slots:
-            slot["num_updates"] += 1
-        updates = _ratios(firsts, _roots(seconds, [slot["num_updates"] for slot in slots], group), slots, group)
-        if group["weight_decay"]:
-            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-        sizes: list[float] = []
-        for slot, weight, update in zip(slots, _norms(params), _norms(updates), strict=True):
-            coeff = weight / update if weight > 0 and update > 0 else 1.0
-            coeff = min(max(coeff, group["min_coeff"]), group["max_coeff"])
-            before = slot.get("coeff", coeff)
-            slot["coeff"] = group["coeff_beta"] * before + (1 - group["coeff_beta"]) * coeff
-            sizes.append(-float(group["lr"]) * coeff)
-        torch._foreach_mul_(updates, sizes)
-        torch._foreach_add_(params, updates)
 
-    def _step_fixed(self, group: dict[str, Any], live: list[tuple[Tensor, Tensor, dict[str, Any]]]) -> None:
-        params, grads, slots = [one[0] for one in live], [one[1] for one in live], [one[2] for one in live]
-        for slot in slots:
-            if "exp_avg_sq_fresh" not in slot:
-                slot["exp_avg_sq_fresh"] = slot["exp_avg_sq"].clone(memory_format=torch.preserve_format)
-                slot["floor"] = float(slot["exp_avg_sq"].mean()) * group["variance_floor"]
-                slot["exp_avg_sq"].copy_(with_floor(slot["exp_avg_sq"], group["variance_floor"]))
-                slot["factor"] = 1.0
-        firsts, fresh = [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq_fresh"] for slot in slots]
-        update_moments(grads, firsts, fresh, group["betas"])
-        fixed_at, now = [slot["num_updates"] for slot in slots], [slot["step"] for slot in slots]
-        roots = _roots([slot["exp_avg_sq"] for slot in slots], fixed_at, group)
-        updates = _ratios(firsts, roots, slots, group)
-        beta2 = group["betas"][1]
-        followed = [  # the floor is that of the corrected moment
-            each.clamp_min(slot["floor"] * (1 - beta2 ** slot["step"]) / (1 - beta2 ** slot["num_updates"]))
-            for each, slot in zip(fresh, slots, strict=True)
-        ]
-        torch._foreach_div_(roots, _roots(followed, now, group))
-        drifts = torch.stack([root.nan_to_num_(0.0, 0.0, 0.0).max() for root in roots]).tolist()
-        shares = [1.0] * len(slots)
+def _step_warm(group: dict[str, Any], batch: Batch) -> None:
+    params, grads, slots = batch
+    for slot in slots:
+        slot["num_updates"] += 1
+    counts = [slot["num_updates"] for slot in slots]
+    joined = Joined(params)
+    columns = params, grads, [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
+    for weights, slopes, firsts, seconds in ranges(*columns):
+        update_moments(slopes, firsts, seconds, group["betas"])
+        updates = _ratios(firsts, _roots(seconds, counts, group), slots, group)
         if group["weight_decay"]:
-            alone = _norms(updates)
-            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-            shares = [min(1.0, a / b) if b > 0 else 1.0 for a, b in zip(alone, _norms(updates), strict=True)]
-        for slot, drift, share in zip(slots, drifts, shares, strict=True):
-            factor, reach = drift * share + (1 - share), group["factor_threshold"]
-            factor = min(max(factor, group["factor_min"]), group["factor_max"])
-            slot["factor"] = min(max(factor, slot["factor"] * (1 - reach)), slot["factor"] * (1 + reach))
-        torch._foreach_mul_(updates, [-float(group["lr"]) * slot["coeff"] * slot["factor"] for slot in slots])
-        torch._foreach_add_(params, updates)
+            torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+        joined.add(updates)
+    sizes: list[float] = []
+    for slot, weight, update in zip(slots, _norms(params), _norms(joined.tensors), strict=True):
+        coeff = weight / update if weight > 0 and update > 0 else 1.0
+        coeff = min(max(coeff, group["min_coeff"]), group["max_coeff"])
+        before = slot.get("coeff", coeff)
+        slot["coeff"] = group["coeff_beta"] * before + (1 - group["coeff_beta"]) * coeff
+        sizes.append(-float(group["lr"]) * coeff)
+    _move(params, joined.tensors, sizes)
+
+
+def _step_fixed(group: dict[str, Any], batch: Batch) -> None:
+    params, _, slots = batch
+    for slot in slots:
+        if "exp_avg_sq_fresh" not in slot:
+            slot["exp_avg_sq_fresh"] = slot["exp_avg_sq"].clone(memory_format=torch.preserve_format)
+            slot["floor"] = float(slot["exp_avg_sq"].mean()) * group["variance_floor"]
+            slot["exp_avg_sq"].copy_(with_floor(slot["exp_avg_sq"], group["variance_floor"]))
+            slot["factor"] = 1.0
+    updates, drifts = _fixed_updates(group, batch)
+    shares = [1.0] * len(slots)
+    if group["weight_decay"]:
+        alone = _norms(updates)
+        torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        shares = [min(1.0, a / b) if b > 0 else 1.0 for a, b in zip(alone, _norms(updates), strict=True)]
+    for slot, drift, share in zip(slots, drifts, shares, strict=True):
+        factor, reach = drift * share + (1 - share), group["factor_threshold"]
+        factor = min(max(factor, group["factor_min"]), group["factor_max"])
+        slot["factor"] = min(max(factor, slot["factor"] * (1 - reach)), slot["factor"] * (1 + reach))
+    _move(params, updates, [-float(group["lr"]) * slot["coeff"] * slot["factor"] for slot in slots])
+
+
+def _fixed_updates(group: dict[str, Any], batch: Batch) -> tuple[list[Tensor], list[float]]:
+    """p of the class, and the largest ratio of the fixed to the followed divisor in each tensor."""
+    params, grads, slots = batch
+    beta2 = group["betas"][1]
+    fixed_at, now = [slot["num_updates"] for slot in slots], [slot["step"] for slot in slots]
+    # the floor is that of the corrected moment
+    floors = [s["floor"] * (1 - beta2 ** s["step"]) / (1 - beta2 ** s["num_updates"]) for s in slots]
+    joined, maxima = Joined(params), list[Tensor]()
+    columns = [[slot[name] for slot in slots] for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")]
+    for slopes, firsts, seconds, fresh in ranges(grads, *columns):
+        update_moments(slopes, firsts, fresh, group["betas"])
+        roots = _roots(seconds, fixed_at, group)
+        joined.add(_ratios(firsts, roots, slots, group))
+        followed = [each.clamp_min(floor) for each, floor in zip(fresh, floors, strict=True)]
+        torch._foreach_div_(roots, _roots(followed, now, group))
+        maxima.append(torch.stack([root.nan_to_num_(0.0, 0.0, 0.0).max() for root in roots]))
+    return joined.tensors, torch.stack(maxima).amax(0).tolist()
+
+
+def _move(params: list[Tensor], updates: list[Tensor], sizes: list[float]) -> None:
+    """Add the updates, which are used up, times the sizes."""
+    for weights, changes in ranges(params, updates):
+        torch._foreach_mul_(changes, sizes)
+        torch._foreach_add_(weights, changes)
 
 
 def _roots(moments: list[Tensor], updates: list[int], group: dict[str, Any]) -> list[Tensor]:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bagua.optim.two_stage import TwoStage, check_warmup, update_moments, with_floor
+from bagua.optim.blocked import Batch, batches, ranges
+from bagua.optim.two_stage import TwoStage, check_warmup, update_moments, with_decay, with_floor
 
 __all__ = ["QAdam"]
 
@@ -85,31 +86,35 @@ class QAdam(TwoStage):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._step_group(group)
+            live = self.live(group)
+            warm = [one for one in live if one[2]["step"] <= group["warmup_steps"]]
+            fixed = [one for one in live if one[2]["step"] > group["warmup_steps"]]
+            for batch in batches(warm):
+                for slot in batch[2]:
+                    slot["num_updates"] += 1
+                _step_batch(group, batch, is_warm=True)
+            for batch in batches(fixed):
+                for slot in batch[2]:
+                    if not slot.get("fixed"):
+                        slot["exp_avg_sq"].copy_(with_floor(slot["exp_avg_sq"], group["variance_floor"]))
+                        slot["fixed"] = True
+                _step_batch(group, batch, is_warm=False)
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        live = self.live(group)
-        if not live:
-            return
-        (beta1, beta2), warmup, lr = group["betas"], group["warmup_steps"], float(group["lr"])
-        params, grads, slots = [one[0] for one in live], [one[1] for one in live], [one[2] for one in live]
-        if group["weight_decay"]:
-            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        firsts, seconds = [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
-        warm = [index for index, slot in enumerate(slots) if slot["step"] <= warmup]
-        fixed = [index for index, slot in enumerate(slots) if slot["step"] > warmup]
-        update_moments([grads[i] for i in warm], [firsts[i] for i in warm], [seconds[i] for i in warm], (beta1, beta2))
-        for i in warm:
-            slots[i]["num_updates"] += 1
-        if fixed:
-            for i in fixed:
-                if not slots[i].get("fixed"):
-                    slots[i]["exp_avg_sq"].copy_(with_floor(slots[i]["exp_avg_sq"], group["variance_floor"]))
-                    slots[i]["fixed"] = True
-            torch._foreach_lerp_([firsts[i] for i in fixed], [grads[i] for i in fixed], 1 - beta1)
+
+def _step_batch(group: dict[str, Any], batch: Batch, is_warm: bool) -> None:
+    params, grads, slots = batch
+    (beta1, beta2), decay, lr = group["betas"], group["weight_decay"], float(group["lr"])
+    corrections = [(1 - beta2 ** slot["num_updates"]) ** 0.5 for slot in slots]
+    sizes = [(lr / (1 - beta1 ** slot["step"])) * -1 for slot in slots]
+    columns = params, grads, [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
+    for weights, slopes, firsts, seconds in ranges(*columns):
+        total = with_decay(slopes, weights, decay)
+        if is_warm:
+            update_moments(total, firsts, seconds, (beta1, beta2))
+        else:
+            torch._foreach_lerp_(firsts, total, 1 - beta1)
         roots = torch._foreach_sqrt(seconds)
-        torch._foreach_div_(roots, [(1 - beta2 ** slot["num_updates"]) ** 0.5 for slot in slots])
+        torch._foreach_div_(roots, corrections)
         torch._foreach_add_(roots, group["eps"])
-        sizes = [(lr / (1 - beta1 ** slot["step"])) * -1 for slot in slots]
-        torch._foreach_addcdiv_(params, firsts, roots, sizes)
+        torch._foreach_addcdiv_(weights, firsts, roots, sizes)

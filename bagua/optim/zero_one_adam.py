@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bagua.optim.blocked import Batch, batches, ranges
 from bagua.optim.checks import check_steps
-from bagua.optim.two_stage import TwoStage, update_moments, with_floor
+from bagua.optim.two_stage import TwoStage, raised, update_moments, with_decay
 
 __all__ = ["StepKind", "ZeroOneAdam"]
 
@@ -147,31 +148,10 @@ class ZeroOneAdam(TwoStage):
             if kind in (StepKind.LOCAL, StepKind.MEET):
                 begun = self.kind(number - 1) is StepKind.LOCAL  # the interval, by an earlier step
                 group["drift_size"] = (group.get("drift_size", 0.0) if begun else 0.0) + size
-            self._step_group(group, kind, size)
+            for batch in batches(self.live(group)):
+                _step_batch(group, batch, kind, size)
         self._num_steps = number
         return loss
-
-    def _step_group(self, group: dict[str, Any], kind: StepKind, size: float) -> None:
-        live = self.live(group)
-        if not live:
-            return
-        params, grads, slots = [one[0] for one in live], [one[1] for one in live], [one[2] for one in live]
-        if group["weight_decay"]:
-            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        firsts = [slot["exp_avg"] for slot in slots]
-        if kind is StepKind.EXACT:
-            update_moments(grads, firsts, [slot["exp_avg_sq"] for slot in slots], group["betas"])
-            for slot in slots:
-                slot["num_updates"] += 1
-        else:
-            torch._foreach_lerp_(firsts, grads, 1 - group["betas"][0])
-        if kind in (StepKind.LOCAL, StepKind.MEET):
-            for param, slot in zip(params, slots, strict=True):
-                if "drift" not in slot:
-                    slot["anchor"] = param.detach().clone(memory_format=torch.preserve_format)
-                    slot["drift"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            torch._foreach_add_([slot["drift"] for slot in slots], firsts, alpha=size)
-        torch._foreach_addcdiv_(params, firsts, [_divisor(slot, group) for slot in slots], -size)
 
     @torch.no_grad()
     def mean_momenta(self, params: Sequence[Tensor], out: Sequence[Tensor]) -> None:
@@ -195,11 +175,48 @@ class ZeroOneAdam(TwoStage):
             if param in self.state and "exp_avg" in self.state[param]:
                 slot, group = self.state[param], self._group(param)
                 slot.pop("drift", None)
-                param.copy_(slot.pop("anchor", param))
-                slot["exp_avg"].copy_(mean)
-                param.addcdiv_(mean, _divisor(slot, group), value=-group["drift_size"])
+                anchor = slot.pop("anchor", param)
+                columns = [param], [anchor], [mean], [slot["exp_avg"]], [slot["exp_avg_sq"]]
+                floor = slot["exp_avg_sq"].mean() * group["variance_floor"]
+                for weights, begun, means_, firsts, seconds in ranges(*columns):
+                    weights[0].copy_(begun[0])
+                    firsts[0].copy_(means_[0])
+                    divisors = _divisors(seconds, [slot], [floor], group)
+                    torch._foreach_addcdiv_(weights, means_, divisors, -group["drift_size"])
 
 
-def _divisor(slot: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    correction = (1 - group["betas"][1] ** slot["num_updates"]) ** 0.5 or 1.0
-    return with_floor(slot["exp_avg_sq"], group["variance_floor"]).sqrt_().div_(correction).add_(group["eps"])
+def _step_batch(group: dict[str, Any], batch: Batch, kind: StepKind, size: float) -> None:
+    params, grads, slots = batch
+    decay, is_exact, is_local = group["weight_decay"], kind is StepKind.EXACT, kind in (StepKind.LOCAL, StepKind.MEET)
+    columns = [params, grads, [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]]
+    if is_exact:  # the floor needs all of the new second moment
+        for weights, slopes, firsts, seconds in ranges(*columns):
+            total = with_decay(slopes, weights, decay)
+            update_moments(total, firsts, seconds, group["betas"])
+        for slot in slots:
+            slot["num_updates"] += 1
+    if is_local:
+        for param, slot in zip(params, slots, strict=True):
+            if "drift" not in slot:
+                slot["anchor"] = param.detach().clone(memory_format=torch.preserve_format)
+                slot["drift"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        columns.append([slot["drift"] for slot in slots])
+    floors = [slot["exp_avg_sq"].mean() * group["variance_floor"] for slot in slots]
+    for weights, slopes, firsts, seconds, *drifts in ranges(*columns):
+        if not is_exact:
+            total = with_decay(slopes, weights, decay)
+            torch._foreach_lerp_(firsts, total, 1 - group["betas"][0])
+        if is_local:
+            torch._foreach_add_(drifts[0], firsts, alpha=size)
+        torch._foreach_addcdiv_(weights, firsts, _divisors(seconds, slots, floors, group), -size)
+
+
+def _divisors(
+    moments: list[Tensor], slots: list[dict[str, Any]], floors: list[Tensor], group: dict[str, Any]
+) -> list[Tensor]:
+    """D of the class, of `moments` or a range of them."""
+    divisors = [raised(moment, floor) for moment, floor in zip(moments, floors, strict=True)]
+    torch._foreach_sqrt_(divisors)
+    torch._foreach_div_(divisors, [(1 - group["betas"][1] ** slot["num_updates"]) ** 0.5 or 1.0 for slot in slots])
+    torch._foreach_add_(divisors, group["eps"])
+    return divisors
