@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["Passage", "Piece", "Source"]
 
-_CACHED = 1 << 18
+_CACHED = 1 << 18  # elements of a range that several operations work on; for fewer the calls cost more than memory
 
 
 class Passage(Protocol):

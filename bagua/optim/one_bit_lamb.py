@@ -121,54 +121,52 @@ class OneBitLamb(TwoStage):
             warm = [one for one in live if one[2]["step"] <= group["warmup_steps"]]
             fixed = [one for one in live if one[2]["step"] > group["warmup_steps"]]
             for batch in batches(warm):
-                _step_warm(group, batch)
+                self._step_warm(group, batch)
             for batch in batches(fixed):
-                _step_fixed(group, batch)
+                self._step_fixed(group, batch)
         return loss
 
+    def _step_warm(self, group: dict[str, Any], batch: Batch) -> None:
+        params, grads, slots = batch
+        for slot in slots:
+            slot["num_updates"] += 1
+        counts = [slot["num_updates"] for slot in slots]
+        joined = Joined(params)
+        columns = params, grads, [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
+        for weights, slopes, firsts, seconds in ranges(*columns):
+            update_moments(slopes, firsts, seconds, group["betas"])
+            updates = _ratios(firsts, _roots(seconds, counts, group), slots, group)
+            if group["weight_decay"]:
+                torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+            joined.add(updates)
+        sizes: list[float] = []
+        for slot, weight, update in zip(slots, _norms(params), _norms(joined.tensors), strict=True):
+            coeff = weight / update if weight > 0 and update > 0 else 1.0
+            coeff = min(max(coeff, group["min_coeff"]), group["max_coeff"])
+            before = slot.get("coeff", coeff)
+            slot["coeff"] = group["coeff_beta"] * before + (1 - group["coeff_beta"]) * coeff
+            sizes.append(-float(group["lr"]) * coeff)
+        _move(params, joined.tensors, sizes)
 
-def _step_warm(group: dict[str, Any], batch: Batch) -> None:
-    params, grads, slots = batch
-    for slot in slots:
-        slot["num_updates"] += 1
-    counts = [slot["num_updates"] for slot in slots]
-    joined = Joined(params)
-    columns = params, grads, [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
-    for weights, slopes, firsts, seconds in ranges(*columns):
-        update_moments(slopes, firsts, seconds, group["betas"])
-        updates = _ratios(firsts, _roots(seconds, counts, group), slots, group)
+    def _step_fixed(self, group: dict[str, Any], batch: Batch) -> None:
+        params, _, slots = batch
+        for slot in slots:
+            if "exp_avg_sq_fresh" not in slot:
+                slot["exp_avg_sq_fresh"] = slot["exp_avg_sq"].clone(memory_format=torch.preserve_format)
+                slot["floor"] = float(slot["exp_avg_sq"].mean()) * group["variance_floor"]
+                slot["exp_avg_sq"].copy_(with_floor(slot["exp_avg_sq"], group["variance_floor"]))
+                slot["factor"] = 1.0
+        updates, drifts = _fixed_updates(group, batch)
+        shares = [1.0] * len(slots)
         if group["weight_decay"]:
-            torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-        joined.add(updates)
-    sizes: list[float] = []
-    for slot, weight, update in zip(slots, _norms(params), _norms(joined.tensors), strict=True):
-        coeff = weight / update if weight > 0 and update > 0 else 1.0
-        coeff = min(max(coeff, group["min_coeff"]), group["max_coeff"])
-        before = slot.get("coeff", coeff)
-        slot["coeff"] = group["coeff_beta"] * before + (1 - group["coeff_beta"]) * coeff
-        sizes.append(-float(group["lr"]) * coeff)
-    _move(params, joined.tensors, sizes)
-
-
-def _step_fixed(group: dict[str, Any], batch: Batch) -> None:
-    params, _, slots = batch
-    for slot in slots:
-        if "exp_avg_sq_fresh" not in slot:
-            slot["exp_avg_sq_fresh"] = slot["exp_avg_sq"].clone(memory_format=torch.preserve_format)
-            slot["floor"] = float(slot["exp_avg_sq"].mean()) * group["variance_floor"]
-            slot["exp_avg_sq"].copy_(with_floor(slot["exp_avg_sq"], group["variance_floor"]))
-            slot["factor"] = 1.0
-    updates, drifts = _fixed_updates(group, batch)
-    shares = [1.0] * len(slots)
-    if group["weight_decay"]:
-        alone = _norms(updates)
-        torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-        shares = [min(1.0, a / b) if b > 0 else 1.0 for a, b in zip(alone, _norms(updates), strict=True)]
-    for slot, drift, share in zip(slots, drifts, shares, strict=True):
-        factor, reach = drift * share + (1 - share), group["factor_threshold"]
-        factor = min(max(factor, group["factor_min"]), group["factor_max"])
-        slot["factor"] = min(max(factor, slot["factor"] * (1 - reach)), slot["factor"] * (1 + reach))
-    _move(params, updates, [-float(group["lr"]) * slot["coeff"] * slot["factor"] for slot in slots])
+            alone = _norms(updates)
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+            shares = [min(1.0, a / b) if b > 0 else 1.0 for a, b in zip(alone, _norms(updates), strict=True)]
+        for slot, drift, share in zip(slots, drifts, shares, strict=True):
+            factor, reach = drift * share + (1 - share), group["factor_threshold"]
+            factor = min(max(factor, group["factor_min"]), group["factor_max"])
+            slot["factor"] = min(max(factor, slot["factor"] * (1 - reach)), slot["factor"] * (1 + reach))
+        _move(params, updates, [-float(group["lr"]) * slot["coeff"] * slot["factor"] for slot in slots])
 
 
 def _fixed_updates(group: dict[str, Any], batch: Batch) -> tuple[list[Tensor], list[float]]:

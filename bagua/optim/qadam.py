@@ -92,29 +92,28 @@ class QAdam(TwoStage):
             for batch in batches(warm):
                 for slot in batch[2]:
                     slot["num_updates"] += 1
-                _step_batch(group, batch, is_warm=True)
+                self._step_batch(group, batch, is_warm=True)
             for batch in batches(fixed):
                 for slot in batch[2]:
                     if not slot.get("fixed"):
                         slot["exp_avg_sq"].copy_(with_floor(slot["exp_avg_sq"], group["variance_floor"]))
                         slot["fixed"] = True
-                _step_batch(group, batch, is_warm=False)
+                self._step_batch(group, batch, is_warm=False)
         return loss
 
-
-def _step_batch(group: dict[str, Any], batch: Batch, is_warm: bool) -> None:
-    params, grads, slots = batch
-    (beta1, beta2), decay, lr = group["betas"], group["weight_decay"], float(group["lr"])
-    corrections = [(1 - beta2 ** slot["num_updates"]) ** 0.5 for slot in slots]
-    sizes = [(lr / (1 - beta1 ** slot["step"])) * -1 for slot in slots]
-    columns = params, grads, [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
-    for weights, slopes, firsts, seconds in ranges(*columns):
-        total = with_decay(slopes, weights, decay)
-        if is_warm:
-            update_moments(total, firsts, seconds, (beta1, beta2))
-        else:
-            torch._foreach_lerp_(firsts, total, 1 - beta1)
-        roots = torch._foreach_sqrt(seconds)
-        torch._foreach_div_(roots, corrections)
-        torch._foreach_add_(roots, group["eps"])
-        torch._foreach_addcdiv_(weights, firsts, roots, sizes)
+    def _step_batch(self, group: dict[str, Any], batch: Batch, is_warm: bool) -> None:
+        params, grads, slots = batch
+        (beta1, beta2), decay, lr = group["betas"], group["weight_decay"], float(group["lr"])
+        corrections = [(1 - beta2 ** slot["num_updates"]) ** 0.5 for slot in slots]
+        sizes = [(lr / (1 - beta1 ** slot["step"])) * -1 for slot in slots]
+        columns = params, grads, [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
+        for weights, slopes, firsts, seconds in ranges(*columns):
+            total = with_decay(slopes, weights, decay)
+            if is_warm:
+                update_moments(total, firsts, seconds, (beta1, beta2))
+            else:
+                torch._foreach_lerp_(firsts, total, 1 - beta1)
+            roots = torch._foreach_sqrt(seconds)
+            torch._foreach_div_(roots, corrections)
+            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_addcdiv_(weights, firsts, roots, sizes)

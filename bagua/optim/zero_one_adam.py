@@ -149,7 +149,7 @@ class ZeroOneAdam(TwoStage):
                 begun = self.kind(number - 1) is StepKind.LOCAL  # the interval, by an earlier step
                 group["drift_size"] = (group.get("drift_size", 0.0) if begun else 0.0) + size
             for batch in batches(self.live(group)):
-                _step_batch(group, batch, kind, size)
+                self._step_batch(group, batch, kind, size)
         self._num_steps = number
         return loss
 
@@ -184,31 +184,34 @@ class ZeroOneAdam(TwoStage):
                     divisors = _divisors(seconds, [slot], [floor], group)
                     torch._foreach_addcdiv_(weights, means_, divisors, -group["drift_size"])
 
-
-def _step_batch(group: dict[str, Any], batch: Batch, kind: StepKind, size: float) -> None:
-    params, grads, slots = batch
-    decay, is_exact, is_local = group["weight_decay"], kind is StepKind.EXACT, kind in (StepKind.LOCAL, StepKind.MEET)
-    columns = [params, grads, [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]]
-    if is_exact:  # the floor needs all of the new second moment
-        for weights, slopes, firsts, seconds in ranges(*columns):
-            total = with_decay(slopes, weights, decay)
-            update_moments(total, firsts, seconds, group["betas"])
-        for slot in slots:
-            slot["num_updates"] += 1
-    if is_local:
-        for param, slot in zip(params, slots, strict=True):
-            if "drift" not in slot:
-                slot["anchor"] = param.detach().clone(memory_format=torch.preserve_format)
-                slot["drift"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        columns.append([slot["drift"] for slot in slots])
-    floors = [slot["exp_avg_sq"].mean() * group["variance_floor"] for slot in slots]
-    for weights, slopes, firsts, seconds, *drifts in ranges(*columns):
-        if not is_exact:
-            total = with_decay(slopes, weights, decay)
-            torch._foreach_lerp_(firsts, total, 1 - group["betas"][0])
+    def _step_batch(self, group: dict[str, Any], batch: Batch, kind: StepKind, size: float) -> None:
+        params, grads, slots = batch
+        decay, is_exact, is_local = (
+            group["weight_decay"],
+            kind is StepKind.EXACT,
+            kind in (StepKind.LOCAL, StepKind.MEET),
+        )
+        columns = [params, grads, [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]]
+        if is_exact:  # the floor needs all of the new second moment
+            for weights, slopes, firsts, seconds in ranges(*columns):
+                total = with_decay(slopes, weights, decay)
+                update_moments(total, firsts, seconds, group["betas"])
+            for slot in slots:
+                slot["num_updates"] += 1
         if is_local:
-            torch._foreach_add_(drifts[0], firsts, alpha=size)
-        torch._foreach_addcdiv_(weights, firsts, _divisors(seconds, slots, floors, group), -size)
+            for param, slot in zip(params, slots, strict=True):
+                if "drift" not in slot:
+                    slot["anchor"] = param.detach().clone(memory_format=torch.preserve_format)
+                    slot["drift"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            columns.append([slot["drift"] for slot in slots])
+        floors = [slot["exp_avg_sq"].mean() * group["variance_floor"] for slot in slots]
+        for weights, slopes, firsts, seconds, *drifts in ranges(*columns):
+            if not is_exact:
+                total = with_decay(slopes, weights, decay)
+                torch._foreach_lerp_(firsts, total, 1 - group["betas"][0])
+            if is_local:
+                torch._foreach_add_(drifts[0], firsts, alpha=size)
+            torch._foreach_addcdiv_(weights, firsts, _divisors(seconds, slots, floors, group), -size)
 
 
 def _divisors(
