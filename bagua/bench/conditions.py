@@ -13,6 +13,7 @@ _SPEED = re.compile(r"^(\d+(?:\.\d+)?)(k|m|g)?bit$")
 _TIME = re.compile(r"^(jitter)?(\d+(?:\.\d+)?)(us|ms|s)$")
 _TCP = re.compile(r"^tcp([a-z0-9_]+)$")
 _SLOW = re.compile(r"^slow(\d*\.?\d+)$")
+_WIRE = re.compile(r"^wire(veth|tbf|relay|tap|packet)$")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -27,6 +28,7 @@ class Condition:
         jitter_s: by which the latency varies.
         slow: speed of the last host; 1 is as fast as the others.
         congestion: how the hosts' TCP adapts its rate; None for the default of the lab.
+        wire: what carries the frames; "auto": what the lab takes for such a link.
     """
 
     name: str
@@ -35,22 +37,29 @@ class Condition:
     jitter_s: float = 0.0
     slow: float = 1.0
     congestion: str | None = None
+    wire: str = "auto"
 
 
 def parse(text: str) -> Condition:
-    """Read one condition: a bandwidth or `nolimit`, then a latency, `jitterTIME`, `slowSPEED`, `tcpNAME`, in any order.
+    """Read one condition: a bandwidth or `nolimit`, then the rest in any order.
 
     Raises:
         ValueError: names the part that is wrong.
     """
     values: dict[str, float] = {}
     congestion: str | None = None
+    wire = "auto"
     for word in text.lower().split("/"):
         speed, time, slow = _SPEED.match(word), _TIME.match(word), _SLOW.match(word)
         if tcp := _TCP.match(word):
             if congestion is not None:
                 raise ValueError(f"condition {text!r}: two values for congestion")
             congestion = tcp[1]
+            continue
+        if carrier := _WIRE.match(word):
+            if wire != "auto":
+                raise ValueError(f"condition {text!r}: two values for wire")
+            wire = carrier[1]
             continue
         if word == "nolimit":
             key, value = "bits_per_s", math.inf
@@ -63,7 +72,8 @@ def parse(text: str) -> Condition:
         else:
             raise ValueError(
                 f"condition {text!r}: {word!r} is neither a bandwidth (1gbit, 250mbit, nolimit), a latency (5ms), "
-                "a jitter (jitter2ms), a slow host (slow0.5) nor a congestion control (tcpbbr)"
+                "a jitter (jitter2ms), a slow host (slow0.5), a congestion control (tcpbbr) nor what carries the "
+                "frames (wirerelay)"
             )
         if key in values:
             raise ValueError(f"condition {text!r}: two values for {key}")
@@ -72,4 +82,7 @@ def parse(text: str) -> Condition:
         values[key] = value
     if "bits_per_s" not in values:
         raise ValueError(f"condition {text!r}: a bandwidth is missing; nolimit for none")
-    return Condition(text, **values, congestion=congestion)
+    delayed = values.get("latency_s", 0) or values.get("jitter_s", 0)
+    if (wire in ("veth", "tbf") and delayed) or (wire == "veth" and values["bits_per_s"] != math.inf):
+        raise ValueError(f"condition {text!r}: wire {wire} cannot emulate that; take wirerelay")
+    return Condition(text, **values, congestion=congestion, wire=wire)

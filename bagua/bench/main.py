@@ -17,8 +17,9 @@ from bagua.lab.errors import LabError
 __all__ = ["build_parser", "main"]
 
 _EPILOG = """\
-conditions: BANDWIDTH[/LATENCY][/jitterTIME][/slowSPEED][/tcpNAME], e.g. 1gbit/5ms, 250mbit/0ms, nolimit,
-  1gbit/0ms/slow0.5 (the last host at half speed), 1gbit/0ms/tcpbbr (congestion control; cubic if none is named)
+conditions: BANDWIDTH[/LATENCY][/jitterTIME][/slowSPEED][/tcpNAME][/wireNAME], e.g. 1gbit/5ms, 250mbit/0ms, nolimit,
+  1gbit/0ms/slow0.5 (the last host at half speed), 1gbit/0ms/tcpbbr (congestion control; cubic if none is named),
+  1gbit/0ms/wirerelay (what carries the frames; docs/lab.md)
 entrants: {entrants}
   Options of an algorithm go behind a colon: bytegrad:bucket_bytes=1000000,average=True;next_entrant
 models: {models}

@@ -44,7 +44,8 @@ class Row:
         busy: share of the machine's cores that were busy.
         cpu_share: CPU seconds a second of one rank, the mean.
         wait_share: seconds a second in which threads of a rank were ready to run and had no core, the mean.
-        late_share: of frames that the emulated network released over 1 ms late.
+        wire: what carried the frames of the emulated network; empty without one.
+        late_share: of frames that the emulated network released over 1 ms late; None where no relay carries them.
         drop_share: of frames that the emulated switch dropped since its queue to a host was full.
         limited: why the machine and not the link may have been the limit; empty if it was not.
         error: why there is no result.
@@ -73,6 +74,7 @@ class Row:
     busy: float | None = None
     cpu_share: float | None = None
     wait_share: float | None = None
+    wire: str = ""
     late_share: float | None = None
     drop_share: float | None = None
     limited: str = ""
@@ -184,7 +186,8 @@ def _machine(runs: Sequence[Outcome]) -> dict[str, Any]:
     busy = statistics.fmean(rank["busy"] for run in runs for rank in run.ranks)
     reports = [run.report for run in runs if run.report is not None]
     frames = sum(report.frames for report in reports)
-    late = sum(report.late_frames for report in reports) / frames if frames else None
+    timed = [report for report in reports if report.late_frames is not None]
+    late = sum(report.late_frames for report in timed) / frames if frames and timed else None
     drops = sum(host.queue_drops for report in reports for host in report.hosts)
     waits = statistics.fmean(rank["waited_s"] / rank["wall_s"] for run in runs for rank in run.ranks)
     reasons = [f"cores {busy:.0%} busy"] if busy >= BUSY else []
@@ -196,6 +199,7 @@ def _machine(runs: Sequence[Outcome]) -> dict[str, Any]:
         "busy": busy,
         "cpu_share": statistics.fmean(rank["cpu_s"] / rank["wall_s"] for run in runs for rank in run.ranks),
         "wait_share": waits,
+        "wire": reports[0].wire if reports else "",
         "late_share": late,
         "drop_share": drops / frames if frames else None,
         "limited": ", ".join(reasons),

@@ -59,7 +59,8 @@ def _make(hosts: int, local: bool, condition: Condition) -> Hosts:
 
 
 def _row(outcome: Outcome, condition: Condition, hosts: int) -> dict[str, Any]:
-    base = {"condition": condition.name, "hosts": hosts, "error": outcome.error}
+    carrier = outcome.report.wire if outcome.report is not None else ""
+    base = {"condition": condition.name, "wire": carrier, "hosts": hosts, "error": outcome.error}
     if outcome.error:
         operation, _, size = outcome.name.partition("/")
         return {**base, "operation": operation, "size_bytes": int(size)}

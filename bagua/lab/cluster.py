@@ -24,11 +24,11 @@ from bagua.lab.pacing import Pacing
 from bagua.lab.rendezvous import command_for, rendezvous_environment
 from bagua.lab.report import Report
 
-__all__ = ["MAX_HOSTS", "MODES", "Cluster"]
+__all__ = ["MAX_HOSTS", "MODES", "WIRES", "Cluster"]
 
 MAX_HOSTS = 64
 MODES = ("auto", "namespaces", "pacing")
-WIRES = ("auto", "veth", "relay", "tap", "packet")
+WIRES = ("auto", "veth", "tbf", "relay", "tap", "packet")
 _WORD = re.compile("[a-z0-9_]+")
 _FIRST_PORT = 29500  # below the ports that the kernel hands out; a host's namespace has them to itself
 _logger = logging.getLogger("bagua")
@@ -43,8 +43,10 @@ class Cluster:
             fastest there is; nothing can be limited, cut or delayed later.
         mode: "namespaces" emulates all of it; "pacing" only a bandwidth for each socket, without any privilege;
             "auto" takes the first, or the second with a warning.
-        wire: what carries the frames: "auto", "veth" (a bridge, no relay) or "relay"; of the latter there are "tap"
-            and "packet" (veth and packet sockets, for where /dev/net/tun cannot be opened).
+        wire: what carries the frames: "veth" (a bridge; nothing is emulated), "tbf" (veth and the kernel's token
+            buckets: a bandwidth, a queue and cuts) or "relay" (all of a link, at 1 to 2.5 ns of CPU a byte); of the
+            latter there are "tap" and "packet" (veth and packet sockets, for where /dev/net/tun cannot be opened).
+            "auto": the first of these that can emulate `link`. What `Host.set_link` is to do later must be in it.
         seed: of loss and jitter.
         divide: in pacing mode, each socket has the bandwidth divided by the number of peers.
         congestion: how TCP adapts its rate on all hosts: "cubic", "bbr" or what else the kernel has. None: "cubic",
@@ -89,7 +91,7 @@ class Cluster:
 
     @property
     def wire(self) -> str:
-        """ "veth", "tap", "packet", or "loopback" in pacing mode."""
+        """ "veth", "tbf", "tap", "packet", or "loopback" in pacing mode."""
         return self.backend.wire
 
     @property
@@ -224,6 +226,8 @@ def _check(hosts: int, link: Link, mode: str, wire: str, congestion: str | None)
         raise ValueError(f"wire must be one of {', '.join(WIRES)}, not {wire!r}")
     if wire == "veth" and not link.unlimited:
         raise ValueError('wire="veth" cannot limit a link: leave wire out')
+    if wire == "tbf" and not (link.unlimited or link.only_bandwidth):
+        raise ValueError(f'wire="tbf" emulates only a bandwidth, not {link}: leave wire out, or take wire="relay"')
     if congestion is not None and not _WORD.fullmatch(congestion):
         raise ValueError(f"congestion must be the name of a congestion control of TCP, not {congestion!r}")
     if congestion is not None and mode == "pacing":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bagua.lab.host import Host
 from bagua.lab.link import Link, seconds
 
-__all__ = ["Event", "apply_event", "parse_event"]
+__all__ = ["Event", "apply_event", "parse_event", "wire_for"]
 
 _PLAIN = ("cut", "restore", "pause", "resume", "kill", "start")
 _VALUED = ("slow", "bandwidth", "latency")
@@ -60,6 +61,14 @@ def apply_event(event: Event, host: Host, link: Link) -> Link:
     else:
         getattr(host, event.action)()
     return link
+
+
+def wire_for(events: Sequence[Event], link: Link) -> str:
+    """The `wire` of a cluster in which all of that can happen to hosts with this link."""
+    actions = {event.action for event in events}
+    if "latency" in actions or (link.unlimited and actions & {"cut", "restore", "bandwidth"}):
+        return "relay"
+    return "auto"
 
 
 def _changed(link: Link, name: str, value: str) -> Link:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from bagua.lab import kernel
+from bagua.lab import kernel, token_bucket
 
 __all__ = ["start_holder"]
 
@@ -125,6 +125,14 @@ class Holder:
     def do_offload(self, device: str, enabled: str) -> None:
         """Frames of up to 64 KB, or packets."""
         kernel.offload(device, enabled == "1")
+
+    def do_limit(self, device: str, bits_per_s: str) -> None:
+        """What the host may send. What waits, waits in the host: its sockets bound it."""
+        token_bucket.limit(device, int(bits_per_s), token_bucket.ENDLESS_BYTES)
+
+    def do_direct(self, device: str) -> None:
+        """The switch routes: the host need not know the others' hardware addresses."""
+        kernel.point_to_point(device)
 
     def do_congestion(self, name: str) -> None:
         """How the host's TCP connections adapt their rate."""

@@ -92,7 +92,7 @@ class Host:
         """Changes bandwidth, latency and the rest while processes run.
 
         Raises:
-            LabError: if the cluster has no relay.
+            LabError: if the cluster's wire cannot emulate it.
         """
         self._cluster.open_backend().set_link(self.index, link)
 
@@ -100,7 +100,7 @@ class Host:
         """Pulls the cable: frames from and to this host vanish, and nobody is told.
 
         Raises:
-            LabError: if the cluster has no relay.
+            LabError: if the cluster's wire is "veth".
         """
         self._cluster.open_backend().set_cut(self.index, True)
 

@@ -12,12 +12,15 @@ import socket
 import struct
 from pathlib import Path
 
+from bagua.lab.netlink import ACKNOWLEDGE, CREATE, EXCLUSIVE, REPLACE, attribute, request
+
 __all__ = [
     "CLONE_NEWNET",
     "CLONE_NEWNS",
     "CLONE_NEWPID",
     "CLONE_NEWUSER",
     "CLONE_NEWUTS",
+    "add_route",
     "add_to_bridge",
     "configure",
     "congestion_control",
@@ -27,7 +30,10 @@ __all__ = [
     "offload",
     "open_packet_port",
     "open_tap",
+    "point_to_point",
+    "remove",
     "set_congestion_control",
+    "set_mac",
     "setns",
     "unshare",
     "up",
@@ -41,7 +47,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _SIOCSIFFLAGS, _SIOCGIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK = 0x8914, 0x8913, 0x8916, 0x891C
 _SIOCSIFHWADDR, _SIOCETHTOOL, _SIOCBRADDBR, _SIOCBRADDIF = 0x8924, 0x8946, 0x89A0, 0x89A2
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
-_IFF_UP, _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x1, 0x2, 0x1000, 0x4000
+_IFF_UP, _IFF_NOARP, _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x1, 0x80, 0x2, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6, _TUN_F_TSO_ECN = 1, 2, 4, 8
 _ETHTOOL_STSO, _ETHTOOL_SGSO = 0x1F, 0x24
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_QDISC_BYPASS, _PACKET_IGNORE_OUTGOING = 263, 15, 20, 23
@@ -102,19 +108,33 @@ def _ioctl(request: int, payload: bytes) -> bytes:
 
 def up(name: str) -> None:
     """Switches a device on."""
+    _add_flag(name, _IFF_UP)
+
+
+def point_to_point(name: str) -> None:
+    """Nobody is asked for hardware addresses: frames go to the device's own, which the other end has too."""
+    _add_flag(name, _IFF_NOARP)
+
+
+def _add_flag(name: str, flag: int) -> None:
     flags = struct.unpack("16sh", _ioctl(_SIOCGIFFLAGS, struct.pack("16sh14x", name.encode(), 0))[:18])[1]
-    _ioctl(_SIOCSIFFLAGS, struct.pack("16sh14x", name.encode(), flags | _IFF_UP))
+    _ioctl(_SIOCSIFFLAGS, struct.pack("16sh14x", name.encode(), flags | flag))
+
+
+def set_mac(name: str, mac: bytes) -> None:
+    """Gives a device another hardware address."""
+    _ioctl(_SIOCSIFHWADDR, struct.pack("16sH14s", name.encode(), 1, mac))
 
 
 def configure(name: str, mac: bytes, address: str, netmask: str) -> None:
     """Gives a device its addresses and switches it on. Without IPv6: its neighbour discovery would be traffic."""
-    _ioctl(_SIOCSIFHWADDR, struct.pack("16sH14s", name.encode(), 1, mac))
+    set_mac(name, mac)
     for path in (f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6",):
         if os.access(path, os.W_OK):
             Path(path).write_text("1")
-    for request, value in ((_SIOCSIFADDR, address), (_SIOCSIFNETMASK, netmask)):
+    for number, value in ((_SIOCSIFADDR, address), (_SIOCSIFNETMASK, netmask)):
         sockaddr = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(value))
-        _ioctl(request, struct.pack("16s16s", name.encode(), sockaddr))
+        _ioctl(number, struct.pack("16s16s", name.encode(), sockaddr))
     up(name)
 
 
@@ -168,6 +188,24 @@ def add_to_bridge(bridge: str, port: str) -> None:
     _ioctl(_SIOCBRADDIF, struct.pack("16si20x", bridge.encode(), socket.if_nametoindex(port)))
 
 
+def remove(name: str) -> None:
+    """Removes a device, if there is one of that name; of a veth pair both."""
+    try:
+        index = socket.if_nametoindex(name)
+    except OSError:
+        return
+    request(17, ACKNOWLEDGE, struct.pack("BxHiII", 0, 0, index, 0, 0), f"removing {name}")  # RTM_DELLINK
+
+
+def add_route(address: str, device: str) -> None:
+    """Frames to this address leave through that device."""
+    table, boot, link, unicast, new_route, destination, out = 254, 3, 253, 1, 24, 1, 4
+    body = struct.pack("BBBBBBBBI", socket.AF_INET, 32, 0, 0, table, boot, link, unicast, 0)
+    body += attribute(destination, socket.inet_aton(address))
+    body += attribute(out, struct.pack("I", socket.if_nametoindex(device)))
+    request(new_route, ACKNOWLEDGE | CREATE | REPLACE, body, f"route to {address}")
+
+
 def make_veth(here: str, there: str, pid: int) -> None:
     """Makes a pair of joined devices: `here` in this network namespace, `there` in that of process `pid`.
 
@@ -177,18 +215,8 @@ def make_veth(here: str, there: str, pid: int) -> None:
     kind, info, data, peer = 1, 18, 2, 1  # IFLA_INFO_KIND, IFLA_LINKINFO, IFLA_INFO_DATA, VETH_INFO_PEER
     ifname, net_ns_pid = 3, 19
     no_link = struct.pack("BxHiII", 0, 0, 0, 0, 0)
-    other = no_link + _attribute(ifname, there.encode() + b"\0") + _attribute(net_ns_pid, struct.pack("I", pid))
-    veth = _attribute(kind, b"veth\0") + _attribute(data, _attribute(peer, other))
-    body = no_link + _attribute(ifname, here.encode() + b"\0") + _attribute(info, veth)
-    request, acknowledge, create, exclusive, new_link = 0x1, 0x4, 0x400, 0x200, 16
-    header = struct.pack("IHHII", 16 + len(body), new_link, request | acknowledge | create | exclusive, 1, 0)
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as sock:
-        sock.send(header + body)
-        error = -struct.unpack_from("i", sock.recv(65536), 16)[0]
-    if error:
-        raise OSError(error, f"veth {here}: {os.strerror(error)}")
-
-
-def _attribute(kind: int, payload: bytes) -> bytes:
-    length = 4 + len(payload)
-    return struct.pack("HH", length, kind) + payload + b"\0" * (-length % 4)
+    other = no_link + attribute(ifname, there.encode() + b"\0") + attribute(net_ns_pid, struct.pack("I", pid))
+    veth = attribute(kind, b"veth\0") + attribute(data, attribute(peer, other))
+    body = no_link + attribute(ifname, here.encode() + b"\0") + attribute(info, veth)
+    new_link = 16
+    request(new_link, ACKNOWLEDGE | CREATE | EXCLUSIVE, body, f"veth {here}")

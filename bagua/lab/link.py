@@ -52,6 +52,11 @@ class Link:
         """No property that a plain wire has not."""
         return self.settings()[:6] == (0, 0, 0, 0.0, 0, 0) and self.queue_bytes is None
 
+    @property
+    def only_bandwidth(self) -> bool:
+        """A bandwidth, and maybe a queue, but nothing for which frames must be held or picked one by one."""
+        return self.settings()[0] > 0 and self.settings()[1:5] == (0, 0, 0.0, 0)
+
     def settings(self) -> tuple[int, int, int, float, int, int]:
         """As the relay takes it: bandwidth (bit/s, 0: none), latency and jitter (ns), loss, flow cap, queue (bytes)."""
         bandwidth = 0 if self.bandwidth is None else bits_per_second(self.bandwidth, "bandwidth")

@@ -9,9 +9,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from types import FrameType
 
-from bagua.lab.cluster import MODES, Cluster
+from bagua.lab.cluster import MODES, WIRES, Cluster
 from bagua.lab.errors import LabError
-from bagua.lab.events import Event, parse_event
+from bagua.lab.events import Event, parse_event, wire_for
 from bagua.lab.job import Job
 from bagua.lab.link import Link
 
@@ -41,6 +41,13 @@ def get_args_parser() -> ArgumentParser:
         "--congestion", metavar="NAME", help="congestion control of the hosts' TCP, e.g. bbr (default: cubic)"
     )
     link.add_argument("--seed", type=int, default=0, help="of loss and jitter (0)")
+    link.add_argument(
+        "--wire",
+        choices=WIRES,
+        default="auto",
+        help="what carries the frames: veth (no limits), tbf (a bandwidth, by the kernel), relay (everything); "
+        "auto: the first that can do what is asked for",
+    )
     run.add_argument("--mode", choices=MODES, default="auto", help="pacing: bandwidth only, without privileges")
     run.add_argument(
         "--at",
@@ -94,8 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Namespace, link: Link, events: list[Event]) -> int:
-    # A cut needs a relay even if nothing is limited.
-    wire = "auto" if not any(event.action in ("cut", "restore") for event in events) else "relay"
+    wire = wire_for(events, link) if args.wire == "auto" else args.wire
     with Cluster(args.hosts, link, mode=args.mode, wire=wire, seed=args.seed, congestion=args.congestion) as cluster:
         job = Job(cluster, args.argv, args.nproc_per_node, only=args.only, grace_s=args.grace)
         code = job.run(events, keep_going=args.keep_going, timeout_s=args.timeout)

@@ -30,6 +30,7 @@ _BOOT = (
     "sys.modules['bagua'] = package; from bagua.lab.supervisor import main; main(json.loads(sys.argv[2]))"
 )
 _MAC = bytes((0x02, 0xBA, 0x67, 0x75))  # relay.cpp finds the port in the two bytes that follow
+_WITH_RELAY = 'make the cluster with wire="relay"'
 _COUNTERS = ("sent_bytes", "received_bytes", "queue_drops", "loss_drops", "cut_drops", "port_drops")
 
 
@@ -54,7 +55,7 @@ class Namespaces:
         names = [f"{ip} host{index}\n::ffff:{ip} host{index}.mapped" for index, ip in enumerate(self.addresses)]
         lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost", *names]
         (folder / "hosts").write_text("\n".join(lines) + "\n")
-        if self.wire != "veth":
+        if self.wire not in ("veth", "tbf"):
             self._control = Control(folder / "control", num_hosts, create=True)
             for index in range(num_hosts):
                 self._control.set_link(index, link)
@@ -65,11 +66,14 @@ class Namespaces:
             raise
 
     def _start(self, seed: int, link: Link, congestion: str | None) -> None:
+        settings = link.settings()
         config = {
             "parent": os.getpid(),
             "folder": str(self.folder),
             "user_namespace": self.user_namespace,
             "wire": self.wire,
+            "only_bandwidth": link.only_bandwidth,
+            "limits": (settings[0], settings[5]),
             "seed": seed,
             "congestion": congestion,
             "hosts": [
@@ -96,6 +100,9 @@ class Namespaces:
             raise LabError(answer["error"])
         self.wire, self.congestion = answer["wire"], answer["congestion"]
         self._holders = answer["holders"]
+        if self.wire == "tbf" and self._control is not None:
+            self._control.close()
+            self._control = None
         if link.loss:
             for index in range(len(self._holders)):
                 self.set_link(index, link)
@@ -117,13 +124,27 @@ class Namespaces:
         return [sys.executable, "-I", "-S", _ENTER, str(self._holders[index]), str(kinds), cwd, *argv]
 
     def set_link(self, index: int, link: Link) -> None:
-        """Changes the relay's settings. Loss is of packets, so there must be no frames of 64 KB then."""
+        """Changes the relay's settings. Loss is of packets, so there must be no frames of 64 KB then.
+
+        Raises:
+            LabError: if there is none, and the wire cannot do it.
+        """
+        if self.wire == "tbf":
+            if not (link.only_bandwidth or link.unlimited):
+                raise LabError(f'set_link: wire "tbf" emulates only a bandwidth, not {link}: {_WITH_RELAY}')
+            bandwidth, *_, queue_bytes = link.settings()
+            self.ask(index, f"limit {self.interface} {bandwidth}")
+            self._done(f"switch limit {index} {bandwidth} {queue_bytes}")
+            return
         control = self._relayed("set_link")
         self.ask(index, f"offload {self.interface} {int(link.loss == 0)}")
         control.set_link(index, link)
 
     def set_cut(self, index: int, cut: bool) -> None:
-        """Has the relay drop a host's frames."""
+        """Has the switch or the relay drop a host's frames."""
+        if self.wire == "tbf":
+            self._done(f"switch {'cut' if cut else 'restore'} {index}")
+            return
         self._relayed("cut").set_cut(index, cut)
 
     def ask(self, index: int, line: str) -> None:
@@ -132,24 +153,45 @@ class Namespaces:
         Raises:
             LabError: if it cannot, or is gone.
         """
+        self._done(f"{index} {line}")
+
+    def _done(self, line: str) -> None:
+        answer = self._exchange(line)
+        if answer != "ok":
+            host, command, *rest = line.split()
+            name = f"switch: port of host{rest[0]}" if host == "switch" else f"host{host}"
+            raise LabError(f"{name}: {command}: {answer or 'no answer'}")
+
+    def _exchange(self, line: str) -> str:
         with self._lock:
             if not self.alive:
                 raise LabError("the cluster has ended")
             assert self._supervisor is not None and self._supervisor.stdin is not None
             try:
-                self._supervisor.stdin.write(f"{index} {line}\n")
+                self._supervisor.stdin.write(f"{line}\n")
                 self._supervisor.stdin.flush()
             except OSError as error:
                 raise LabError("the cluster has ended") from error
-            answer = self._read_line(_ANSWER_TIMEOUT_S).strip()
-        if answer != "ok":
-            raise LabError(f"host{index}: {line.split()[0]}: {answer or 'no answer'}")
+            return self._read_line(_ANSWER_TIMEOUT_S).strip()
 
     def report(self, hosts: Sequence[Host], wall_s: float) -> Report:
         """Counters of the relay, or of the devices if there is none."""
         control = self._control
         if control is None:
-            return Report(tuple(HostReport(host.name, *self._device_bytes(host.index)) for host in hosts), wall_s)
+            counts = [self._device_counts(host.index) for host in hosts]
+            drops = [self._switch_drops(host.index) for host in hosts]
+            return Report(
+                hosts=tuple(
+                    HostReport(host.name, count[0], count[1], queue_drops=dropped[0], cut_drops=dropped[1])
+                    for host, count, dropped in zip(hosts, counts, drops, strict=True)
+                ),
+                wall_s=wall_s,
+                frames=sum(count[2] for count in counts),
+                wire=self.wire,
+                late_frames=None,
+                late_mean_ms=None,
+                late_max_ms=None,
+            )
         frames = control.header("frames")
         return Report(
             hosts=tuple(
@@ -158,6 +200,7 @@ class Namespaces:
             wall_s=wall_s,
             relay_cpu_s=control.header("cpu_ns") / 1e9,
             frames=frames,
+            wire=self.wire,
             late_frames=control.header("late"),
             late_mean_ms=control.header("late_sum_ns") / 1e6 / max(frames, 1),
             late_max_ms=control.header("late_max_ns") / 1e6,
@@ -182,16 +225,28 @@ class Namespaces:
 
     def _relayed(self, what: str) -> Control:
         if self._control is None:
-            raise LabError(f'{what} needs the relay: make the cluster with a limited link, or with wire="relay"')
+            raise LabError(f"{what} needs the relay: {_WITH_RELAY}")
         return self._control
 
-    def _device_bytes(self, index: int) -> tuple[int, int]:
+    def _switch_drops(self, index: int) -> tuple[int, int]:
+        """Frames lost to the full queue to a host, and to its cuts."""
+        if self.wire != "tbf":
+            return 0, 0
+        answer = self._exchange(f"switch drops {index}")
+        try:
+            queue, cut = (int(word) for word in answer.split())
+        except ValueError:
+            raise LabError(f"no statistics of the switch: {answer}") from None
+        return queue, cut
+
+    def _device_counts(self, index: int) -> tuple[int, int, int]:
+        """Bytes sent, bytes received, frames sent."""
         for line in Path(f"/proc/{self._holders[index]}/net/dev").read_text().splitlines():
             name, _, numbers = line.partition(":")
             if name.strip() == self.interface:
                 fields = numbers.split()
-                return int(fields[8]), int(fields[0])
-        return 0, 0
+                return int(fields[8]), int(fields[0]), int(fields[9])
+        return 0, 0, 0
 
     def _read_line(self, timeout_s: float) -> str:
         assert self._supervisor is not None and self._supervisor.stdout is not None

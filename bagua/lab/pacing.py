@@ -93,7 +93,8 @@ class Pacing:
 
     def report(self, hosts: Sequence[Host], wall_s: float) -> Report:
         """Nothing is counted."""
-        return Report(tuple(HostReport(host.name, 0, 0) for host in hosts), wall_s)
+        hosts_seen = tuple(HostReport(host.name, 0, 0) for host in hosts)
+        return Report(hosts_seen, wall_s, late_frames=None, late_mean_ms=None, late_max_ms=None, wire=self.wire)
 
     def close(self) -> None:
         """Ends all processes."""

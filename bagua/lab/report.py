@@ -23,39 +23,46 @@ class HostReport:
 
 @dataclass(frozen=True)
 class Report:
-    """All hosts, and the relay."""
+    """All hosts, and the relay. Punctuality is None where there is no relay to know it."""
 
     hosts: tuple[HostReport, ...]
     wall_s: float
     relay_cpu_s: float = 0.0
     frames: int = 0
-    late_frames: int = 0  # released over 1 ms later than due
-    late_mean_ms: float = 0.0  # of all frames
-    late_max_ms: float = 0.0
+    late_frames: int | None = 0  # released over 1 ms later than due
+    late_mean_ms: float | None = 0.0  # of all frames
+    late_max_ms: float | None = 0.0
+    wire: str = ""  # what carried the frames
     starved: int = 0  # times at which the relay had no buffer left and let frames wait
 
     @property
     def machine_limited(self) -> bool:
         """More than 2 in 100 frames were late, or buffers ran out: the machine and not the link was the limit."""
-        return self.late_frames > 0.02 * max(self.frames, 1) or self.starved > 0
+        return (self.late_frames or 0) > 0.02 * max(self.frames, 1) or self.starved > 0
 
     def since(self, earlier: Report) -> Report:
         """What was added after `earlier`; `late_max_ms` stays that of the whole time."""
         frames = self.frames - earlier.frames
-        late_ms = self.late_mean_ms * self.frames - earlier.late_mean_ms * earlier.frames
         hosts = tuple(
             HostReport(now.name, **{k: v - getattr(then, k) for k, v in asdict(now).items() if k != "name"})
             for now, then in zip(self.hosts, earlier.hosts, strict=True)
         )
+        late: dict[str, Any] = dict.fromkeys(("late_frames", "late_mean_ms", "late_max_ms"))
+        if self.late_frames is not None and self.late_mean_ms is not None:
+            late_ms = self.late_mean_ms * self.frames - (earlier.late_mean_ms or 0) * earlier.frames
+            late = {
+                "late_frames": self.late_frames - (earlier.late_frames or 0),
+                "late_mean_ms": late_ms / frames if frames else 0.0,
+                "late_max_ms": self.late_max_ms,
+            }
         return Report(
             hosts=hosts,
             wall_s=self.wall_s - earlier.wall_s,
             relay_cpu_s=self.relay_cpu_s - earlier.relay_cpu_s,
             frames=frames,
-            late_frames=self.late_frames - earlier.late_frames,
-            late_mean_ms=late_ms / frames if frames else 0.0,
-            late_max_ms=self.late_max_ms,
+            wire=self.wire,
             starved=self.starved - earlier.starved,
+            **late,
         )
 
     def as_dict(self) -> dict[str, Any]:

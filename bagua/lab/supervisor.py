@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import json
 import os
 import select
@@ -25,12 +24,12 @@ from bagua.lab import kernel
 from bagua.lab.control import ABI, Control
 from bagua.lab.errors import LabError
 from bagua.lab.holder import start_holder
+from bagua.lab.switch import Switch, make_bridge, make_pair, port_name
 
 __all__ = ["main"]
 
 LIBRARY = Path(__file__).with_name("_relay.so")
 _PR_SET_CHILD_SUBREAPER = 36
-_BRIDGE = "switch"
 DEFAULT_CONGESTION = "cubic"  # what Linux is configured with unless somebody changes it
 
 
@@ -43,6 +42,7 @@ class Supervisor:
         self.sockets: list[socket.socket] = []
         self.holders: list[int] = []
         self.relay: int | None = None
+        self.switch: Switch | None = None
         self.life = os.pipe2(os.O_CLOEXEC)
         self.parent = os.pidfd_open(config["parent"])
 
@@ -96,11 +96,16 @@ class Supervisor:
         wire = self.config["wire"]
         devices = [host["interface"] for host in self.config["hosts"]]
         if wire == "veth":
-            kernel.make_bridge(_BRIDGE)
-            for index, pid in enumerate(self.holders):
-                _veth(f"port{index}", devices[index], pid)
-                kernel.add_to_bridge(_BRIDGE, f"port{index}")
+            make_bridge(devices, self.holders)
             return wire
+        if wire == "tbf" or (wire == "auto" and self.config["only_bandwidth"]):
+            try:
+                self._start_switch()
+                return "tbf"
+            except (OSError, LabError) as error:
+                if wire == "tbf":
+                    raise LabError(f'the kernel cannot limit links here ({error}): leave out wire="tbf"') from error
+                self._unplug()
         library = load_relay()
         if wire != "packet":
             try:
@@ -110,9 +115,24 @@ class Supervisor:
                 if wire == "tap":
                     raise LabError(f"no TAP devices: {error}") from error
         for index, pid in enumerate(self.holders):
-            _veth(f"port{index}", devices[index], pid)
-        self._start_relay(library, [kernel.open_packet_port(f"port{index}") for index in range(len(devices))])
+            make_pair(index, devices[index], pid)
+        self._start_relay(library, [kernel.open_packet_port(port_name(index)) for index in range(len(devices))])
         return "packet"
+
+    def _start_switch(self) -> None:
+        bandwidth, queue_bytes = self.config["limits"]
+        self.switch = Switch(self.config["hosts"], self.holders, [(bandwidth, queue_bytes)] * len(self.holders))
+        for index, host in enumerate(self.config["hosts"]):
+            for line in (f"direct {host['interface']}", f"limit {host['interface']} {bandwidth}"):
+                answer = self.ask(index, line)
+                if answer != "ok":
+                    raise LabError(f"{host['name']}: {answer}")
+
+    def _unplug(self) -> None:
+        """Removes the devices that a failed attempt has left."""
+        self.switch = None
+        for index in range(len(self.holders)):
+            kernel.remove(port_name(index))
 
     def _taps(self, devices: list[str]) -> list[int]:
         taps = []
@@ -185,7 +205,10 @@ class Supervisor:
             *lines, pending = (pending + got).split(b"\n")
             for line in lines:
                 host, command = line.decode().split(" ", 1)
-                _say(self.ask(int(host), command))
+                if host == "switch":
+                    _say(self.switch.answer(command.split()) if self.switch else "no switch")
+                else:
+                    _say(self.ask(int(host), command))
 
     def stop(self) -> None:
         """Ends every process of the cluster; waits for them, and removes the folder."""
@@ -240,18 +263,6 @@ def _enter_user_namespace() -> None:
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-
-
-def _veth(here: str, there: str, pid: int) -> None:
-    try:
-        kernel.make_veth(here, there, pid)
-        silent = Path(f"/proc/sys/net/ipv6/conf/{here}/disable_ipv6")
-        if os.access(silent, os.W_OK):
-            silent.write_text("1")
-        kernel.up(here)
-    except OSError as error:
-        missing = error.errno in (errno.EOPNOTSUPP, errno.ENODEV)
-        raise LabError(f"cannot make a veth pair: {'the kernel has none' if missing else error}") from error
 
 
 def _say(text: str) -> None:

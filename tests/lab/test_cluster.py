@@ -82,7 +82,7 @@ def test_congestion_control() -> None:
 
 
 def test_links_change_while_running() -> None:
-    with Cluster(2, Link("20mbit")) as cluster:
+    with Cluster(2, Link("20mbit"), wire="relay") as cluster:
         a, b = cluster.hosts
         assert 1.6e7 < measure_rate(a, b, 0.4) < 2.2e7
         b.set_link(Link("100mbit"))

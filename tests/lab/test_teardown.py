@@ -20,7 +20,7 @@ PARENT = f"""
 import sys, time, types
 package = types.ModuleType("bagua"); package.__path__ = [{PACKAGE!r}]; sys.modules["bagua"] = package
 from bagua.lab import Cluster, Link
-cluster = Cluster(2, Link("1gbit", "1ms"), mode=sys.argv[1])
+cluster = Cluster(2, Link("1gbit", sys.argv[2]), mode=sys.argv[1])
 for host in cluster.hosts:
     host.popen(["sh", "-c", "trap '' TERM HUP INT; setsid sleep 1000 & sleep 1000; sleep 1000"])
 time.sleep(0.3)
@@ -29,9 +29,11 @@ time.sleep(1000)
 """
 
 
-def start_parent(mode: str = "namespaces", python: str = sys.executable, **options: object) -> tuple:
+def start_parent(
+    mode: str = "namespaces", python: str = sys.executable, latency: str = "1ms", **options: object
+) -> tuple:
     process = subprocess.Popen(
-        [python, "-I", "-S", "-B", "-c", PARENT, mode],
+        [python, "-I", "-S", "-B", "-c", PARENT, mode, latency],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -107,14 +109,17 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_unprivileged_user_namespace() -> None:
+@pytest.mark.parametrize(("latency", "wires"), [("1ms", ("tap", "packet")), ("0ms", ("tbf", "tap", "packet"))])
+def test_unprivileged_user_namespace(latency: str, wires: tuple[str, ...]) -> None:
     if os.geteuid() != 0:
-        process, folder, _ = start_parent()
+        process, folder, wire = start_parent(latency=latency)
     else:
         python, why = _python_for_everyone()
         if python is None:
             pytest.skip(why)
-        process, folder, _ = start_parent(python=python, user=65534, group=65534, extra_groups=[], cwd="/")
+        ids = {"user": 65534, "group": 65534, "extra_groups": []}
+        process, folder, wire = start_parent(python=python, latency=latency, cwd="/", **ids)
+    assert wire in wires
     spaces = spaces_below(process.pid)
     assert len(spaces) == 3
     process.kill()

@@ -1,0 +1,71 @@
+"""The kernel's token bucket on a device: a bandwidth for what leaves it, with a queue of so many bytes.
+
+Source: tc-tbf(8), tc-stab(8), and include/uapi/linux/pkt_sched.h of Linux.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+from bagua.lab import netlink
+
+__all__ = ["ENDLESS_BYTES", "drops", "limit"]
+
+ENDLESS_BYTES = 1 << 30  # a queue that holds whatever the sockets let out
+_FRAME_BYTES = 72_000  # a TSO packet of 64 KB with a header for each of its segments: a smaller bucket would split it
+_SLACK_S = 0.001  # how late the kernel may come to the bucket without loss of bandwidth
+_FREE_BPS, _FREE_BURST = 10**12, 1 << 28  # no limit: removing the bucket would drop what waits in it
+_NEW_QDISC, _GET_QDISC = 36, 38
+_ROOT = 0xFFFFFFFF
+_KIND, _OPTIONS, _STATS2, _STAB = 1, 2, 7, 8
+_STAB_BASE = 1
+_PARMS, _RATE64, _BURST = 1, 4, 6
+_STATS_QUEUE = 3
+_ETHERNET = 1
+
+
+def limit(device: str, bits_per_s: int, queue_bytes: int) -> None:
+    """Gives a device this bandwidth, or another one; frames that wait stay.
+
+    A frame counts with the bytes it has, as in the relay: without the size table the kernel would add the headers of
+    the packets into which a TSO frame is to be cut.
+
+    Args:
+        device: in this network namespace.
+        bits_per_s: 0 for no limit.
+        queue_bytes: what may wait; what comes then is dropped.
+
+    Raises:
+        OSError: if the kernel has no token buckets, or does not allow it.
+    """
+    bytes_per_s = (bits_per_s or _FREE_BPS) // 8
+    burst = _FRAME_BYTES + round(_SLACK_S * bytes_per_s) if bits_per_s else _FREE_BURST
+    rate = struct.pack("BBHhHI", 0, _ETHERNET, 0, 0, 0, min(bytes_per_s, 0xFFFFFFFF))
+    parms = rate + bytes(12) + struct.pack("III", queue_bytes, 0, 0)
+    options = netlink.attribute(_PARMS, parms) + netlink.attribute(_BURST, struct.pack("I", burst))
+    if bytes_per_s > 0xFFFFFFFF:
+        options += netlink.attribute(_RATE64, struct.pack("Q", bytes_per_s))
+    body = _tcmsg(device) + netlink.attribute(_KIND, b"tbf\0") + netlink.attribute(_OPTIONS, options)
+    sizes = struct.pack("BBhiIIII", 0, 0, 0, 0, _ETHERNET, 0, 0, 0)
+    body += netlink.attribute(_STAB, netlink.attribute(_STAB_BASE, sizes))
+    flags = netlink.ACKNOWLEDGE | netlink.CREATE | netlink.REPLACE
+    netlink.request(_NEW_QDISC, flags, body, f"token bucket on {device}")
+
+
+def drops(device: str) -> int:
+    """Frames that found the queue full, since the first `limit`."""
+    index = socket.if_nametoindex(device)
+    for body in netlink.request(_GET_QDISC, netlink.DUMP, _tcmsg(device), f"statistics of {device}"):
+        if struct.unpack_from("i", body, 4)[0] != index:
+            continue
+        for kind, payload in netlink.attributes(body[20:]):
+            if kind == _STATS2:
+                for inner, numbers in netlink.attributes(payload):
+                    if inner == _STATS_QUEUE:
+                        return int(struct.unpack_from("I", numbers, 8)[0])
+    return 0
+
+
+def _tcmsg(device: str) -> bytes:
+    return struct.pack("BxHiIII", 0, 0, socket.if_nametoindex(device), 0, _ROOT, 0)
