@@ -14,6 +14,7 @@ _TIME = re.compile(r"^(jitter)?(\d+(?:\.\d+)?)(us|ms|s)$")
 _TCP = re.compile(r"^tcp([a-z0-9_]+)$")
 _SLOW = re.compile(r"^slow(\d*\.?\d+)$")
 _WIRE = re.compile(r"^wire(veth|tbf|relay|tap|packet)$")
+_NAMED = (("congestion", _TCP), ("wire", _WIRE))
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -47,19 +48,14 @@ def parse(text: str) -> Condition:
         ValueError: names the part that is wrong.
     """
     values: dict[str, float] = {}
-    congestion: str | None = None
-    wire = "auto"
+    names: dict[str, str] = {}
     for word in text.lower().split("/"):
         speed, time, slow = _SPEED.match(word), _TIME.match(word), _SLOW.match(word)
-        if tcp := _TCP.match(word):
-            if congestion is not None:
-                raise ValueError(f"condition {text!r}: two values for congestion")
-            congestion = tcp[1]
-            continue
-        if carrier := _WIRE.match(word):
-            if wire != "auto":
-                raise ValueError(f"condition {text!r}: two values for wire")
-            wire = carrier[1]
+        named = next(((key, found[1]) for key, pattern in _NAMED if (found := pattern.match(word))), None)
+        if named is not None:
+            if named[0] in names:
+                raise ValueError(f"condition {text!r}: two values for {named[0]}")
+            names[named[0]] = named[1]
             continue
         if word == "nolimit":
             key, value = "bits_per_s", math.inf
@@ -82,7 +78,8 @@ def parse(text: str) -> Condition:
         values[key] = value
     if "bits_per_s" not in values:
         raise ValueError(f"condition {text!r}: a bandwidth is missing; nolimit for none")
-    delayed = values.get("latency_s", 0) or values.get("jitter_s", 0)
-    if (wire in ("veth", "tbf") and delayed) or (wire == "veth" and values["bits_per_s"] != math.inf):
-        raise ValueError(f"condition {text!r}: wire {wire} cannot emulate that; take wirerelay")
-    return Condition(text, **values, congestion=congestion, wire=wire)
+    condition = Condition(text, **values, congestion=names.get("congestion"), wire=names.get("wire", "auto"))
+    delayed, limited = condition.latency_s or condition.jitter_s, condition.bits_per_s < math.inf
+    if (condition.wire in ("veth", "tbf") and delayed) or (condition.wire == "veth" and limited):
+        raise ValueError(f"condition {text!r}: wire {condition.wire} cannot emulate that; take wirerelay")
+    return condition

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,7 +56,11 @@ def run_primitives(
 
 
 def _make(hosts: int, local: bool, condition: Condition) -> Hosts:
-    return LocalHosts(hosts) if local else LabHosts(hosts, condition)
+    """Small messages would cross token buckets for nothing after each pause: the relay times each frame."""
+    if local:
+        return LocalHosts(hosts)
+    limited = condition.wire == "auto" and not math.isinf(condition.bits_per_s)
+    return LabHosts(hosts, replace(condition, wire="relay") if limited else condition)
 
 
 def _row(outcome: Outcome, condition: Condition, hosts: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ __all__ = ["Event", "apply_event", "parse_event", "wire_for"]
 
 _PLAIN = ("cut", "restore", "pause", "resume", "kill", "start")
 _VALUED = ("slow", "bandwidth", "latency")
+_IMPOSSIBLE = {"veth": {"cut", "restore", "bandwidth", "latency"}, "tbf": {"latency"}}
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,18 @@ def apply_event(event: Event, host: Host, link: Link) -> Link:
     return link
 
 
-def wire_for(events: Sequence[Event], link: Link) -> str:
-    """The `wire` of a cluster in which all of that can happen to hosts with this link."""
+def wire_for(events: Sequence[Event], link: Link, asked: str = "auto") -> str:
+    """The `wire` of a cluster in which all of that can happen to hosts with this link.
+
+    Raises:
+        ValueError: the wire that is asked for cannot do it.
+    """
     actions = {event.action for event in events}
+    impossible = sorted(actions & _IMPOSSIBLE.get(asked, set()))
+    if impossible:
+        raise ValueError(f"--at: wire {asked} cannot do {', '.join(impossible)}: take --wire relay")
+    if asked != "auto":
+        return asked
     if "latency" in actions or (link.unlimited and actions & {"cut", "restore", "bandwidth"}):
         return "relay"
     return "auto"

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Namespace, link: Link, events: list[Event]) -> int:
-    wire = wire_for(events, link) if args.wire == "auto" else args.wire
+    wire = wire_for(events, link, args.wire)
     with Cluster(args.hosts, link, mode=args.mode, wire=wire, seed=args.seed, congestion=args.congestion) as cluster:
         job = Job(cluster, args.argv, args.nproc_per_node, only=args.only, grace_s=args.grace)
         code = job.run(events, keep_going=args.keep_going, timeout_s=args.timeout)

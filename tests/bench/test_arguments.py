@@ -18,6 +18,7 @@ def test_conditions() -> None:
     assert parse("250mbit") == Condition("250mbit", 250e6)
     assert parse("nolimit").bits_per_s == math.inf
     assert parse("1gbit/tcpreno") == Condition("1gbit/tcpreno", 1e9, congestion="reno")
+    assert parse("1gbit/0ms/wirerelay") == Condition("1gbit/0ms/wirerelay", 1e9, wire="relay")
     assert parse("2.5gbit/500us/jitter2ms/slow0.5") == Condition(
         "2.5gbit/500us/jitter2ms/slow0.5", 2.5e9, 0.0005, 0.002, 0.5
     )
@@ -30,6 +31,9 @@ def test_conditions() -> None:
         (["tradeoff", "--conditions", "5ms"], "bandwidth"),
         (["tradeoff", "--conditions", "1gbit/1ms/2ms"], "two values"),
         (["tradeoff", "--conditions", "1gbit/tcpreno/tcpbbr"], "two values"),
+        (["tradeoff", "--conditions", "1gbit/wiretap/wiretbf"], "two values"),
+        (["tradeoff", "--conditions", "1gbit/1ms/wiretbf"], "take wirerelay"),
+        (["tradeoff", "--conditions", "1gbit/wirebarbed"], "wirebarbed"),
         (["tradeoff", "--conditions", "0mbit"], "more than 0"),
         (["tradeoff", "--conditions", ","], "conditions"),
         (["tradeoff", "--algorithms", "bytegrat"], "bytegrat"),

@@ -13,6 +13,7 @@ import pytest
 
 from bagua.lab import Cluster, Host, LabError, Link, namespaces
 from bagua.lab.events import parse_event, wire_for
+from bagua.lab.main import main
 from tests.lab.leftovers import within
 
 pytestmark = pytest.mark.usefixtures("token_buckets")
@@ -70,7 +71,7 @@ def received_mbit(cluster: Cluster, receiver: Host, seconds: float = 0.4) -> flo
 def settles_at(cluster: Cluster, receiver: Host, mbit: float) -> bool:
     """It does not get more, and gets that once streams have begun and the machine lets them."""
     for _ in range(12):
-        rate = received_mbit(cluster, receiver, 0.3)
+        rate = received_mbit(cluster, receiver, 0.25)
         assert rate < 1.03 * mbit
         if rate > 0.97 * mbit:
             return True
@@ -180,3 +181,9 @@ def test_what_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_events_decide(link: Link, texts: list[str], wire: str) -> None:
     assert wire_for([parse_event(text, 1) for text in texts], link) == wire
+
+
+@pytest.mark.parametrize(("asked", "text"), [("tbf", "1s:latency:0=1ms"), ("veth", "1s:cut:0")])
+def test_events_that_a_wire_cannot_do(asked: str, text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--hosts", "1", "--wire", asked, "--at", text, "--", "true"]) == 2
+    assert f"wire {asked} cannot do {text.split(':')[1]}: take --wire relay" in capfd.readouterr().err
