@@ -68,7 +68,7 @@ def distribute(
         algorithm: a name from `bagua.algorithms.available()` or an instance.
         process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`; None is the default group, or, when
             switching, the group as before.
-        bucket_bytes: payload that is exchanged at once; None takes BAGUA_DEFAULT_BUCKET_SIZE, or a sixteenth of all
+        bucket_bytes: payload that is exchanged at once; None takes BAGUA_DEFAULT_BUCKET_SIZE, or a tenth of all
             from 1 MiB up to 10 MiB.
         num_lanes: exchanges that are under way at once on gloo, each with connections of its own; None takes
             BAGUA_NUM_LANES or 4, of which plain sums use fewer where the network is faster than the CPU.

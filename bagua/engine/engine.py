@@ -15,6 +15,7 @@ from bagua.comm.team import Team
 from bagua.engine.backward import Backward
 from bagua.engine.bucket import Bucket
 from bagua.engine.lane import Lane
+from bagua.engine.launcher import fitting_part_bytes
 from bagua.engine.params import Inventory
 from bagua.engine.plan import Entry, Plan, make_plan
 from bagua.engine.quality import Guard
@@ -95,6 +96,8 @@ class Engine(Steps):
                 "gradients, and the module has sparse ones; call bagua.distribute() for that"
             )
         plan = self.plan
+        if self.part_bytes == fitting_part_bytes(self.algorithm, self.team.size):
+            self.part_bytes = fitting_part_bytes(algorithm, self.team.size)
         self.algorithm = algorithm
         self._states.clear()
         self._tensors.clear()

@@ -31,7 +31,7 @@ from bagua.engine.stats import Series, Tally
 from bagua.errors import CommunicationError
 from bagua.exchanges import AllReduce, Exchange, Passage
 
-__all__ = ["Launcher"]
+__all__ = ["Launcher", "fitting_part_bytes"]
 
 _log = logging.getLogger("bagua")
 _PATIENCE_S = 60.0  # how long a lane in the background waits for a rank before it names it; it then waits on
@@ -65,7 +65,7 @@ class Launcher:
         # Slices pay where threads carry them; a stream or a simulation would only run them one after the other.
         threads = isinstance(lane, ThreadLane) and team.size > 1
         self.num_lanes = num_lanes if threads else 1
-        self.part_bytes = PART_BYTES if threads else None
+        self.part_bytes = fitting_part_bytes(algorithm, team.size) if threads else None
         self.lanes_of_sums: int | None = None  # see `bagua.engine.link`; None: all
         self._lanes_given = self.num_lanes  # a number that was tuned holds for sums too
         self.direct_bytes = AllReduce.direct_bytes
@@ -296,3 +296,17 @@ class Launcher:
         raise CommunicationError(
             f"rank {self.team.rank}, {ticket.label}: {type(error).__name__}: {error}{who}"
         ) from error
+
+
+def fitting_part_bytes(algorithm: Algorithm, size: int) -> int:
+    """Payload that one lane exchanges at once: more of it the fewer bits an element has on the wire.
+
+    An exchange costs the same CPU time whatever its size, so small ones do not pay.
+    """
+    try:
+        exchange = algorithm.exchange
+    except TypeError:  # none, or several
+        return PART_BYTES
+    n = 1 << 20
+    narrower = AllReduce().bytes_per_rank(n, max(size, 2)) / 4 / max(exchange.bytes_per_rank(n, max(size, 2)), 1.0)
+    return PART_BYTES * min(max(1, round(narrower)), 8)

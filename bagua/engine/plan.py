@@ -22,13 +22,14 @@ __all__ = [
 
 DEFAULT_BUCKET_BYTES = 10 * 2**20
 DEFAULT_NUM_LANES = 4
-PART_BYTES = 8 * 2**20  # payload that one lane exchanges at once, where a bucket can be cut
+PART_BYTES = 8 * 2**20  # payload of 8 bits or more that one lane exchanges at once, where a bucket can be cut
 _LEAST_BUCKET_BYTES = 2**20
+_LEAST_CUT_BYTES = 4 * 2**20  # of a last bucket that is cut in two
 _MAX_LANES = 64
 
 
 def fitting_bucket_bytes(total_bytes: int) -> int:
-    """`BAGUA_DEFAULT_BUCKET_SIZE` of the environment, or a sixteenth of `total_bytes`, from 1 MiB up to 10 MiB.
+    """`BAGUA_DEFAULT_BUCKET_SIZE` of the environment, or a tenth of `total_bytes`, from 1 MiB up to 10 MiB.
 
     With a single bucket nothing would leave before the backward pass is over, and nothing would overlap.
 
@@ -37,7 +38,7 @@ def fitting_bucket_bytes(total_bytes: int) -> int:
     """
     if "BAGUA_DEFAULT_BUCKET_SIZE" in os.environ:
         return default_bucket_bytes()
-    return min(max(total_bytes // 16, _LEAST_BUCKET_BYTES), DEFAULT_BUCKET_BYTES)
+    return min(max(total_bytes // 10, _LEAST_BUCKET_BYTES), DEFAULT_BUCKET_BYTES)
 
 
 def default_bucket_bytes() -> int:
@@ -117,7 +118,8 @@ class Plan:
 def make_plan(entries: Sequence[Entry], bucket_bytes: int) -> Plan:
     """Fill buckets in the order of `entries`; a bucket has one dtype and is closed once it holds `bucket_bytes`.
 
-    Buckets leave in the order in which their last parameter comes, so that none waits for a later one.
+    Buckets leave in the order in which their last parameter comes, so that none waits for a later one. Nothing hides
+    the exchange of the last one, so where there are several and it is not small, it is cut in two.
     """
     filling: dict[str, tuple[list[str], int]] = {}
     closed: list[tuple[int, tuple[str, ...]]] = []
@@ -132,4 +134,19 @@ def make_plan(entries: Sequence[Entry], bucket_bytes: int) -> Plan:
             filling[entry.dtype] = (names, nbytes)
     position_of = {entry.name: position for position, entry in enumerate(entries)}
     closed += [(position_of[names[-1]], tuple(names)) for names, _ in filling.values()]
-    return Plan(tuple(names for _, names in sorted(closed)))
+    buckets = [names for _, names in sorted(closed)]
+    if len(buckets) > 1:
+        sizes = {entry.name: entry.nbytes for entry in entries}
+        buckets[-1:] = _halves(buckets[-1], [sizes[name] for name in buckets[-1]])
+    return Plan(tuple(buckets))
+
+
+def _halves(names: tuple[str, ...], sizes: Sequence[int]) -> list[tuple[str, ...]]:
+    """Cut a bucket where the halves differ least, if it is worth an exchange more."""
+    total = sum(sizes)
+    if len(names) == 1 or total < _LEAST_CUT_BYTES:
+        return [names]
+    at = min(range(1, len(names)), key=lambda cut: abs(total - 2 * sum(sizes[:cut])))
+    if not total / 4 <= sum(sizes[at:]) <= total * 3 / 4:
+        return [names]
+    return [names[:at], names[at:]]

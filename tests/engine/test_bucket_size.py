@@ -15,9 +15,9 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize(
-    ("total", "want"), [(0, MIB), (9 * MIB, MIB), (32 * MIB, 2 * MIB), (160 * MIB, 10 * MIB), (9999 * MIB, 10 * MIB)]
+    ("total", "want"), [(0, MIB), (9 * MIB, MIB), (20 * MIB, 2 * MIB), (100 * MIB, 10 * MIB), (9999 * MIB, 10 * MIB)]
 )
-def test_a_sixteenth_within_bounds(total: int, want: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenth_within_bounds(total: int, want: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BAGUA_DEFAULT_BUCKET_SIZE", raising=False)
     assert fitting_bucket_bytes(total) == want
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "77")

@@ -12,6 +12,8 @@ from torch import nn
 
 import bagua
 import bagua.engine.launcher as launcher
+from bagua import algorithms
+from bagua.algorithms import Algorithm
 from bagua.engine.attach import attached_buckets, live_engines
 from bagua.engine.plan import check_num_lanes, default_num_lanes
 from tests.rank_pool import RankPool
@@ -109,3 +111,20 @@ def other_numbers() -> str:
 
 def test_ranks_must_agree(pool: RankPool) -> None:
     assert all("num_lanes" in message for message in pool.run(2, other_numbers))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "factor"),
+    [
+        (algorithms.get("gradient_allreduce"), 1),
+        (algorithms.get("gradient_allreduce", codec="bf16"), 1),
+        (algorithms.get("bytegrad"), 1),
+        (algorithms.get("bytegrad", codec="int4"), 2),
+        (algorithms.get("qadam", codec="sign"), 8),
+        (algorithms.get("low_precision_decentralized"), 1),
+        (algorithms.Warmup(3), 1),
+    ],
+)
+def test_parts_are_larger_where_elements_have_few_bits(algorithm: Algorithm, factor: int) -> None:
+    for size in (1, 2, 4, 8):
+        assert launcher.fitting_part_bytes(algorithm, size) == factor * launcher.PART_BYTES

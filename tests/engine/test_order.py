@@ -88,6 +88,9 @@ def test_buckets_leave_during_the_backward_pass(pool: RankPool) -> None:
         assert events[1] in ("first layer, 2 away", "first layer, 3 away")
 
 
+M = 2**20
+
+
 def entries(*sizes: int, dtypes: str = "") -> list[Entry]:
     return [Entry(str(i), size, (dtypes or "f" * len(sizes))[i]) for i, size in enumerate(sizes)]
 
@@ -102,6 +105,11 @@ def entries(*sizes: int, dtypes: str = "") -> list[Entry]:
         (entries(4, 4, 4), 1000, (("0", "1", "2"),)),
         (entries(4, 2, 4, 2, dtypes="fhfh"), 8, (("0", "2"), ("1", "3"))),
         (entries(4, 2, 2, 4, dtypes="fhhf"), 4, (("0",), ("1", "2"), ("3",))),
+        (entries(4 * M, 2 * M, 2 * M), 4 * M, (("0",), ("1",), ("2",))),
+        (entries(4 * M, 1 * M, 1 * M, 3 * M), 4 * M, (("0",), ("1", "2"), ("3",))),
+        (entries(4 * M, 1 * M, 1 * M), 4 * M, (("0",), ("1", "2"))),
+        (entries(4 * M, 3 * M + 9, 9, M // 2), 4 * M, (("0",), ("1", "2", "3"))),
+        (entries(3 * M, 3 * M), 6 * M, (("0", "1"),)),
         ([], 8, ()),
     ],
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from bagua import codecs
 from bagua.codecs import MinMaxUInt8
 from bagua.comm.groups import Groups
-from bagua.exchanges import AllReduce, Exchange, Passage, Piece, ScatterGather, Source, mix
+from bagua.exchanges import AllReduce, Exchange, Passage, Piece, ScatterGather, Source, mix, scatter_gather
 from bagua.exchanges import source as source_module
 from tests.exchanges.test_exchanges import values
 from tests.rank_threads import run_threads
@@ -98,6 +98,28 @@ def test_same_bits(exchange: Exchange, size: int, with_passage: bool, monkeypatc
     for sizes in ([5000], [3, 4000, 0, 1, 2500, 1024, 30], [7] * 5):
         if size > 1 or not with_passage:  # a single rank exchanges nothing, and the engine does not ask it to
             run_threads(size, both, exchange, sizes, with_passage)
+
+
+def drive(groups: Groups, exchange: Exchange, n: int) -> list[Tensor]:
+    state, results = exchange.init(torch.zeros(n), groups), []
+    for step in range(3):
+        x = values(groups.rank + 10 * step, n)
+        exchange.run(x, state, groups, step)
+        results += [x, *(each.clone() for each in state.values())]
+    return results
+
+
+@pytest.mark.skipif(not NATIVE, reason="needs the compiled codecs")
+@pytest.mark.parametrize("codec", ["minmax_uint8", "sign"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_in_parts_are_whole_rows(codec: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = mix("complete", codec, error_feedback=True)
+    numels = [1, 20, 33, 64, 1023, 5001, 8192, 8200]
+    in_parts = [run_threads(size, drive, exchange, n) for n in numels]
+    monkeypatch.setattr(scatter_gather, "takes_parts", lambda codec, x_N: False)
+    for n, found in zip(numels, in_parts, strict=True):
+        for ours, whole in zip(found, run_threads(size, drive, exchange, n), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, whole, strict=True)), n
 
 
 def test_hierarchical() -> None:
