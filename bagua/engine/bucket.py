@@ -78,31 +78,37 @@ class Bucket:
         return f"bucket {self.index} ({names})"
 
     def gather(self) -> None:
-        """Make `.grad` the view again where autograd made a new gradient, as after `zero_grad(set_to_none=True)`.
+        """Note which gradients autograd made elsewhere, as after `zero_grad(set_to_none=True)`.
 
-        Gradients that lie elsewhere are not copied before they are needed: an exchange may read them there
-        (`take`). A sparse gradient becomes dense: that of a weight which is not only an embedding's, or which no
-        module declares sparse.
+        They are not copied before they are needed: an exchange may read them where they are (`take`). A sparse
+        gradient becomes dense: that of a weight which is not only an embedding's, or which no module declares sparse.
         """
         self.bring()
         for position, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             if grad is not None and grad is not view:
                 self._away[position] = grad if grad.layout is torch.strided else grad.to_dense()
-                param.grad = view
 
     def bring(self) -> None:
-        """Copy what `gather` left elsewhere. One copy for the whole bucket costs far less than one for each tensor."""
+        """Copy what `gather` left elsewhere, and make `.grad` the view again.
+
+        One copy for the whole bucket costs far less than one for each tensor.
+        """
         if self._away:
             with torch.no_grad():
                 torch._foreach_copy_([self.views[position] for position in self._away], list(self._away.values()))
-            self._away.clear()
+            self._come_home()
+
+    def _come_home(self) -> None:
+        for position in self._away:
+            self.params[position].grad = self.views[position]
+        self._away.clear()
 
     @torch.no_grad()
     def take(self, passage: Passage | None) -> Source | None:
         """Hand over to an exchange what `gather` left elsewhere; None if copying is better, or nothing is to be done.
 
-        Until that exchange has run, `flat` holds old values.
+        Until that exchange has run, `flat`, and so `.grad`, holds old values.
         """
         small = self.numel < _LEAST_PIECE * len(self.params)
         if small or self._flat.device.type != "cpu" or (passage is None and not self._away):
@@ -119,7 +125,7 @@ class Bucket:
                 grad = None
             x = home[lo:at] if grad is None else grad.detach().as_strided((at - lo,), (1,))
             pieces.append(Piece(lo, at, x, position))
-        self._away.clear()
+        self._come_home()
         return Source(home, pieces, passage)
 
     def check_home(self, turn: int, payload: Payload) -> None:

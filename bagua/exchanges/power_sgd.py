@@ -15,6 +15,7 @@ from torch import Tensor
 from bagua.comm.groups import Groups
 from bagua.exchanges.all_reduce import AllReduce
 from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.source import Source
 
 __all__ = ["PowerSGD"]
 
@@ -128,8 +129,25 @@ class PowerSGD(Exchange):
             state["error"] = torch.zeros(layout.num_dense, dtype=dtype, device=device)
         return state
 
+    def reads(self, x_N: Tensor) -> bool:
+        """Where matrices need not be converted."""
+        return x_N.device.type == "cpu" and x_N.dtype == _work_dtype(x_N.dtype) and self.lossy
+
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N], N the elements of all shapes; packed, P: all left factors, Q: right ones and rest."""
+        self._run(x_N, None, state, groups, step)
+
+    def run_from(self, source: Source, state: State, groups: Groups, step: int) -> None:
+        """As `run`, with the same bits: matrices are read where they lie."""
+        x_N = source.x_N
+        if groups.world.size == 1 or source.passage is not None or not self.reads(x_N):
+            super().run_from(source, state, groups, step)
+            return
+        for start, stop in self._layout.rest:
+            source.fill(start, stop)
+        self._run(x_N, source, state, groups, step)
+
+    def _run(self, x_N: Tensor, source: Source | None, state: State, groups: Groups, step: int) -> None:
         group, buffers, layout = groups.world, groups.buffers, self._layout
         if group.size == 1 or x_N.numel() == 0:
             return
@@ -140,9 +158,10 @@ class PowerSGD(Exchange):
         targets = [x_N[each.start : each.start + each.n * each.m].view(each.n, each.m) for each in layout.matrices]
         lefts, rights = _lefts(layout, p_P), _rights(layout, q_Q)
         if targets:
-            matrices = self._take(targets, state, groups)
+            matrices = self._take(targets if source is None else _read(source, layout), state, groups)
             for matrix, right, left in zip(matrices, _rights(layout, state["right"]), lefts, strict=True):
                 torch.mm(matrix, right.t(), out=left)
+            overflowed = not bool(p_P.isfinite().all()) if device.type == "cpu" else True
             mean.run(p_P, {}, groups, step)
             _orthonormalise_(layout, p_P)
             for matrix, left, right in zip(matrices, lefts, rights, strict=True):
@@ -150,8 +169,10 @@ class PowerSGD(Exchange):
             if self.error_feedback:
                 for matrix, left, right in zip(matrices, lefts, rights, strict=True):
                     matrix.addmm_(left, right, alpha=-1)
-                # An overflowed step is skipped by the GradScaler; its NaN must not come back for ever.
-                state["error"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                # An overflowed step is skipped by the GradScaler; its NaN must not come back for ever. What is not
+                # finite in a matrix is not finite in its P.
+                if overflowed or not bool(p_P.isfinite().all()):
+                    state["error"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         _pack(q_Q[layout.num_right :], rest)
         mean.run(q_Q, {}, groups, step)
         _unpack(q_Q[layout.num_right :], rest)
@@ -192,6 +213,15 @@ class PowerSGD(Exchange):
         for matrix, target in zip(matrices, targets, strict=True):
             matrix.copy_(target)
         return matrices
+
+
+def _read(source: Source, layout: _Layout) -> list[Tensor]:
+    """The matrices of a payload, each where it lies."""
+    found: list[Tensor] = []
+    for each in layout.matrices:
+        start, stop = each.start, each.start + each.n * each.m
+        found.append(source.read(start, stop, source.x_N[start:stop]).view(each.n, each.m))
+    return found
 
 
 def _work_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -21,7 +21,7 @@ from tests.rank_pool import RankPool
 def train(rate: float, smallest: int, algorithm: str = "gradient_allreduce", **options: Any) -> Any:
     """On a rank: parameters after 4 steps, the lanes that sums may use, and those that were used."""
     kept = link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, launcher.PART_BYTES
-    link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, launcher.PART_BYTES = rate, smallest, 16_384
+    link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, launcher.PART_BYTES = rate, smallest, 8_192
     try:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 96), nn.Linear(96, 50))
@@ -66,6 +66,20 @@ def test_a_fast_link_carries_sums_on_few_lanes(pool: RankPool) -> None:
         assert small[1] == given[1] == all_lanes
         assert fast[1] == {lane for lane in all_lanes if lane < few}
         assert lossy[1] == all_lanes, "codecs gain by lanes on any link"
+
+
+@pytest.mark.parametrize(
+    ("rates", "nodes", "want"),
+    [
+        ([9.0, 4.0, 2.0, 3.0], [[0], [1], [2], [3]], 3.0),
+        ([9.0, 4.0], [[0], [1]], 4.0),
+        ([9.0, 50.0, 2.0, 3.0], [[0, 1], [2, 3]], 3.0),
+        ([9.0, 50.0, 60.0], [[0, 1, 2]], 60.0),
+        ([9.0, 5.0, 2.0], [[1], [0], [2]], 3.5),
+    ],
+)
+def test_the_rate_is_that_between_nodes(rates: list[float], nodes: list[list[int]], want: float) -> None:
+    assert link._typical_rate(rates, nodes) == want
 
 
 def differing() -> str:

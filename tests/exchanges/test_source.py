@@ -11,7 +11,7 @@ from torch import Tensor
 from bagua import codecs
 from bagua.codecs import MinMaxUInt8
 from bagua.comm.groups import Groups
-from bagua.exchanges import AllReduce, Exchange, Passage, Piece, ScatterGather, Source, mix, scatter_gather
+from bagua.exchanges import AllReduce, Exchange, Passage, Piece, PowerSGD, ScatterGather, Source, mix, scatter_gather
 from bagua.exchanges import source as source_module
 from tests.exchanges.test_exchanges import values
 from tests.rank_threads import run_threads
@@ -120,6 +120,30 @@ def test_rows_in_parts_are_whole_rows(codec: str, size: int, monkeypatch: pytest
     for n, found in zip(numels, in_parts, strict=True):
         for ours, whole in zip(found, run_threads(size, drive, exchange, n), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, whole, strict=True)), n
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_power_sgd(feedback: bool) -> None:
+    sizes = [40 * 30, 7, 50 * 20, 64]
+    exchange = PowerSGD(((40, 30), (1, 7), (50, 20), (1, 64)), rank=2, error_feedback=feedback)
+    run_threads(3, both, exchange, sizes, False)
+    run_threads(2, both, exchange, sizes, True)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_overflow_does_not_come_back(bad: float) -> None:
+    def overflowing(groups: Groups) -> None:
+        exchange = PowerSGD(((40, 30),), rank=2)
+        state = exchange.init(torch.zeros(1200), groups)
+        for step in range(3):
+            x = values(groups.rank + 10 * step, 1200)
+            if step == 1 and groups.rank == 0:
+                x[77] = bad
+            exchange.run(x, state, groups, step)
+            assert bool(x.isfinite().all()) == (step != 1)
+            assert state["error"].isfinite().all() and state["right"].isfinite().all()
+
+    run_threads(2, overflowing)
 
 
 def test_hierarchical() -> None:
