@@ -65,7 +65,7 @@ def test_a_fast_link_carries_sums_on_few_lanes(pool: RankPool) -> None:
         assert [each for each, _ in (fast, slow, small, given, lossy)] == [few, None, None, None, few]
         assert small[1] == given[1] == all_lanes
         assert fast[1] == {lane for lane in all_lanes if lane < few}
-        assert lossy[1] == all_lanes, "codecs gain by lanes on any link"
+        assert lossy[1] >= all_lanes, "codecs gain by lanes on any link"
 
 
 @pytest.mark.parametrize(
