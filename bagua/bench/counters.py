@@ -13,17 +13,23 @@ class Busy(NamedTuple):
 
     working: int
     total: int
+    stolen: int = 0
 
     def share_since(self, earlier: Busy) -> float:
         """Part of all cores' time that was not idle, 0 to 1."""
         total = self.total - earlier.total
         return (self.working - earlier.working) / total if total > 0 else 0.0
 
+    def stolen_since(self, earlier: Busy) -> float:
+        """Part of all cores' time in which a virtual machine's host ran others, 0 to 1."""
+        total = self.total - earlier.total
+        return (self.stolen - earlier.stolen) / total if total > 0 else 0.0
+
 
 def busy() -> Busy:
     """Read the whole machine's, whatever namespace this is."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    return Busy(sum(ticks) - ticks[3] - ticks[4], sum(ticks))  # idle, waiting for disks
+    return Busy(sum(ticks) - ticks[3] - ticks[4], sum(ticks), ticks[7])  # less idle, waiting for disks; steal
 
 
 def waited_s() -> float:

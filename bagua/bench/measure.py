@@ -67,6 +67,7 @@ class Measured:
         wall_s, cpu_s: of all steps; CPU time is that of all threads of the rank.
         waited_s: in which threads of the rank were ready to run and had no core, all threads together.
         busy: share of all cores of the machine that were busy in that time.
+        stolen: share of them that the host of a virtual machine gave to others.
         sent_bytes: that left the host's network device per step; None without a device of its own.
         counted_bytes: the same by the library's own count; None if it has none.
     """
@@ -79,6 +80,7 @@ class Measured:
     cpu_s: float
     waited_s: float
     busy: float
+    stolen: float
     sent_bytes: float | None
     counted_bytes: float | None
     extra: dict[str, Any] = field(default_factory=dict)
@@ -142,7 +144,7 @@ def _timed(training: Training, model: EmulatedModel, num_steps: int, ours: bool)
         cpu, wall = time.process_time(), time.perf_counter()
         parts: list[Parts] = [training.step() for _ in range(num_steps)]
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        share, waited = counters.busy().share_since(busy), counters.waited_s() - waited
+        now, waited = counters.busy(), counters.waited_s() - waited
         after, ours_after = counters.sent_bytes(interface), _counted(model) if ours else 0
     finally:
         gc.enable()
@@ -154,7 +156,8 @@ def _timed(training: Training, model: EmulatedModel, num_steps: int, ours: bool)
         wall_s=wall,
         cpu_s=cpu,
         waited_s=waited,
-        busy=share,
+        busy=now.share_since(busy),
+        stolen=now.stolen_since(busy),
         sent_bytes=None if sent is None or after is None else (after - sent) / num_steps,
         counted_bytes=(ours_after - mine) / num_steps if ours else None,
         extra={"notices": list(bagua.stats(model).notices)} if ours else {},

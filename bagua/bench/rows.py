@@ -18,6 +18,7 @@ __all__ = ["DDP", "Row", "rank_step_s", "rows_of", "timings_of"]
 
 DDP = "ddp"
 WAITS = 0.3  # seconds a second in which threads of a rank waited for a core
+STOLEN = 0.03  # share of the cores that the host of a virtual machine gave to others
 BUSY = 0.9  # share of the machine's cores above which ranks may have waited for a core
 
 
@@ -42,6 +43,7 @@ class Row:
         exposed_ms: step less the step without communication.
         compute_ms, forward_ms, optimizer_ms: C, F and S, measured in the same run with communication switched off.
         busy: share of the machine's cores that were busy.
+        steal_share: of the cores that the host of a virtual machine gave to others.
         cpu_share: CPU seconds a second of one rank, the mean.
         wait_share: seconds a second in which threads of a rank were ready to run and had no core, the mean.
         wire: what carried the frames of the emulated network; empty without one.
@@ -72,6 +74,7 @@ class Row:
     forward_ms: float | None = None
     optimizer_ms: float | None = None
     busy: float | None = None
+    steal_share: float | None = None
     cpu_share: float | None = None
     wait_share: float | None = None
     wire: str = ""
@@ -191,12 +194,16 @@ def _machine(runs: Sequence[Outcome]) -> dict[str, Any]:
     drops = sum(host.queue_drops for report in reports for host in report.hosts)
     waits = statistics.fmean(rank["waited_s"] / rank["wall_s"] for run in runs for rank in run.ranks)
     reasons = [f"cores {busy:.0%} busy"] if busy >= BUSY else []
+    stolen = statistics.fmean(rank["stolen"] for run in runs for rank in run.ranks)
+    if stolen >= STOLEN:
+        reasons.append(f"the machine's own host took {stolen:.0%} of the cores")
     if waits >= WAITS:
         reasons.append(f"threads waited for a core {waits:.2f} s a second")
     if any(report.machine_limited for report in reports):
         reasons.append(f"network late for {late or 0:.0%} of frames")
     return {
         "busy": busy,
+        "steal_share": stolen,
         "cpu_share": statistics.fmean(rank["cpu_s"] / rank["wall_s"] for run in runs for rank in run.ranks),
         "wait_share": waits,
         "wire": reports[0].wire if reports else "",

@@ -15,7 +15,9 @@ from bagua.bench.tradeoff import cases_for
 MODEL = models.get("layers25m")
 
 
-def rank(*steps: float, busy: float = 0.2, waited: float = 0.01, sent: float | None = 1e6) -> dict[str, Any]:
+def rank(
+    *steps: float, busy: float = 0.2, stolen: float = 0.0, waited: float = 0.01, sent: float | None = 1e6
+) -> dict[str, Any]:
     return {
         "steps": list(steps),
         "forward_s": 0.1,
@@ -25,6 +27,7 @@ def rank(*steps: float, busy: float = 0.2, waited: float = 0.01, sent: float | N
         "cpu_s": 0.1 * sum(steps),
         "waited_s": waited,
         "busy": busy,
+        "stolen": stolen,
         "sent_bytes": sent,
         "counted_bytes": None,
         "extra": {},
@@ -82,6 +85,7 @@ def test_rows_where_the_machine_was_the_limit_are_marked() -> None:
     assert "97%" in found["ddp"].limited
     assert not found["off"].limited
     assert "waited for a core 0.50 s" in rows(OFF, of("ddp", *[rank(2.0, 2.0, waited=2.0)] * 4))["ddp"].limited
+    assert "host took 9% of the cores" in rows(OFF, of("ddp", *[rank(1.5, 1.5, stolen=0.09)] * 4))["ddp"].limited
     assert "machine-limited" in markdown([found["ddp"].as_dict()])
 
 
