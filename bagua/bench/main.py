@@ -46,6 +46,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="most steps that are timed; default: 10")
     parser.add_argument("--budget-s", type=float, metavar="S", help="fewer are, if they would take longer; default: 20")
     parser.add_argument(
+        "--again",
+        type=int,
+        default=2,
+        metavar="N",
+        help="repeat entrants while a virtual machine's host took over 3%% of its cores, at most so often; default: 2",
+    )
+    parser.add_argument(
         "--optimizer",
         choices=("emulated", "real"),
         default="emulated",
@@ -150,6 +157,8 @@ def _plan(args: argparse.Namespace, hosts: Sequence[int]) -> list[Plan]:
         value = getattr(args, option)
         if value is not None and not value > 0:
             raise ValueError(f"--{option.replace('_', '-')}: expected a number > 0, got {value}")
+    if args.again < 0:
+        raise ValueError(f"--again: expected a number >= 0, got {args.again}")
     if not 0 <= args.forward_share <= 1:
         raise ValueError(f"--forward-share: expected a share in [0, 1], got {args.forward_share}")
     chosen = tradeoff.parse_conditions("nolimit" if args.local else args.conditions or default)
@@ -169,6 +178,7 @@ def _plan(args: argparse.Namespace, hosts: Sequence[int]) -> list[Plan]:
             emulated=args.optimizer == "emulated",
             local=args.local,
             profile=args.profile,
+            again=args.again,
         )
         tradeoff.check(plan)
         plans.append(plan)

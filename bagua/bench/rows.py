@@ -14,7 +14,7 @@ from bagua.bench.entrants import ADAMS, OFF, Entrant
 from bagua.bench.models import Model
 from bagua.bench.runner import Outcome
 
-__all__ = ["DDP", "Row", "rank_step_s", "rows_of", "timings_of"]
+__all__ = ["DDP", "STOLEN", "Row", "rank_step_s", "rows_of", "stolen", "timings_of"]
 
 DDP = "ddp"
 WAITS = 0.3  # seconds a second in which threads of a rank waited for a core
@@ -87,6 +87,11 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+
+def stolen(ranks: Sequence[Mapping[str, Any]]) -> float:
+    """Share of the cores that a virtual machine's host gave to others while `ranks` were measured; 0 without ranks."""
+    return statistics.fmean(rank["stolen"] for rank in ranks) if ranks else 0.0
 
 
 def rank_step_s(entrant: Entrant, measured: Mapping[str, Any]) -> float:
@@ -194,16 +199,16 @@ def _machine(runs: Sequence[Outcome]) -> dict[str, Any]:
     drops = sum(host.queue_drops for report in reports for host in report.hosts)
     waits = statistics.fmean(rank["waited_s"] / rank["wall_s"] for run in runs for rank in run.ranks)
     reasons = [f"cores {busy:.0%} busy"] if busy >= BUSY else []
-    stolen = statistics.fmean(rank["stolen"] for run in runs for rank in run.ranks)
-    if stolen >= STOLEN:
-        reasons.append(f"the machine's own host took {stolen:.0%} of the cores")
+    taken = stolen([rank for run in runs for rank in run.ranks])
+    if taken >= STOLEN:
+        reasons.append(f"the machine's own host took {taken:.0%} of the cores")
     if waits >= WAITS:
         reasons.append(f"threads waited for a core {waits:.2f} s a second")
     if any(report.machine_limited for report in reports):
         reasons.append(f"network late for {late or 0:.0%} of frames")
     return {
         "busy": busy,
-        "steal_share": stolen,
+        "steal_share": taken,
         "cpu_share": statistics.fmean(rank["cpu_s"] / rank["wall_s"] for run in runs for rank in run.ranks),
         "wait_share": waits,
         "wire": reports[0].wire if reports else "",

@@ -43,6 +43,7 @@ def test_conditions() -> None:
         (["tradeoff", "--hosts", "0"], "--hosts"),
         (["tradeoff", "--steps", "0"], "--steps"),
         (["tradeoff", "--compute-ms", "-1"], "--compute-ms"),
+        (["tradeoff", "--again", "-1"], "--again"),
         (["tradeoff", "--forward-share", "1.5"], "--forward-share"),
         (["tradeoff", "--profile", "ddp", "--algorithms", "bytegrad"], "--profile"),
         (["scaling", "--hosts", "2,0"], "--hosts"),
