@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Codec, check_dtype, check_rows, pad4
+from .base import Codec, pad4
+from .checks import check_dtype, check_rows
 from .mean import mean_of_rows
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Codec, check_rows
+from .base import Codec
+from .checks import check_rows
 from .half import Bf16, Fp16
 from .identity import Identity
 from .int4 import Int4

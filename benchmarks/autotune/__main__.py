@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure.
 
     Returns:
-        0, or 1 where something could not be measured.
+        0; 1 where something could not be measured; 2 for wrong arguments.
     """
     args = _parser().parse_args(argv)
     job = {
@@ -137,8 +137,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None and args.json.exists():
         content = json.loads(args.json.read_text())
     known = {} if args.surface is None else {each["condition"]: each for each in _results(args.surface)}
+    chosen = [parse(word) for word in args.conditions.split(",")]
+    if args.surface is not None and (lacking := [each.name for each in chosen if each.name not in known]):
+        print(
+            f"--surface: {args.surface} has no sweep of {', '.join(lacking)}, only {', '.join(known)}", file=sys.stderr
+        )
+        return 2
     code = 0
-    for condition in [parse(word) for word in args.conditions.split(",")]:
+    for condition in chosen:
         try:
             if args.surface is not None:
                 job["known"] = known[condition.name]

@@ -1,0 +1,47 @@
+"""What codecs refuse, by the name of the argument."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def check_dtype(what: str, dtype: torch.dtype) -> None:
+    """Raises ValueError unless ``dtype`` is one of the four floating dtypes that codecs take."""
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{what} must be float32, float16, bfloat16 or float64, got {dtype}")
+
+
+def check_rows(what: str, x_RN: Tensor) -> None:
+    """Raises ValueError unless ``x_RN`` is [R, N], floating, with a contiguous last dim."""
+    check_dtype(what, x_RN.dtype)
+    if x_RN.dim() != 2:
+        raise ValueError(f"{what} must have 2 dims [rows, elements], got shape {list(x_RN.shape)}")
+    if x_RN.shape[1] > 1 and x_RN.stride(1) != 1:
+        raise ValueError(f"{what} must be contiguous in its last dim, got strides {x_RN.stride()}")
+
+
+def check_fp32(what: str, x_N: Tensor, n: int, device: torch.device) -> None:
+    """Raises ValueError unless ``x_N`` is a contiguous fp32 [n] on ``device``."""
+    if x_N.dtype != torch.float32 or tuple(x_N.shape) != (n,) or x_N.device != device or not x_N.is_contiguous():
+        raise ValueError(
+            f"{what} must be a contiguous float32 [{n}] on {device}, got {x_N.dtype} {list(x_N.shape)} with strides "
+            f"{x_N.stride()} on {x_N.device}"
+        )
+
+
+def check_wire(what: str, wire_RW: Tensor, rows: int | None, width: int, device: torch.device | None = None) -> None:
+    """Raises ValueError unless ``wire_RW`` is uint8 [rows, width] with contiguous, 4-byte aligned rows."""
+    if wire_RW.dtype != torch.uint8:
+        raise ValueError(f"{what} must be uint8, got {wire_RW.dtype}")
+    if wire_RW.dim() != 2 or wire_RW.shape[1] != width or (rows is not None and wire_RW.shape[0] != rows):
+        expected = f"[{'R' if rows is None else rows}, {width}]"
+        raise ValueError(f"{what} must be {expected} (see wire_bytes), got {list(wire_RW.shape)}")
+    if device is not None and wire_RW.device != device:
+        raise ValueError(f"{what} must be on {device}, got {wire_RW.device}")
+    if width > 1 and wire_RW.stride(1) != 1:
+        raise ValueError(f"{what} must be contiguous in its last dim, got strides {wire_RW.stride()}")
+    if width and (wire_RW.storage_offset() % 4 or (wire_RW.shape[0] > 1 and wire_RW.stride(0) % 4)):
+        raise ValueError(f"{what} must have rows that start 4-byte aligned")
