@@ -149,7 +149,7 @@ def test_the_best_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_defaults_stay_where_nothing_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda settings: 0.1)
     for stats, *_ in run_teams(2, to_the_end):
-        assert stats.tuning.settings == Settings(START, 4, 8 * MIB, 2 * MIB, False)
+        assert stats.tuning.settings == Settings(START, 4, 16 * MIB, 2 * MIB, False)
         assert stats.num_buckets == 4
 
 
