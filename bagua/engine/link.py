@@ -28,7 +28,7 @@ def lanes_of_sums(
     Changes only which lanes carry the parts, hence no result. Collective; the same answer on all ranks.
 
     Returns:
-        None where all lanes should, else at least 1.
+        None where all lanes should, else at least 2: one divides and copies while the other one sends.
     """
     team.meet("start of the first broadcast", b"")  # a rank that comes late is no slow network
     started = time.perf_counter()
@@ -41,7 +41,7 @@ def lanes_of_sums(
     found = [decode(message) for message in team.meet("measured rate", encode([num_bytes / max(seconds, 1e-9), cores]))]
     if _typical_rate([rate for rate, _ in found], nodes) < _FAST_BYTES_PER_S:
         return None
-    return max(1, int(min(cores for _, cores in found) / _CORES_PER_LANE))
+    return max(2, int(min(cores for _, cores in found) / _CORES_PER_LANE))
 
 
 def _typical_rate(rates: Sequence[float], nodes: Sequence[Sequence[int]]) -> float:
