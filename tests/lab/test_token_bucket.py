@@ -15,6 +15,7 @@ from bagua.lab import Cluster, Host, LabError, Link, namespaces
 from bagua.lab.events import parse_event, wire_for
 from bagua.lab.main import main
 from tests.lab.leftovers import within
+from tests.lab.test_cluster import BLAST
 
 pytestmark = pytest.mark.usefixtures("token_buckets")
 
@@ -34,14 +35,6 @@ def pump():
     while True: stream.send(bytes(1 << 18))
 threads = [threading.Thread(target=pump) for _ in range(int(sys.argv[2]))]
 [thread.start() for thread in threads]
-"""
-BLAST = """
-import socket, sys, time
-sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-end = time.monotonic() + 0.3
-while time.monotonic() < end:
-    sock.sendto(bytes(1400), (sys.argv[1], 7001))
-    time.sleep(0.0002)
 """
 
 
