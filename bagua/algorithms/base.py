@@ -185,12 +185,16 @@ class Context(Protocol):
                 False, neither the exchange nor `after` runs (see to it that all ranks agree).
             after: likewise just after it.
             passage: does the same as `before` and `after`, range by range, and takes their place where the exchange can
-                use it, which saves passes over memory; give all three, and x by default.
+                use it and `x` is not given, which saves passes over memory; needs both of them beside it.
             step: what the exchange takes for the step, if not `ctx.step`.
             lane: one from `new_lane`; `wait` does not wait for it, ask the ticket.
 
         Returns:
             A ticket that tells whether it is done.
+
+        Raises:
+            ValueError: `passage` without `before` or `after`.
+            CommunicationError: an earlier exchange has failed.
         """
         ...
 

@@ -207,6 +207,8 @@ class Launcher:
             raise RuntimeError(
                 f"{type(self.algorithm).__name__}: launch of {exchange.name} without ctx.prepare() in setup()"
             )
+        if passage is not None and (before is None or after is None):
+            raise ValueError("launch: passage needs before and after too, for exchanges that cannot use it")
         now, alone = self.step if step is None else step, self.team.size == 1
         self._tally.launched(own.nbytes)
         self._launched = self._launched or lane is None

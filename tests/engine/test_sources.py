@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import bagua
-from bagua.algorithms.base import Payload
+from bagua.algorithms.base import Algorithm, Context, Payload
+from bagua.algorithms.base import Bucket as BucketView
 from bagua.comm.team import Team
 from bagua.engine import bucket as bucket_module
 from bagua.engine.bucket import Bucket
+from bagua.exchanges import AllReduce, Exchange
 from bagua.exchanges import source as source_module
 from tests.rank_threads import run_teams
 
@@ -109,6 +111,44 @@ def test_with_other_momenta(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> 
         return bagua.optim.ZeroOneAdam(params, 0.01)
 
     compare(monkeypatch, algorithm, {}, make, False)
+
+
+class Incomplete(Algorithm):
+    """Says what to do on the way, and nothing for exchanges that cannot do it there."""
+
+    name = "incomplete"
+
+    @property
+    def exchange(self) -> Exchange:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return AllReduce()
+
+    def on_ready(self, ctx: Context, bucket: BucketView) -> None:
+        ctx.launch(self.exchange, bucket, before=lambda: None, passage=Halves())
+
+
+class Halves:
+    def enter(self, index: int, lo: int, hi: int, x: Tensor, out: Tensor) -> Tensor:
+        return torch.mul(x, 0.5, out=out)
+
+    def leave(self, index: int, lo: int, hi: int, x: Tensor) -> None:
+        pass
+
+
+def train_incomplete(team: Team) -> str:
+    net = nn.Linear(4, 4)
+    bagua.distribute(net, torch.optim.SGD(net.parameters(), 0.1), Incomplete(), process_group=team)
+    try:
+        net(torch.ones(1, 4)).sum().backward()
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_passage_alone_is_refused() -> None:
+    assert (
+        run_teams(2, train_incomplete)
+        == ["launch: passage needs before and after too, for exchanges that cannot use it"] * 2
+    )
 
 
 def bucket_of(*params: nn.Parameter) -> Bucket:
