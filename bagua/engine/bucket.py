@@ -14,7 +14,7 @@ from bagua.exchanges import Passage, Piece, Source
 __all__ = ["Bucket", "part_ranges", "raise_moved"]
 
 
-_LEAST_PIECE = 1 << 14  # elements; smaller gradients are copied in one go instead of read one by one
+_LEAST_PIECE = 1 << 18  # elements; smaller gradients are copied in one go: reading each costs calls, while others compute
 
 
 class Bucket:
