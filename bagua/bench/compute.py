@@ -96,19 +96,21 @@ class _EmulatedLayer(nn.Module):
         self.pool_N = pool_N  # not a buffer: never exchanged, no part of a state dict
         self.offset = index * 1009 * _ALIGN
         self.params = nn.ParameterList(nn.Parameter(self._view(torch.Size(shape)).clone()) for shape in layer.shapes)
+        self._each = tuple(self.params)  # a ParameterList looks each of them up
+        self._layouts = [(param.shape, param.stride()) for param in self._each]
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Work.apply(x, self, *self.params)
+        return _Work.apply(x, self, *self._each)
 
     def gradients(self) -> list[Tensor]:
         """Fresh views, so that autograd takes them over without a copy."""
         self.offset += 61 * _ALIGN
-        return [self._view(param.shape) for param in self.params]
+        start = self.offset % _SLACK // _ALIGN * _ALIGN
+        return [self.pool_N.as_strided(shape, stride, start) for shape, stride in self._layouts]
 
     def _view(self, shape: torch.Size) -> Tensor:
-        n = shape.numel()
         start = self.offset % _SLACK // _ALIGN * _ALIGN
-        return self.pool_N[start : start + n].view(shape)
+        return self.pool_N[start : start + shape.numel()].view(shape)
 
 
 class EmulatedModel(nn.Module):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch.autograd.profiler import record_function
+from torch._C._profiler import _RecordFunctionFast  # torch.profiler.record_function takes 16 us instead of 0.6
 
 from bagua.comm.groups import Groups
 from bagua.engine.gate import Gate
@@ -40,7 +40,7 @@ class Ticket:
         """Run it here and now, keeping error and duration. The time spent at `gate` is not the exchange's."""
         started = time.perf_counter() - (gate.waited_s if gate else 0.0)
         try:
-            with record_function(f"bagua::run {self.label}"):
+            with _RecordFunctionFast(f"bagua::run {self.label}"):
                 run()
         except BaseException as error:  # surfaces in the thread that waits, whatever it is
             self.error = error
@@ -140,7 +140,7 @@ class ThreadLane(Lane):
     def submit(self, run: Run, label: str) -> Ticket:
         """Queue for the thread."""
         ticket = Ticket(label)
-        with record_function(f"bagua::launch {label}"):
+        with _RecordFunctionFast(f"bagua::launch {label}"):
             self._queue.put((run, ticket))
         return ticket
 
