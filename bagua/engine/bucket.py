@@ -14,7 +14,7 @@ from bagua.exchanges import Passage, Piece, Source
 __all__ = ["Bucket", "part_ranges", "raise_moved"]
 
 
-_LEAST_PIECE = 1 << 18  # elements; smaller gradients are copied in one go: reading each costs calls, while others compute
+_LEAST_PIECE = 1 << 18  # elements; smaller gradients are copied in one go: reading each costs calls
 
 
 class Bucket:
