@@ -25,10 +25,15 @@ _POLL_S = (0.0005, 0.05)  # first and longest sleep between two looks into the s
 
 @dataclass(eq=False)
 class Counters:
-    """Numbers for store keys, alike on all ranks because what they count is collective."""
+    """Numbers for store keys, alike on all ranks because what they count is collective.
+
+    Attributes:
+        posted: this rank's keys of meetings that are still in the store.
+    """
 
     meetings: int = 0
     lanes: int = 0
+    posted: list[str] = field(default_factory=list)
 
 
 # By process group, not by its name: a later group of the same name has another store and starts at zero.
@@ -121,12 +126,12 @@ class Team:
         serial = self._next_meeting()
         keys = [f"meet/{serial}/{rank}" for rank in range(self.size)]
         self._store(what, lambda: self.store.set(keys[self.rank], payload))
+        posted = self.counters.posted
+        posted.append(keys[self.rank])
+        if len(posted) > 2:  # all have come to the last meeting, hence have read everything of the one before
+            self._store(what, lambda old=posted.pop(0): self.store.delete_key(old))
         self._wait(keys, what)
-        messages = [bytes(self._store(what, lambda key=key: self.store.get(key))) for key in keys]
-        # Whoever is in meeting n has read everything of meeting n - 2: it has posted, hence finished, n - 1.
-        if serial > 2:
-            self.store.delete_key(f"meet/{serial - 2}/{self.rank}")
-        return messages
+        return [bytes(each) for each in self._store(what, lambda: self.store.multi_get(keys))]
 
     def tell(self, what: str, payload: bytes | None) -> bytes:
         """Give everyone rank 0's `payload`. Collective over the team; ranks other than 0 pass None.
