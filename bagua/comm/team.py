@@ -129,7 +129,8 @@ class Team:
         posted = self.counters.posted
         posted.append(keys[self.rank])
         if len(posted) > 2:  # all have come to the last meeting, hence have read everything of the one before
-            self._store(what, lambda old=posted.pop(0): self.store.delete_key(old))
+            old = posted.pop(0)
+            self._store(what, lambda: self.store.delete_key(old))
         self._wait(keys, what)
         return [bytes(each) for each in self._store(what, lambda: self.store.multi_get(keys))]
 
