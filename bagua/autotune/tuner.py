@@ -208,13 +208,11 @@ class Tuner:
     def _step_s(self, outcome: Outcome) -> float:
         """Seconds a step: a step is over when the slowest rank is; one that is interrupted now and then counts little.
 
-        The ranks leave the meeting before a turn one after the other, so its first step lasts as long as on the last of
-        them. Within a period steps differ by design, so that only their mean means anything.
+        Within a period steps differ by design, so that only their mean means anything.
         """
-        steps = list(zip(*(ranks for ranks in outcome.ranks_s if ranks), strict=False))
-        if not steps:
+        steps_s = [max(each) for each in zip(*(ranks for ranks in outcome.ranks_s if ranks), strict=False)]
+        if not steps_s:
             return math.inf
-        steps_s = [min(steps[0]), *(max(each) for each in steps[1:])]
         return statistics.median(steps_s) if self._period == 1 else statistics.fmean(steps_s)
 
     def _best_s(self) -> float:

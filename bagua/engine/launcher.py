@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -265,6 +266,22 @@ class Launcher:
         for each in tickets:
             if each.error is not None:
                 self._fail(each)
+
+    def line_up(self) -> None:
+        """Return at about the same time on all ranks. Collective; nothing may be under way.
+
+        After a meeting in the store rank 0, which serves it, is several round trips ahead of the others.
+        """
+        if self.team.size == 1:
+            return
+        self._check_alive()
+        lane, x = self.lanes[0], torch.zeros(1, device=self.inventory.device)
+        ticket = lane.submit(partial(AllReduce().run, x, {}, lane.groups, self.step), "start of a turn")
+        lane.wait(ticket)
+        if ticket.error is not None:
+            self._fail(ticket)
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)
 
     def stop(self, timeout_s: float) -> None:
         """End the lanes at the end of the process."""

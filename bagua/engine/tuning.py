@@ -192,6 +192,7 @@ class Tuning:
                 self._finish(engine, problem)
                 return
             if not problem:
+                engine.line_up()
                 self._left, self._steps_s = order.num_steps, []
                 return
             following = self._tuner.next(Outcome((), problem)) if self._tuner is not None else None
