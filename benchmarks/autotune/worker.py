@@ -119,9 +119,14 @@ def tune(job: dict[str, Any], search: str) -> dict[str, Any]:
 
 
 def compare(job: dict[str, Any], chosen: Sequence[Settings]) -> list[list[float]]:
-    """The same settings again and again, side by side; seconds of steps of each."""
+    """The same settings again and again, side by side; seconds of steps of each.
+
+    A round before those that count: connections of lanes that are new carry less at first.
+    """
     bench = Bench(job)
     bench.steps_s(2)
+    for settings in chosen:
+        bench.measure(settings, job["steps"])
     found: list[list[float]] = [[] for _ in chosen]
     for number in range(job["rounds"]):
         order = range(len(chosen)) if number % 2 == 0 else reversed(range(len(chosen)))
