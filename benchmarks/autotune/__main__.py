@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--best", type=int, default=4, help="points of the sweep that are compared; default 4")
     parser.add_argument("--points", type=int, default=10**6, help="most points measured; default all")
     parser.add_argument("--search", default="neighbours", help="of the library; default neighbours")
-    parser.add_argument("--limit-s", type=float, default=470.0, help="for a condition; default 470")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="for a condition; default 900")
     parser.add_argument("--surface", type=Path, help="file of an earlier run whose sweep is used instead of a new one")
     parser.add_argument("--local", action="store_true", help="processes of this machine instead of a cluster")
     return parser
