@@ -60,7 +60,7 @@ class Launcher:
             text=True,
         )
 
-    def wait_for_ranks(self, count: int, timeout_s: float = 60) -> None:
+    def wait_for_ranks(self, count: int, timeout_s: float = 120) -> None:
         deadline = time.monotonic() + timeout_s
         while len(list(self.pids.iterdir())) < count:
             assert self._process.poll() is None, self._process.communicate()
@@ -71,7 +71,7 @@ class Launcher:
         self._started = time.monotonic()
         self._process.send_signal(signal.SIGINT)
 
-    def wait(self, timeout_s: float = 90) -> Ended:
+    def wait(self, timeout_s: float = 150) -> Ended:
         try:
             out, err = self._process.communicate(timeout=timeout_s)
         finally:
