@@ -25,7 +25,7 @@ from bagua.engine.handshake import shake_hands
 from bagua.engine.lane import make_lane
 from bagua.engine.link import lanes_of_sums
 from bagua.engine.params import Inventory, as_optimizers, take_inventory
-from bagua.engine.plan import check_num_lanes, default_num_lanes, fitting_bucket_bytes, lanes_are_given
+from bagua.engine.plan import LANES_OF_WIDE, check_num_lanes, default_num_lanes, fitting_bucket_bytes, lanes_are_given
 from bagua.engine.quality import Guard
 from bagua.engine.replicate import replicate_optimizers, replicate_tensors
 from bagua.engine.results import check_files, tuning_of
@@ -71,7 +71,8 @@ def distribute(
         bucket_bytes: payload that is exchanged at once; None takes BAGUA_DEFAULT_BUCKET_SIZE, or a tenth of all
             from 1 MiB up to 10 MiB.
         num_lanes: exchanges that are under way at once on gloo, each with connections of its own; None takes
-            BAGUA_NUM_LANES or 4, of which plain sums use fewer where the network is faster than the CPU.
+            BAGUA_NUM_LANES or 4, of which exchanges with 8 bits an element or more use 3, and plain sums fewer where
+            the network is faster than the CPU.
         hierarchical: exact within a node, the algorithm's exchange between nodes; None is the algorithm's default.
         guard: measure every so often what compression loses, and fall back when it is too much; None does neither.
         broadcast_buffers: give everyone rank 0's buffers (running statistics, say) before each forward pass in
@@ -176,7 +177,8 @@ def distribute(
     lane = make_lane(groups, inventory.device)
     notices = (remark,) if remark else ()
     engine = Engine(chosen, inventory, items, team, lane, bucket_bytes, key, order, notices, guard, num_lanes)
-    engine.lanes_of_sums = few_lanes if chooses_lanes else None
+    if chooses_lanes:
+        engine.lanes_of_sums, engine.lanes_of_wide = few_lanes, LANES_OF_WIDE
     engine.tunes_hierarchy = tunes_hierarchy
     engine.tuning = tuning_of(tune, team, module, chosen, signature, agreement.nodes)
     engine.backward.static_graph = static_graph

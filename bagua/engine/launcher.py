@@ -24,7 +24,7 @@ from bagua.engine.gate import Gate
 from bagua.engine.lane import BackgroundLane, JointTicket, Lane, ThreadLane, Ticket, make_lane
 from bagua.engine.params import Inventory
 from bagua.engine.pieces import InPieces, Run
-from bagua.engine.plan import PART_BYTES
+from bagua.engine.plan import PART_BYTES, WIDE
 from bagua.engine.quality import Guard, Probe
 from bagua.engine.retuned import with_direct_bytes
 from bagua.engine.state import States
@@ -68,7 +68,8 @@ class Launcher:
         self.num_lanes = num_lanes if threads else 1
         self.part_bytes = fitting_part_bytes(algorithm, team.size) if threads else None
         self.lanes_of_sums: int | None = None  # see `bagua.engine.link`; None: all
-        self._lanes_given = self.num_lanes  # a number that was tuned holds for sums too
+        self.lanes_of_wide: int | None = None  # of exchanges with 8 bits an element or more; None: all
+        self._lanes_given = self.num_lanes  # a number that was tuned holds for all
         self.direct_bytes = AllReduce.direct_bytes
         self._key = key
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
@@ -152,6 +153,17 @@ class Launcher:
         self._more_lanes.append(lane)
         return lane
 
+    def _width(self, exchange: Exchange) -> int:
+        """How many lanes share the parts of this exchange; changes no result."""
+        width = min(self.num_lanes, len(self.lanes))
+        if self.num_lanes != self._lanes_given:
+            return width
+        if exchange.streaming and self.lanes_of_sums is not None:
+            width = min(width, self.lanes_of_sums)
+        if self.lanes_of_wide is not None and exchange.elementwise and narrowness(exchange, self.team.size) <= WIDE:
+            width = min(width, self.lanes_of_wide)
+        return width
+
     @property
     def num_busy_lanes(self) -> int:
         """How many lanes can be busy at once."""
@@ -231,9 +243,7 @@ class Launcher:
         how = (
             exchange if self.direct_bytes == AllReduce.direct_bytes else with_direct_bytes(exchange, self.direct_bytes)
         )
-        width = min(self.num_lanes, len(self.lanes))
-        if exchange.streaming and self.lanes_of_sums is not None and self.num_lanes == self._lanes_given:
-            width = min(width, self.lanes_of_sums)
+        width = self._width(exchange)
         tickets: list[Ticket] = []
         for part, (lo, hi) in enumerate(parts):
             chosen = (
@@ -327,8 +337,12 @@ def fitting_part_bytes(algorithm: Algorithm, size: int) -> int:
         exchange = algorithm.exchange
     except TypeError:  # none, or several
         return PART_BYTES
-    n = 1 << 20
     if exchange.streaming:
         return 2 * PART_BYTES
-    narrower = AllReduce().bytes_per_rank(n, max(size, 2)) / 4 / max(exchange.bytes_per_rank(n, max(size, 2)), 1.0)
-    return PART_BYTES * min(max(1, round(narrower)), 8)
+    return PART_BYTES * min(max(1, round(narrowness(exchange, size) / 4)), 8)
+
+
+def narrowness(exchange: Exchange, size: int) -> float:
+    """How many times fewer bytes than an all-reduce of fp32 an exchange that works element by element sends."""
+    n, size = 1 << 20, max(size, 2)
+    return AllReduce().bytes_per_rank(n, size) / max(exchange.bytes_per_rank(n, size), 1.0)

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "DEFAULT_NUM_LANES",
+    "LANES_OF_WIDE",
     "PART_BYTES",
+    "WIDE",
     "Entry",
     "Plan",
     "check_num_lanes",
@@ -22,6 +24,8 @@ __all__ = [
 
 DEFAULT_BUCKET_BYTES = 10 * 2**20
 DEFAULT_NUM_LANES = 4
+WIDE = 4.0  # an exchange that sends a quarter of what fp32 would, or more; LANES_OF_WIDE lanes fill a link with such
+LANES_OF_WIDE = 3
 PART_BYTES = 8 * 2**20  # payload of 8 bits or more that one lane exchanges at once, where a bucket can be cut
 _LEAST_BUCKET_BYTES = 2**20
 _LEAST_CUT_BYTES = 4 * 2**20  # of a last bucket that is cut in two

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from bagua.lab import kernel
+from bagua.lab import kernel, token_bucket
 from bagua.lab.addresses import free_network
 from bagua.lab.control import Control
 from bagua.lab.errors import LabError
@@ -44,6 +44,7 @@ class Namespaces:
         self.folder = folder
         self.wire = "veth" if wire == "auto" and link.unlimited else wire
         self.congestion = ""
+        self._uplinks = False
         self.interface = "lab0"
         self.addresses = [f"{network}.{index + 1}" for index in range(num_hosts)]
         self.user_namespace = os.geteuid() != 0
@@ -98,7 +99,7 @@ class Namespaces:
         answer = json.loads(self._read_line(_START_TIMEOUT_S) or '{"error": "the supervisor did not start"}')
         if "error" in answer:
             raise LabError(answer["error"])
-        self.wire, self.congestion = answer["wire"], answer["congestion"]
+        self.wire, self.congestion, self._uplinks = answer["wire"], answer["congestion"], answer["uplinks"]
         self._holders = answer["holders"]
         if self.wire == "tbf" and self._control is not None:
             self._control.close()
@@ -138,6 +139,8 @@ class Namespaces:
             return
         control = self._relayed("set_link")
         self.ask(index, f"offload {self.interface} {int(link.loss == 0)}")
+        if self._uplinks:
+            self.ask(index, f"limit {self.interface} {token_bucket.beside_relay(link.settings()[0])}")
         control.set_link(index, link)
 
     def set_cut(self, index: int, cut: bool) -> None:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bagua.lab import kernel
+from bagua.lab import kernel, token_bucket
 from bagua.lab.control import ABI, Control
 from bagua.lab.errors import LabError
 from bagua.lab.holder import start_holder
@@ -78,7 +78,25 @@ class Supervisor:
             if answer != "ok":
                 raise LabError(f"{host['name']}: {answer}")
         congestion = self._congestion()
-        return {"holders": self.holders, "relay": self.relay, "wire": wire, "congestion": congestion}
+        return {
+            "holders": self.holders,
+            "relay": self.relay,
+            "wire": wire,
+            "congestion": congestion,
+            "uplinks": self.relay is not None and self._uplinks(),
+        }
+
+    def _uplinks(self) -> bool:
+        """Has the hosts' kernels hold back what the relay would otherwise have to; false where they cannot.
+
+        A frame that waits in the relay has left the host for its sockets: they would fill it as far as their windows
+        go, megabytes on a slow link, where a network card lets each socket have a frame or two under way.
+        """
+        bandwidth, _ = self.config["limits"]
+        for index, host in enumerate(self.config["hosts"]):
+            if self.ask(index, f"limit {host['interface']} {token_bucket.beside_relay(bandwidth)}") != "ok":
+                return False
+        return True
 
     def _congestion(self) -> str:
         """Has all hosts' TCP adapt in the same way: the one asked for, or the default if the kernel has it."""

@@ -10,7 +10,7 @@ import struct
 
 from bagua.lab import netlink
 
-__all__ = ["ENDLESS_BYTES", "drops", "limit"]
+__all__ = ["ENDLESS_BYTES", "beside_relay", "drops", "limit"]
 
 ENDLESS_BYTES = 1 << 30  # a queue that holds whatever the sockets let out
 _FRAME_BYTES = 72_000  # a TSO packet of 64 KB with a header for each of its segments: a smaller bucket would split it
@@ -23,6 +23,7 @@ _STAB_BASE = 1
 _PARMS, _RATE64, _BURST = 1, 4, 6
 _STATS_QUEUE = 3
 _ETHERNET = 1
+_BESIDE_RELAY = 1.02  # the relay's clock decides, and little waits there
 
 
 def limit(device: str, bits_per_s: int, queue_bytes: int) -> None:
@@ -51,6 +52,11 @@ def limit(device: str, bits_per_s: int, queue_bytes: int) -> None:
     body += netlink.attribute(_STAB, netlink.attribute(_STAB_BASE, sizes))
     flags = netlink.ACKNOWLEDGE | netlink.CREATE | netlink.REPLACE
     netlink.request(_NEW_QDISC, flags, body, f"token bucket on {device}")
+
+
+def beside_relay(bits_per_s: int) -> int:
+    """The bandwidth of a host's device whose frames a relay delays to `bits_per_s`; 0 for no limit."""
+    return round(_BESIDE_RELAY * bits_per_s)
 
 
 def drops(device: str) -> int:

@@ -24,7 +24,7 @@ def train(rate: float, smallest: int, algorithm: str = "gradient_allreduce", **o
     link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, launcher.PART_BYTES = rate, smallest, 8_192
     try:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 96), nn.Linear(96, 50))
+        model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(4)), nn.Tanh(), nn.Linear(96, 50))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         bagua.distribute(model, optimizer, algorithm, bucket_bytes=40_000, **options)
         engine, used = live_engines()[-1], set()
@@ -52,20 +52,21 @@ def train(rate: float, smallest: int, algorithm: str = "gradient_allreduce", **o
 def compare() -> Any:
     fast, slow, small = train(0.0, 0), train(1e30, 0), train(0.0, 1 << 30)
     given, lossy = train(0.0, 0, num_lanes=4), train(0.0, 0, "bytegrad")
+    narrow = train(0.0, 0, codec="int4")
     for other in (slow, small, given):
         assert all(torch.equal(a, b) for a, b in zip(fast[0], other[0], strict=True))
-    return [each[1] for each in (fast, slow, small, given, lossy)]
+    return [each[1] for each in (fast, slow, small, given, lossy, narrow)]
 
 
 def test_a_fast_link_carries_sums_on_few_lanes(pool: RankPool) -> None:
     few = max(2, int(len(os.sched_getaffinity(0)) / 2 / link._CORES_PER_LANE))
-    for fast, slow, small, given, lossy in pool.run(2, compare):
-        all_lanes = slow[1]
-        assert len(all_lanes) > 2
-        assert [each for each, _ in (fast, slow, small, given, lossy)] == [few, None, None, None, few]
-        assert small[1] == given[1] == all_lanes
-        assert fast[1] == {lane for lane in all_lanes if lane < few}
-        assert lossy[1] >= all_lanes, "codecs gain by lanes on any link"
+    for fast, slow, small, given, lossy, narrow in pool.run(2, compare):
+        assert [each for each, _ in (fast, slow, small, given, lossy, narrow)] == [few, None, None, None, few, few]
+        assert given[1] == {0, 1, 2, 3}, "what the user says"
+        assert slow[1] == small[1] == {0, 1, 2}, "fewer fill a link with many bytes"
+        assert fast[1] == {lane for lane in given[1] if lane < min(few, 3)}
+        assert lossy[1] == {0, 1, 2}, "codecs gain by lanes on any link"
+        assert narrow[1] == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,36 @@ def test_links_change_while_running() -> None:
         assert max(trips) - min(trips) > 0.0005, "jitter"
 
 
+UNACKED = """
+import socket, struct, sys, time
+sock = socket.create_connection((sys.argv[1], 7004))
+sock.setblocking(False)
+end, most = time.monotonic() + 1.5, 0
+while time.monotonic() < end:
+    try:
+        sock.send(bytes(1 << 18))
+    except BlockingIOError:
+        time.sleep(0.01)
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    most = max(most, struct.unpack_from("I", info, 24)[0] * struct.unpack_from("I", info, 16)[0])
+print(most)
+"""
+
+
+@pytest.mark.usefixtures("token_buckets")
+def test_a_slow_uplink_holds_sockets_back() -> None:
+    """As a network card does: what waits for it counts as unsent, and is a few frames instead of megabytes."""
+    sink = LISTEN.replace("7000", "7004").replace('sendall(b"x")', "makefile().read()")
+    with Cluster(2, Link(), wire="relay") as cluster:
+        a, b = cluster.hosts
+        server = b.popen(python(sink), stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None and server.stdout.readline()
+        server.stdout.close()
+        for host in (a, b):
+            host.set_link(Link("20mbit", "1ms"))
+        assert 0 < int(a.run(python(UNACKED, b.address), timeout=20).stdout) < 300_000
+
+
 def test_loss_loses_packets() -> None:
     with Cluster(2, Link(loss=0.05), seed=3) as cluster:
         a, b = cluster.hosts
