@@ -130,6 +130,10 @@ class Holder:
         """What the host may send. What waits, waits in the host: its sockets bound it."""
         token_bucket.limit(device, int(bits_per_s), token_bucket.ENDLESS_BYTES)
 
+    def do_uplink(self, device: str, bits_per_s: str) -> None:
+        """What the host may send to a relay."""
+        token_bucket.limit_beside_relay(device, int(bits_per_s))
+
     def do_direct(self, device: str) -> None:
         """The switch routes: the host need not know the others' hardware addresses."""
         kernel.point_to_point(device)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from bagua.lab import kernel, token_bucket
+from bagua.lab import kernel
 from bagua.lab.addresses import free_network
 from bagua.lab.control import Control
 from bagua.lab.errors import LabError
@@ -140,7 +140,7 @@ class Namespaces:
         control = self._relayed("set_link")
         self.ask(index, f"offload {self.interface} {int(link.loss == 0)}")
         if self._uplinks:
-            self.ask(index, f"limit {self.interface} {token_bucket.beside_relay(link.settings()[0])}")
+            self.ask(index, f"uplink {self.interface} {link.settings()[0]}")
         control.set_link(index, link)
 
     def set_cut(self, index: int, cut: bool) -> None:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bagua.lab import kernel, token_bucket
+from bagua.lab import kernel
 from bagua.lab.control import ABI, Control
 from bagua.lab.errors import LabError
 from bagua.lab.holder import start_holder
@@ -94,7 +94,7 @@ class Supervisor:
         """
         bandwidth, _ = self.config["limits"]
         for index, host in enumerate(self.config["hosts"]):
-            if self.ask(index, f"limit {host['interface']} {token_bucket.beside_relay(bandwidth)}") != "ok":
+            if self.ask(index, f"uplink {host['interface']} {bandwidth}") != "ok":
                 return False
         return True
 

@@ -10,11 +10,11 @@ import struct
 
 from bagua.lab import netlink
 
-__all__ = ["ENDLESS_BYTES", "beside_relay", "drops", "limit"]
+__all__ = ["ENDLESS_BYTES", "drops", "limit", "limit_beside_relay"]
 
 ENDLESS_BYTES = 1 << 30  # a queue that holds whatever the sockets let out
 _FRAME_BYTES = 72_000  # a TSO packet of 64 KB with a header for each of its segments: a smaller bucket would split it
-_SLACK_S = 0.001  # how late the kernel may come to the bucket without loss of bandwidth
+_SLACK_S = 0.001
 _FREE_BPS, _FREE_BURST = 10**12, 1 << 28  # no limit: removing the bucket would drop what waits in it
 _NEW_QDISC, _GET_QDISC = 36, 38
 _ROOT = 0xFFFFFFFF
@@ -23,10 +23,11 @@ _STAB_BASE = 1
 _PARMS, _RATE64, _BURST = 1, 4, 6
 _STATS_QUEUE = 3
 _ETHERNET = 1
-_BESIDE_RELAY = 1.02  # the relay's clock decides, and little waits there
+_BESIDE_RELAY = 1.02
+_BESIDE_RELAY_SLACK_S = 0.005  # its real-time priority keeps the kernel waiting
 
 
-def limit(device: str, bits_per_s: int, queue_bytes: int) -> None:
+def limit(device: str, bits_per_s: int, queue_bytes: int, slack_s: float = _SLACK_S) -> None:
     """Gives a device this bandwidth, or another one; frames that wait stay.
 
     A frame counts with the bytes it has, as in the relay: without the size table the kernel would add the headers of
@@ -36,12 +37,13 @@ def limit(device: str, bits_per_s: int, queue_bytes: int) -> None:
         device: in this network namespace.
         bits_per_s: 0 for no limit.
         queue_bytes: what may wait; what comes then is dropped.
+        slack_s: how late the kernel may come to the bucket without loss of bandwidth.
 
     Raises:
         OSError: if the kernel has no token buckets, or does not allow it.
     """
     bytes_per_s = (bits_per_s or _FREE_BPS) // 8
-    burst = _FRAME_BYTES + round(_SLACK_S * bytes_per_s) if bits_per_s else _FREE_BURST
+    burst = _FRAME_BYTES + round(slack_s * bytes_per_s) if bits_per_s else _FREE_BURST
     rate = struct.pack("BBHhHI", 0, _ETHERNET, 0, 0, 0, min(bytes_per_s, 0xFFFFFFFF))
     parms = rate + bytes(12) + struct.pack("III", queue_bytes, 0, 0)
     options = netlink.attribute(_PARMS, parms) + netlink.attribute(_BURST, struct.pack("I", burst))
@@ -54,9 +56,12 @@ def limit(device: str, bits_per_s: int, queue_bytes: int) -> None:
     netlink.request(_NEW_QDISC, flags, body, f"token bucket on {device}")
 
 
-def beside_relay(bits_per_s: int) -> int:
-    """The bandwidth of a host's device whose frames a relay delays to `bits_per_s`; 0 for no limit."""
-    return round(_BESIDE_RELAY * bits_per_s)
+def limit_beside_relay(device: str, bits_per_s: int) -> None:
+    """Has a host hold back what a relay would have to: a little more than the link, so that the relay's clock decides.
+
+    The arguments and errors are those of `limit`.
+    """
+    limit(device, round(_BESIDE_RELAY * bits_per_s), ENDLESS_BYTES, _BESIDE_RELAY_SLACK_S)
 
 
 def drops(device: str) -> int:
