@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +224,7 @@ def _transfers_wanted(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _primitives(args: argparse.Namespace, wanted: dict[str, Any]) -> int:
-    report = wire.run_primitives(**wanted, told=_say)
-    _write(args, report)
+    report = wire.run_primitives(**wanted, told=_say, keep=partial(_write, args))
     return 0 if any(not row["error"] for row in report["rows"]) else 1
 
 

@@ -30,10 +30,19 @@ def run_primitives(
     budget_s: float = 2.0,
     told: Callable[[str], None] = print,
     names: Sequence[str] = tuple(OPERATIONS),
+    keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """Measure; returns the content of a results file."""
+    """Measure; returns the content of a results file, of which `keep` is told after each condition."""
     cases = tuple(enumerate(f"{name}/{size}" for name in names for size in sizes))
     rows: list[dict[str, Any]] = []
+    report = {
+        "kind": "primitives",
+        "date": machine.now(),
+        "bagua": bagua.__version__,
+        "machine": machine.describe_machine(),
+        "settings": {"hosts": hosts, "local": local, "sizes": list(sizes), "budget_s": budget_s},
+        "rows": rows,
+    }
     for condition in conditions:
         told(f"\n{condition.name}, {hosts} hosts\n" + primitive_line(PRIMITIVE_HEAD))
 
@@ -45,14 +54,8 @@ def run_primitives(
         timeout_s = 60 + 10 * slowest_s
         job = Transfers(budget_s=budget_s, timeout_s=timeout_s, cases=cases)
         run_cases(partial(_make, hosts, local, condition), hosts, job, timeout_s, say)
-    return {
-        "kind": "primitives",
-        "date": machine.now(),
-        "bagua": bagua.__version__,
-        "machine": machine.describe_machine(),
-        "settings": {"hosts": hosts, "local": local, "sizes": list(sizes), "budget_s": budget_s},
-        "rows": rows,
-    }
+        keep(report)
+    return report
 
 
 def _make(hosts: int, local: bool, condition: Condition) -> Hosts:

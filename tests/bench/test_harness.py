@@ -13,6 +13,8 @@ from bagua.bench.hosts import LocalHosts
 from bagua.bench.main import main
 from bagua.bench.measure import Job
 from bagua.bench.runner import Outcome, run_cases
+from bagua.bench.tradeoff import parse_conditions
+from bagua.bench.wire import run_primitives
 
 SHORT = ["--local", "--hosts", "2", "--model", "layers25m/10", "--compute-ms", "30", "--steps", "2", "--budget-s", "1"]
 
@@ -112,6 +114,14 @@ def test_primitives(tmp_path: Path) -> None:
     assert sent["torch all_reduce", 65536] == 65536  # 2 (R-1)/R
     assert sent["all_to_all_rows", 65536] == 32768
     assert sent["swap with one peer", 65536] == 65536
+
+
+def test_primitives_keep_each_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bagua.bench.wire.run_cases", lambda make, hosts, job, timeout_s, say: None)
+    kept: list[str] = []
+    conditions = parse_conditions("1gbit/0ms,100mbit/1ms")
+    run_primitives(conditions, 2, True, told=lambda text: None, keep=lambda report: kept.append(report["kind"]))
+    assert kept == ["primitives"] * 2
 
 
 def test_what_is_not_installed_says_so() -> None:
