@@ -36,9 +36,7 @@ def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
         ModuleNotFoundError: matplotlib is not installed.
     """
     rows = [row for row in report["rows"] if not row["error"]]
-    figures = _of_scaling(rows) if report["kind"] == "scaling" else _of_tradeoff(rows)
-    if report["kind"] == "primitives":
-        figures = _of_primitives(rows)
+    figures = {"scaling": _of_scaling, "primitives": _of_primitives}.get(report["kind"], _of_tradeoff)(rows)
     folder.mkdir(parents=True, exist_ok=True)
     return [path for figure in figures for path in _draw(figure, report, folder)]
 

@@ -43,6 +43,18 @@ def test_both_figures(tmp_path: Path) -> None:
     assert "bytegrad" in text and "25.0 M fp32" in text and "broken" not in text
 
 
+def test_collectives(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    rows = [
+        {"condition": "1gbit/5ms", "operation": name, "size_bytes": size, "measured_ms": size / 1e4, "error": ""}
+        for name in ("torch all_reduce", "mean, direct")
+        for size in (16384, 1 << 20)
+    ]
+    paths = plots.plot_report(report(kind="primitives", rows=rows, model=None), tmp_path)
+    assert [path.name for path in paths] == ["primitives-1gbit-5ms.png", "primitives-1gbit-5ms.svg"]
+    assert "mean, direct" in paths[1].read_text()
+
+
 def test_one_condition_makes_no_figure(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     one = [row for row in report()["rows"] if row["condition"] == "1gbit/0ms"]
