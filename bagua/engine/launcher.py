@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -342,6 +342,7 @@ def fitting_part_bytes(algorithm: Algorithm, size: int) -> int:
     return PART_BYTES * min(max(1, round(narrowness(exchange, size) / 4)), 8)
 
 
+@lru_cache(maxsize=64)  # asked at every launch
 def narrowness(exchange: Exchange, size: int) -> float:
     """How many times fewer bytes than an all-reduce of fp32 an exchange that works element by element sends."""
     n, size = 1 << 20, max(size, 2)
