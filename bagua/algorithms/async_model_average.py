@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import ClassVar
@@ -20,17 +21,20 @@ from bagua.exchanges import Exchange, mix
 
 __all__ = ["AsyncModelAverage"]
 
+_LOOK_S = 0.1  # between two looks at whether the lane still lives
+
 
 @register
 @dataclass(frozen=True)
 class AsyncModelAverage(Algorithm):
     """x_i <- x_i + (mean of all x_j as they were - x_i as it was), whenever such a mean has become ready.
 
-    Every rank steps with its own gradients. A round of averaging: at the end of a step a rank takes a snapshot of
-    its weights and goes on training. A thread waits until every rank has taken its own, averages the snapshots and
-    subtracts this rank's. The rank adds the difference at the end of the step in which it finds it ready, so steps
-    made meanwhile are kept, and no weight changes between a forward and its backward pass. The differences of a
-    round sum to zero: averaging never moves the mean of the replicas, only gradients do.
+    Every rank steps with its own gradients. A round of averaging: after a step a rank takes a snapshot of its weights
+    (on a CPU a thread does, while the next step computes, and the optimizer waits for it) and goes on training. The
+    thread waits until every rank has taken its own, averages the snapshots and subtracts this rank's. The rank adds
+    the difference at the end of the step in which it finds it ready, so steps made meanwhile are kept, and no weight
+    changes between a forward and its backward pass. The differences of a round sum to zero: averaging never moves
+    the mean of the replicas, only gradients do.
 
     No rank ever waits for another. One that is slow, evaluates, has paused (`bagua.abort`) or was killed delays
     the rounds and not the training of others; once one has ended, the others go on without averaging and
@@ -113,6 +117,12 @@ class AsyncModelAverage(Algorithm):
         if rounds.pending is None and due and not (lane.gate.over or rounds.broken or ctx.paused):
             rounds.pending = self._begin(ctx, lane.gate, lane)
 
+    def on_step_begin(self, ctx: Context) -> None:
+        """Weights change now, so the snapshot of them must be whole. It has had both passes of a step for that."""
+        pending = ctx.keep("rounds", _Rounds).pending
+        if pending is not None:
+            pending.await_snapshot()
+
     def on_pause(self, ctx: Context) -> None:
         """Withdraw from the round under way, or complete it if all ranks are in it already."""
         rounds = ctx.keep("rounds", _Rounds)
@@ -129,10 +139,12 @@ class AsyncModelAverage(Algorithm):
 
     def _begin(self, ctx: Context, gate: Gate, lane: BackgroundLane) -> _Round:
         this = _Round(ctx.step, time.monotonic())
+        copies = [(bucket.flat, ctx.scratch("snapshot", bucket)) for bucket in ctx.buckets]
+        if copies[0][0].device.type != "cpu":
+            _take(this, copies)  # only enqueued, in front of the next step
         for bucket in ctx.buckets:
             snapshot, mean = ctx.scratch("snapshot", bucket), ctx.scratch("mean", bucket)
-            snapshot.copy_(bucket.flat)
-            first = gate if bucket.index == 0 else None
+            first = partial(_enter, this, copies, gate) if bucket.index == 0 else None
             this.tickets.append(
                 ctx.launch(
                     self.exchange,
@@ -155,7 +167,13 @@ class _Round:
     ended: float = 0.0
     tickets: list[Ticket] = field(default_factory=list)
     on: bool = False  # every rank takes part; written by the lane, read once the tickets are done
+    taken: threading.Event = field(default_factory=threading.Event)  # the snapshot is whole
     unwanted: threading.Event = field(default_factory=threading.Event)
+
+    def await_snapshot(self) -> None:
+        """Return when the weights may change. A lane that is broken takes no snapshot."""
+        while not self.taken.wait(_LOOK_S) and not self.tickets[0].done:
+            pass
 
     def settle(self) -> None:
         """Return when it is over or called off. Bounded by the group's timeout: all ranks' lanes are in it, or none."""
@@ -174,10 +192,23 @@ class _Rounds:
     broken: bool = False
 
 
-def _join(this: _Round, gate: Gate | None, snapshot: Tensor, mean: Tensor) -> bool:
+def _take(this: _Round, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for weights, snapshot in copies:
+        snapshot.copy_(weights)
+    this.taken.set()
+
+
+def _enter(this: _Round, copies: Sequence[tuple[Tensor, Tensor]], gate: Gate) -> bool:
+    """On the lane, before the first exchange: beside the passes of a step, which only read the weights."""
+    if not this.taken.is_set():
+        _take(this, copies)
+    return gate.enter(this.unwanted.is_set)
+
+
+def _join(this: _Round, enter: Callable[[], bool] | None, snapshot: Tensor, mean: Tensor) -> bool:
     """On the lane, before an exchange."""
-    if gate is not None:
-        this.on = gate.enter(this.unwanted.is_set)
+    if enter is not None:
+        this.on = enter()
     if this.on:
         mean.copy_(snapshot)
     return this.on

@@ -204,14 +204,18 @@ class Codec(ABC):
         m = self._check_part("x_M", x_M, wire_W, start, n)
         if residual_M is not None:
             check_fp32("residual_M", residual_M, m, x_M.device)
-            residual_M = residual_M.detach()
+            residual_M = _plain(residual_M)
         if m:
-            self._encode_part(x_M.detach(), residual_M, wire_W, start, n)
+            self._encode_part(_plain(x_M), residual_M, wire_W, start, n)
 
-    def decode_part(self, wire_W: Tensor, start: int, n: int, out_M: Tensor) -> None:
-        """Decodes elements ``start`` to ``start + M`` of a row of ``n``; shapes and errors as in `encode_part`."""
+    def decode_part(self, wire_W: Tensor, start: int, n: int, out_M: Tensor, *, soon: bool = True) -> None:
+        """Decodes elements ``start`` to ``start + M`` of a row of ``n``; shapes and errors as in `encode_part`.
+
+        Args:
+            soon: `out_M` is read again soon. If not, a large part is written past the caches.
+        """
         if self._check_part("out_M", out_M, wire_W, start, n):
-            self._decode_part(wire_W, start, n, out_M.detach())
+            self._decode_part(wire_W, start, n, _plain(out_M), soon)
 
     def _check_part(self, name: str, part_M: Tensor, wire_W: Tensor, start: int, n: int) -> int:
         align = self.part_numel(part_M.device)
@@ -305,7 +309,7 @@ class Codec(ABC):
     def _encode_part(self, x_M: Tensor, residual_M: Tensor | None, wire_W: Tensor, start: int, n: int) -> None:
         raise NotImplementedError
 
-    def _decode_part(self, wire_W: Tensor, start: int, n: int, out_M: Tensor) -> None:
+    def _decode_part(self, wire_W: Tensor, start: int, n: int, out_M: Tensor, soon: bool) -> None:
         raise NotImplementedError
 
     def _encode_feedback(self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor) -> None:
@@ -344,6 +348,11 @@ class Codec(ABC):
         for wire_W, out_N in zip(wire_RW, out_RN, strict=True):
             self._decode_mean(wire_W[None], row_N, 1.0)
             out_N.add_(row_N)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """``x`` without its history; a `detach` costs 1 to 2 us, and parts are many."""
+    return x.detach() if x.requires_grad else x
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

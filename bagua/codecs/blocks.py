@@ -104,9 +104,12 @@ class BlockCodec(Codec):
         if start + x_M.numel() == n:
             self._pad(wire_W[None], n)
 
-    def _decode_part(self, wire_W: Tensor, start: int, n: int, out_M: Tensor) -> None:
-        kernels = backends.kernels(wire_W.device).blocks[self.layout.name]
-        kernels.decode(wire_W[None], *self._at(start, n), self.block or n, out_M[None])
+    def _decode_part(self, wire_W: Tensor, start: int, n: int, out_M: Tensor, soon: bool) -> None:
+        fused = backends.kernels(wire_W.device).fused
+        assert fused is not None
+        kernels = fused[self.layout.name]
+        decode = kernels.decode if soon else kernels.decode_away
+        decode(wire_W[None], *self._at(start, n), self.block or n, out_M[None])
 
     def _pad(self, wire_RW: Tensor, n: int) -> None:
         end = self._at(n, n)[1]

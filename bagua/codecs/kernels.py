@@ -27,10 +27,13 @@ class Kernels(Protocol):
 class FusedKernels(Kernels, Protocol):
     """The same, and what is done together with them, on whole rows; see the methods of `Codec`.
 
+    ``decode_away`` is ``decode`` into memory that nobody reads soon.
+
     Shapes:
         x_RN, residual_RN: [R, N] fp32, last dim contiguous; residual_N: [N] fp32 contiguous; out_1W: [1, W] uint8.
     """
 
+    def decode_away(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None: ...
     def encode_feedback(
         self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor, head: int, codes: int, block: int
     ) -> None: ...

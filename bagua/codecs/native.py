@@ -18,10 +18,12 @@ from .kernels import Backend
 
 LIBRARY = Path(__file__).with_name("_native.so")
 ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
-_ABI = 4
+_ABI = 5
 _BLOCK_CODECS = ("int4", "minmax_uint8", "sign")
 _SCRATCH = 2048  # elements, as in blocks.h
 _SAMPLE = 1 << 14  # as in top_k.cpp
+# Bytes of an output from which caching it is of no use, and the same if nobody reads it soon.
+_STREAM_FROM, _STREAM_AWAY_FROM = 32 << 20, 1 << 20
 
 _TYPES = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "f": ctypes.c_float}
 
@@ -37,7 +39,7 @@ class NativeKernels:
 
     def __init__(self, library: ctypes.CDLL, layout: str, isa: str) -> None:
         self._encode = _function(library, f"{layout}_encode_{isa}", "psssspps")
-        self._decode = _function(library, f"{layout}_decode_{isa}", "ppssssps")
+        self._decode = _function(library, f"{layout}_decode_{isa}", "ppssss" + "pss")
         self._decode_mean = _function(library, f"{layout}_decode_mean_{isa}", "ppssssfp")
         self._encode_feedback = _function(library, f"{layout}_encode_feedback_{isa}", "pspssss" + "pps")
         self._decode_mean_encode = _function(library, f"{layout}_decode_mean_encode_{isa}", "ppssssf" + "pppp")
@@ -52,9 +54,17 @@ class NativeKernels:
 
     def decode(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None:
         """Decodes each block."""
+        self._decode_to(wire_RW, head, codes, block, out_RC, _STREAM_FROM)
+
+    def decode_away(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None:
+        """Decodes each block, past the caches if there are enough."""
+        self._decode_to(wire_RW, head, codes, block, out_RC, _STREAM_AWAY_FROM)
+
+    def _decode_to(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor, stream_from: int) -> None:
         rows, n = out_RC.shape
         wire, stride = wire_RW.data_ptr(), wire_RW.stride(0)
-        self._decode(wire + head, wire + codes, stride, rows, n, block, out_RC.data_ptr(), out_RC.stride(0))
+        out = out_RC.data_ptr(), out_RC.stride(0)
+        self._decode(wire + head, wire + codes, stride, rows, n, block, *out, stream_from)
 
     def decode_mean(self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor) -> None:
         """Decodes, sums and scales in one pass."""

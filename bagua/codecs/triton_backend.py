@@ -48,6 +48,10 @@ class TritonKernels:
         else:
             self._run_decode(wire_RW, head, codes, block, 0.0, out_RC, mean=False)
 
+    def decode_away(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None:
+        """As `decode`: a GPU has no such choice."""
+        self.decode(wire_RW, head, codes, block, out_RC)
+
     def decode_mean(self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor) -> None:
         """Decodes, sums and scales in one pass."""
         if block > _LONGEST:

@@ -134,8 +134,9 @@ class PartRows:
         source, codec, x_N = self._source, self._codec, self._x_N
         for row, wire_W in zip(range(lo, hi), wire_RW, strict=True):
             first, body, stop, last = self._ends(row)
-            for a, b in source.ranges(first, body, self._align) if source.passage is not None else ((first, body),):
-                codec.decode_part(wire_W, a - first, self._c, x_N[a:b])
+            soon = source.passage is not None  # otherwise the next to read it is the optimizer
+            for a, b in source.ranges(first, body, self._align) if soon else ((first, body),):
+                codec.decode_part(wire_W, a - first, self._c, x_N[a:b], soon=soon)
                 source.leave(a, b)
             if body < stop:
                 tail = self._scratch("tail", last - body)

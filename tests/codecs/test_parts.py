@@ -52,6 +52,21 @@ def test_parts(codec: Codec, n: int, backend: str) -> None:
         assert torch.equal(decoded, codec.decode(fed[None], n)[0])
 
 
+@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("offset", [0, 1, 16])
+def test_parts_that_nobody_reads_soon(codec: Codec, offset: int, backend: str) -> None:
+    """From 1 MiB on they are written past the caches, whose instructions want aligned memory."""
+    n, begin = (1 << 18) + 2048 + 77, 2048
+    with codecs.use_backend(backend):
+        wire_W = codec.encode(row(n)[None])[0]
+        around = torch.full((offset + n + 16,), 7.0)
+        codec.decode_part(wire_W, begin, n, around[offset : offset + n - begin], soon=False)
+        assert torch.equal(around[offset : offset + n - begin], codec.decode(wire_W[None], n)[0, begin:])
+        assert (around[:offset] == 7).all()
+        assert (around[offset + n - begin :] == 7).all()
+
+
 def test_codecs_that_need_whole_rows_say_so() -> None:
     for codec in (Identity(), TopK(0.1), MinMaxUInt8(block=None)):
         assert codec.part_numel(CPU) is None

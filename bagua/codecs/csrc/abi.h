@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define BAGUA_CODECS_ABI 4
+#define BAGUA_CODECS_ABI 5
 
 #define BAGUA_JOIN2(a, b) a##_##b
 #define BAGUA_JOIN(a, b) BAGUA_JOIN2(a, b)
@@ -19,6 +19,7 @@ BAGUA_API int32_t bagua_codecs_abi();
 BAGUA_API int32_t bagua_codecs_isa();  // 0 baseline, 1 avx2, 2 avx512: the highest that this CPU runs
 
 #ifdef BAGUA_ISA
+// decode: an output of `stream_from` bytes or more is written past the caches.
 // decode_mean: out[i] = weight * sum of the decoded rows, in the order of the rows.
 // encode_feedback: e = x + residual is encoded; residual = e - what the wire decodes to, 0 where that is not finite.
 // decode_mean_encode: encodes what decode_mean gives, plus the residual unless that is null, into one row. `scratch`
@@ -32,7 +33,7 @@ BAGUA_API int32_t bagua_codecs_isa();  // 0 baseline, 1 avx2, 2 avx512: the high
                                                   int64_t wire_stride);                                          \
   BAGUA_API void BAGUA_FN(bagua_##codec##_decode)(const uint8_t* head, const uint8_t* codes,                     \
                                                   int64_t wire_stride, int64_t rows, int64_t n, int64_t block,   \
-                                                  float* out, int64_t out_stride);                               \
+                                                  float* out, int64_t out_stride, int64_t stream_from);          \
   BAGUA_API void BAGUA_FN(bagua_##codec##_decode_mean)(const uint8_t* head, const uint8_t* codes,                \
                                                        int64_t wire_stride, int64_t rows, int64_t n,             \
                                                        int64_t block, float weight, float* out);                 \

@@ -8,7 +8,6 @@ namespace {
 
 constexpr float kUp = 0x1p100f, kDown = 0x1p-100f;
 constexpr float kTiny = kDown;  // below it 255 / range may overflow and range / 255 lose digits
-constexpr int64_t kStreamFrom = 32ll << 20;  // output bytes from which caching the output is of no use
 constexpr int32_t kInfinity = 0x7f800000;    // bits; larger ones without sign are NaN
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

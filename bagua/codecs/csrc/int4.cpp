@@ -183,8 +183,8 @@ struct Int4 {
 BAGUA_BLOCK_CODEC_FUNCTIONS(int4, Int4)
 
 void BAGUA_FN(bagua_int4_decode)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows,
-                                 int64_t n, int64_t block, float* out, int64_t out_stride) {
-  const bool large = rows * n * 4 >= kStreamFrom;
+                                 int64_t n, int64_t block, float* out, int64_t out_stride, int64_t stream_from) {
+  const bool large = rows * n * 4 >= stream_from;
   for (int64_t r = 0; r < rows; ++r, out += out_stride, head += wire_stride, codes += wire_stride)
     for (int64_t i = 0; i < n; i += block) {
       const int64_t m = least(block, n - i);

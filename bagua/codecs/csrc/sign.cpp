@@ -138,8 +138,8 @@ struct Sign {
 BAGUA_BLOCK_CODEC_FUNCTIONS(sign, Sign)
 
 void BAGUA_FN(bagua_sign_decode)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows,
-                                 int64_t n, int64_t block, float* out, int64_t out_stride) {
-  const bool large = rows * n * 4 >= kStreamFrom;
+                                 int64_t n, int64_t block, float* out, int64_t out_stride, int64_t stream_from) {
+  const bool large = rows * n * 4 >= stream_from;
   for (int64_t r = 0; r < rows; ++r, out += out_stride, head += wire_stride, codes += wire_stride)
     for (int64_t i = 0; i < n; i += block) {
       const auto decode = large && aligned(out + i) ? decode_block<true> : decode_block<false>;
