@@ -34,9 +34,10 @@ CXXFLAGS = [
 ]
 LDFLAGS = ["-shared"] if sys.platform == "darwin" else ["-shared", "-Wl,--as-needed"]
 X86_64 = platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
-AVX2 = ["-mavx2", "-DBAGUA_ISA=avx2"]
+AVX2 = ["-mavx2", "-mfma", "-DBAGUA_ISA=avx2"]
 AVX512 = [
     "-mavx512f",
+    "-mfma",
     "-mavx512bw",
     "-mavx512dq",
     "-mavx512vl",

@@ -16,34 +16,11 @@ from bagua.algorithms.feedback import fit_feedback
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
-from bagua.exchanges import Exchange, mix
+from bagua.exchanges import Exchange, Lerps, mix
 from bagua.optim import QAdam as QAdamOptimizer
 from bagua.optim import TwoStage
 
 __all__ = ["MomentumAverage", "QAdam"]
-
-
-@dataclass(frozen=True, eq=False)
-class _ThroughMomenta:
-    """`TwoStage.to_momentum` and `to_gradient`, range by range; the same bits.
-
-    Attributes:
-        momenta: of each parameter of a bucket, as `TwoStage.flat_momenta` gives them.
-    """
-
-    momenta: Sequence[tuple[Tensor, float] | None]
-
-    def enter(self, index: int, lo: int, hi: int, x: Tensor, out: Tensor) -> Tensor:
-        """b1 m + (1 - b1) g."""
-        found = self.momenta[index]
-        return x if found is None else torch.lerp(x, found[0][lo:hi], found[1], out=out)
-
-    def leave(self, index: int, lo: int, hi: int, x: Tensor) -> None:
-        """(mean - b1 m) / (1 - b1)."""
-        found = self.momenta[index]
-        if found is not None:
-            moment_N, beta1 = found
-            x.lerp_(moment_N[lo:hi], -beta1 / (1 - beta1))
 
 
 @dataclass(frozen=True)
@@ -147,12 +124,17 @@ class MomentumAverage(Algorithm):
             bucket,
             before=lambda: optimizer.to_momentum(params, bucket.split(bucket.flat)),
             after=lambda: optimizer.to_gradient(params, bucket.split(bucket.flat)),
-            passage=None if momenta is None else _ThroughMomenta(momenta),
+            passage=None if momenta is None else _through(momenta),
         )
 
     def on_backward_end(self, ctx: Context) -> None:
         """The optimizer needs the means."""
         ctx.wait()
+
+
+def _through(momenta: Sequence[tuple[Tensor, float] | None]) -> Lerps:
+    """`TwoStage.to_momentum` and `to_gradient`, with the same bits: b1 m + (1 - b1) g; (mean - b1 m) / (1 - b1)."""
+    return Lerps([None if found is None else (found[0], found[1], -found[1] / (1 - found[1])) for found in momenta])
 
 
 @register

@@ -188,10 +188,25 @@ class Codec(ABC):
         """Elements of which parts of a row of fp32 are made for `encode_part` and `decode_part`; None: they cannot."""
         return None
 
-    def encode_part(self, x_M: Tensor, wire_W: Tensor, start: int, n: int, residual_M: Tensor | None = None) -> None:
+    def part_lerps(self, device: torch.device) -> bool:
+        """Whether `encode_part` and `decode_part` take a ``lerp``."""
+        return False
+
+    def encode_part(
+        self,
+        x_M: Tensor,
+        wire_W: Tensor,
+        start: int,
+        n: int,
+        residual_M: Tensor | None = None,
+        lerp: tuple[Tensor, float] | None = None,
+    ) -> None:
         """Encodes elements ``start`` to ``start + M`` of a row of ``n`` into their places, with feedback if asked to.
 
         A row that is encoded in parts, in any order, has the bytes of one that is encoded at once.
+
+        Args:
+            lerp: encode ``torch.lerp(x_M, *lerp)`` instead, without it in memory. Its tensor is like ``x_M``.
 
         Shapes:
             x_M, residual_M: [M] fp32 contiguous; as in `encode_with_feedback`.
@@ -206,16 +221,34 @@ class Codec(ABC):
             check_fp32("residual_M", residual_M, m, x_M.device)
             residual_M = _plain(residual_M)
         if m:
-            self._encode_part(_plain(x_M), residual_M, wire_W, start, n)
+            self._encode_part(_plain(x_M), residual_M, wire_W, start, n, self._check_lerp(lerp, x_M))
 
-    def decode_part(self, wire_W: Tensor, start: int, n: int, out_M: Tensor, *, soon: bool = True) -> None:
+    def decode_part(
+        self,
+        wire_W: Tensor,
+        start: int,
+        n: int,
+        out_M: Tensor,
+        *,
+        soon: bool = True,
+        lerp: tuple[Tensor, float] | None = None,
+    ) -> None:
         """Decodes elements ``start`` to ``start + M`` of a row of ``n``; shapes and errors as in `encode_part`.
 
         Args:
-            soon: `out_M` is read again soon. If not, a large part is written past the caches.
+            soon: ``out_M`` is read again soon. If not, a large part is written past the caches.
+            lerp: ``out_M`` becomes ``torch.lerp(decoded, *lerp)``.
         """
         if self._check_part("out_M", out_M, wire_W, start, n):
-            self._decode_part(wire_W, start, n, _plain(out_M), soon)
+            self._decode_part(wire_W, start, n, _plain(out_M), soon, self._check_lerp(lerp, out_M))
+
+    def _check_lerp(self, lerp: tuple[Tensor, float] | None, part_M: Tensor) -> tuple[Tensor, float] | None:
+        if lerp is None:
+            return None
+        if not self.part_lerps(part_M.device):
+            raise TypeError(f"codec {self.name!r} mixes no parts on {part_M.device}")
+        check_fp32("lerp", lerp[0], part_M.numel(), part_M.device)
+        return _plain(lerp[0]), lerp[1]
 
     def _check_part(self, name: str, part_M: Tensor, wire_W: Tensor, start: int, n: int) -> int:
         align = self.part_numel(part_M.device)
@@ -306,10 +339,20 @@ class Codec(ABC):
             total_N.add_(row_1N[0])
         out_N.copy_(total_N.mul_(weight))
 
-    def _encode_part(self, x_M: Tensor, residual_M: Tensor | None, wire_W: Tensor, start: int, n: int) -> None:
+    def _encode_part(
+        self,
+        x_M: Tensor,
+        residual_M: Tensor | None,
+        wire_W: Tensor,
+        start: int,
+        n: int,
+        lerp: tuple[Tensor, float] | None,
+    ) -> None:
         raise NotImplementedError
 
-    def _decode_part(self, wire_W: Tensor, start: int, n: int, out_M: Tensor, soon: bool) -> None:
+    def _decode_part(
+        self, wire_W: Tensor, start: int, n: int, out_M: Tensor, soon: bool, lerp: tuple[Tensor, float] | None
+    ) -> None:
         raise NotImplementedError
 
     def _encode_feedback(self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor) -> None:

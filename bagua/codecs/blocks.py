@@ -94,9 +94,24 @@ class BlockCodec(Codec):
         """A block, on a CPU whose kernels are fused; a part would need a wire of its own otherwise."""
         return self.block if device.type == "cpu" and backends.kernels(device).fused is not None else None
 
-    def _encode_part(self, x_M: Tensor, residual_M: Tensor | None, wire_W: Tensor, start: int, n: int) -> None:
+    def part_lerps(self, device: torch.device) -> bool:
+        """On a CPU with fused multiply-add, and compiled kernels."""
+        return self.part_numel(device) is not None and backends.kernels(device).lerp is not None
+
+    def _encode_part(
+        self,
+        x_M: Tensor,
+        residual_M: Tensor | None,
+        wire_W: Tensor,
+        start: int,
+        n: int,
+        lerp: tuple[Tensor, float] | None,
+    ) -> None:
         backend, at, block = backends.kernels(x_M.device), self._at(start, n), self.block or n
-        if residual_M is None:
+        if lerp is not None:
+            assert backend.lerp is not None
+            backend.lerp[self.layout.name].encode_lerp(x_M, *lerp, residual_M, wire_W[None], *at, block)
+        elif residual_M is None:
             backend.blocks[self.layout.name].encode(x_M[None], wire_W[None], *at, block)
         else:
             assert backend.fused is not None
@@ -104,12 +119,18 @@ class BlockCodec(Codec):
         if start + x_M.numel() == n:
             self._pad(wire_W[None], n)
 
-    def _decode_part(self, wire_W: Tensor, start: int, n: int, out_M: Tensor, soon: bool) -> None:
-        fused = backends.kernels(wire_W.device).fused
-        assert fused is not None
-        kernels = fused[self.layout.name]
+    def _decode_part(
+        self, wire_W: Tensor, start: int, n: int, out_M: Tensor, soon: bool, lerp: tuple[Tensor, float] | None
+    ) -> None:
+        backend, at, block = backends.kernels(wire_W.device), self._at(start, n), self.block or n
+        if lerp is not None:
+            assert backend.lerp is not None
+            backend.lerp[self.layout.name].decode_lerp(wire_W[None], *at, block, *lerp, out_M, not soon)
+            return
+        assert backend.fused is not None
+        kernels = backend.fused[self.layout.name]
         decode = kernels.decode if soon else kernels.decode_away
-        decode(wire_W[None], *self._at(start, n), self.block or n, out_M[None])
+        decode(wire_W[None], *at, block, out_M[None])
 
     def _pad(self, wire_RW: Tensor, n: int) -> None:
         end = self._at(n, n)[1]

@@ -72,6 +72,37 @@ class DifferenceKernels(Protocol):
     def decode_add(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RN: Tensor) -> None: ...
 
 
+class LerpKernels(Protocol):
+    """Parts of a row that are mixed with another tensor on their way, as ``torch.lerp`` does, bit for bit.
+
+    Shapes:
+        x_M, other_M, residual_M, out_M: [M] fp32 contiguous; wire_1W: [1, W] uint8.
+    """
+
+    def encode_lerp(
+        self,
+        x_M: Tensor,
+        other_M: Tensor,
+        weight: float,
+        residual_M: Tensor | None,
+        wire_1W: Tensor,
+        head: int,
+        codes: int,
+        block: int,
+    ) -> None: ...
+    def decode_lerp(
+        self,
+        wire_1W: Tensor,
+        head: int,
+        codes: int,
+        block: int,
+        other_M: Tensor,
+        weight: float,
+        out_M: Tensor,
+        away: bool,
+    ) -> None: ...
+
+
 class TopKKernels(Protocol):
     """The functions of top-k, on fp32; k elements of each block, k_rest of the ragged one."""
 
@@ -87,6 +118,7 @@ class Backend:
     blocks: Mapping[str, Kernels]  # by the name of the layout
     fused: Mapping[str, FusedKernels] | None = None  # the same kernels if they are fused
     difference: Mapping[str, DifferenceKernels] | None = None
+    lerp: Mapping[str, LerpKernels] | None = None
     staged: bool = False  # callers pass cache-sized chunks, for the sake of the scratch
     mean: Callable[[Tensor, float, Tensor], None] | None = None  # out_N = weight * sum of rows_RN, both CPU
     top_k: TopKKernels | None = None

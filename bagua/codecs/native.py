@@ -127,6 +127,50 @@ class NativeKernels:
         self._decode_add(wire + head, wire + codes, stride, rows, n, block, scratch.data_ptr(), *out)
 
 
+class NativeLerp:
+    """The kernels of one block codec and one instruction set that has fused multiply-add, see `LerpKernels`."""
+
+    def __init__(self, library: ctypes.CDLL, layout: str, isa: str) -> None:
+        self._encode = _function(library, f"{layout}_encode_lerp_{isa}", "ppfpss" + "ppp")
+        self._decode = _function(library, f"{layout}_decode_lerp_{isa}", "ppss" + "pf" + "pps")
+
+    def encode_lerp(
+        self,
+        x_M: Tensor,
+        other_M: Tensor,
+        weight: float,
+        residual_M: Tensor | None,
+        wire_1W: Tensor,
+        head: int,
+        codes: int,
+        block: int,
+    ) -> None:
+        """Mixes and encodes, with feedback if there is a residual, block by block."""
+        n, wire = x_M.shape[0], wire_1W.data_ptr()
+        scratch = _scratch(n, block)
+        residual = None if residual_M is None else residual_M.data_ptr()
+        source = x_M.data_ptr(), other_M.data_ptr(), weight, residual, n, block, scratch.data_ptr()
+        self._encode(*source, wire + head, wire + codes)
+
+    def decode_lerp(
+        self,
+        wire_1W: Tensor,
+        head: int,
+        codes: int,
+        block: int,
+        other_M: Tensor,
+        weight: float,
+        out_M: Tensor,
+        away: bool,
+    ) -> None:
+        """Decodes and mixes, block by block."""
+        n, wire = out_M.shape[0], wire_1W.data_ptr()
+        scratch = _scratch(n, block)
+        mixed = other_M.data_ptr(), weight, scratch.data_ptr()
+        away = away and 4 * n >= _STREAM_AWAY_FROM
+        self._decode(wire + head, wire + codes, n, block, *mixed, out_M.data_ptr(), away)
+
+
 def _scratch(n: int, block: int) -> Tensor:
     return torch.empty(min(n, max(block, _SCRATCH)), dtype=torch.float32)
 
@@ -195,5 +239,6 @@ def native_backends() -> tuple[dict[str, Backend], str]:
 
 def _backend(library: ctypes.CDLL, isa: str) -> Backend:
     blocks = {layout: NativeKernels(library, layout, isa) for layout in _BLOCK_CODECS}
+    lerp = {layout: NativeLerp(library, layout, isa) for layout in _BLOCK_CODECS} if isa != "baseline" else None
     mean, top_k = NativeMean(library, isa), NativeTopK(library, isa)
-    return Backend(f"native-{isa}", blocks=blocks, fused=blocks, difference=blocks, mean=mean, top_k=top_k)
+    return Backend(f"native-{isa}", blocks, fused=blocks, difference=blocks, lerp=lerp, mean=mean, top_k=top_k)

@@ -10,7 +10,7 @@ from bagua.exchanges.hierarchical import Hierarchical
 from bagua.exchanges.mix import mix
 from bagua.exchanges.power_sgd import PowerSGD
 from bagua.exchanges.scatter_gather import ScatterGather
-from bagua.exchanges.source import Passage, Piece, Source
+from bagua.exchanges.source import Lerps, Passage, Piece, Source
 
 __all__ = [
     "AllReduce",
@@ -18,6 +18,7 @@ __all__ = [
     "Exchange",
     "Gossip",
     "Hierarchical",
+    "Lerps",
     "Passage",
     "Piece",
     "PowerSGD",

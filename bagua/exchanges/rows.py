@@ -97,6 +97,7 @@ class PartRows:
         align = codec.part_numel(self._x_N.device)
         assert align is not None
         self._align = align
+        self._lerps = source.lerps and codec.part_lerps(self._x_N.device)
 
     def _ends(self, row: int) -> tuple[int, int, int, int]:
         """Where a row begins, where its last whole block ends, where the payload ends in it, where the row ends."""
@@ -111,9 +112,15 @@ class PartRows:
         scratch_S = self._scratch("range", source.scratch_numel(self._align))
         for row, wire_W in zip(range(lo, hi), out_RW, strict=True):
             first, body, stop, last = self._ends(row)
-            for a, b in source.ranges(first, body, self._align):
+            for a, b in source.ranges(first, body, self._align, lerps=self._lerps):
                 lost = None if residual_N is None else residual_N[a:b]
-                codec.encode_part(source.read(a, b, scratch_S), wire_W, a - first, self._c, lost)
+                found = source.mixed(a, b) if self._lerps else None
+                if found is None:
+                    codec.encode_part(source.read(a, b, scratch_S), wire_W, a - first, self._c, lost)
+                else:
+                    x, other = found
+                    lerp = None if other is None else other[:2]
+                    codec.encode_part(x, wire_W, a - first, self._c, lost, lerp)
             if body == last:
                 continue
             m, tail = stop - body, self._scratch("tail", last - body)
@@ -134,10 +141,17 @@ class PartRows:
         source, codec, x_N = self._source, self._codec, self._x_N
         for row, wire_W in zip(range(lo, hi), wire_RW, strict=True):
             first, body, stop, last = self._ends(row)
-            soon = source.passage is not None  # otherwise the next to read it is the optimizer
-            for a, b in source.ranges(first, body, self._align) if soon else ((first, body),):
-                codec.decode_part(wire_W, a - first, self._c, x_N[a:b], soon=soon)
-                source.leave(a, b)
+            # Unless a passage reads it, the next to do so is the optimizer.
+            whole = source.passage is None
+            for a, b in ((first, body),) if whole else source.ranges(first, body, self._align, lerps=self._lerps):
+                found = source.mixed(a, b) if self._lerps else None
+                if found is None:
+                    codec.decode_part(wire_W, a - first, self._c, x_N[a:b], soon=not whole)
+                    source.leave(a, b)
+                else:
+                    _, other = found
+                    lerp = None if other is None else (other[0], other[2])
+                    codec.decode_part(wire_W, a - first, self._c, x_N[a:b], soon=False, lerp=lerp)
             if body < stop:
                 tail = self._scratch("tail", last - body)
                 codec.decode_part(wire_W, body - first, self._c, tail)

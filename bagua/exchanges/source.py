@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Passage", "Piece", "Source"]
+__all__ = ["Lerps", "Passage", "Piece", "Source"]
 
 _CACHED = 1 << 18  # elements of a range that several operations work on; for fewer the calls cost more than memory
 
@@ -33,6 +33,29 @@ class Passage(Protocol):
     def leave(self, index: int, lo: int, hi: int, x: Tensor) -> None:
         """Turn the result of the exchange into what the payload shall hold, in place."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class Lerps:
+    """A passage of which both ways are a `torch.lerp`, which codecs may do themselves.
+
+    Attributes:
+        others: for each tensor of the bucket: another one, flat, in the order in which the elements lie in memory,
+            the weight on the way in and that on the way out; None where elements stay as they are.
+    """
+
+    others: Sequence[tuple[Tensor, float, float] | None]
+
+    def enter(self, index: int, lo: int, hi: int, x: Tensor, out: Tensor) -> Tensor:
+        """Mix into `out`."""
+        found = self.others[index]
+        return x if found is None else torch.lerp(x, found[0][lo:hi], found[1], out=out)
+
+    def leave(self, index: int, lo: int, hi: int, x: Tensor) -> None:
+        """Mix in place."""
+        found = self.others[index]
+        if found is not None:
+            x.lerp_(found[0][lo:hi], found[2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,15 +98,35 @@ class Source:
         ]
         return Source(self.x_N[lo:hi], cut, self.passage)
 
-    def ranges(self, lo: int, hi: int, align: int = 1, cached: bool = False) -> Iterator[tuple[int, int]]:
+    @property
+    def lerps(self) -> bool:
+        """Whether `mixed` may be asked."""
+        return isinstance(self.passage, Lerps)
+
+    def mixed(self, lo: int, hi: int) -> tuple[Tensor, tuple[Tensor, float, float] | None] | None:
+        """The elements of a range, and of the tensor in `Lerps`, with its weights; None if not all are in one place."""
+        assert isinstance(self.passage, Lerps)
+        pieces = list(self._within(lo, hi))
+        if len(pieces) != 1:
+            return None
+        p, a, b = pieces[0]
+        found, at = self.passage.others[p.index], p.begin + a - p.lo
+        other = None if found is None else (found[0][at : at + b - a], *found[1:])
+        return p.x[a - p.lo : b - p.lo], other
+
+    def ranges(
+        self, lo: int, hi: int, align: int = 1, cached: bool = False, lerps: bool = False
+    ) -> Iterator[tuple[int, int]]:
         """Cut `lo` to `hi` into ranges for `read`, of a multiple of `align` elements each but for the last one.
 
         Args:
             lo, hi: of the payload.
             align: elements of a block that must not be cut.
             cached: a range shall fit a cache, since several operations follow.
+            lerps: the codec does what the passage does. Ranges that are not in one place fit `read` still.
         """
-        most = max(_CACHED // align, 1) * align if cached or self.passage is not None else hi - lo
+        short = cached or (self.passage is not None and not lerps)
+        most = max(_CACHED // align, 1) * align if short else hi - lo
         at = lo
         while at < hi:
             piece = self._pieces[bisect_right(self._starts, at) - 1]

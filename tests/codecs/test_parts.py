@@ -14,6 +14,7 @@ from bagua.codecs import Codec, Identity, Int4, MinMaxUInt8, Sign, TopK
 CODECS = (MinMaxUInt8(), MinMaxUInt8(block=64), Int4(), Sign(), Sign(block=8))
 CPU = torch.device("cpu")
 NATIVE = [name for name in codecs.available_backends() if name.startswith("native")]
+LERPING = [name for name in NATIVE if name != "native-baseline"]
 
 
 def row(n: int, seed: int = 0) -> Tensor:
@@ -65,6 +66,56 @@ def test_parts_that_nobody_reads_soon(codec: Codec, offset: int, backend: str) -
         assert torch.equal(around[offset : offset + n - begin], codec.decode(wire_W[None], n)[0, begin:])
         assert (around[:offset] == 7).all()
         assert (around[offset + n - begin :] == 7).all()
+
+
+@pytest.mark.parametrize("backend", LERPING)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("weight", [0.9, 0.25, 0.5, -0.5, -9.0])
+@pytest.mark.parametrize(
+    ("n", "offset"), [(1, 0), (63, 1), (5003, 0), (5003, 3), ((1 << 18) + 77, 0), ((1 << 18) + 77, 1)]
+)
+def test_parts_that_are_mixed(codec: Codec, weight: float, n: int, offset: int, backend: str) -> None:
+    """As by `torch.lerp` before and after, bit for bit."""
+    with codecs.use_backend(backend):
+        assert codec.part_lerps(CPU)
+        x_N, other_N, lost_N = row(n), row(n + offset, 1)[offset:], row(n, 2)
+        mixed_N = torch.lerp(x_N, other_N, weight)
+        for residual in (None, lost_N):
+            wires = [torch.empty(codec.wire_bytes(n), dtype=torch.uint8) for _ in range(2)]
+            after = [None if residual is None else residual.clone() for _ in range(2)]
+            codec.encode_part(x_N, wires[0], 0, n, after[0], (other_N, weight))
+            codec.encode_part(mixed_N, wires[1], 0, n, after[1])
+            assert torch.equal(*wires)
+            if after[0] is not None and after[1] is not None:
+                assert torch.equal(after[0], after[1])
+            want = torch.lerp(codec.decode(wires[0][None], n)[0], other_N, weight)
+            for soon in (True, False):
+                around = torch.full((offset + n + 16,), 7.0)
+                codec.decode_part(wires[0], 0, n, around[offset : offset + n], soon=soon, lerp=(other_N, weight))
+                assert torch.equal(around[offset : offset + n], want)
+                assert (around[:offset] == 7).all()
+                assert (around[offset + n :] == 7).all()
+
+
+@pytest.mark.skipif(not LERPING, reason="needs fused multiply-add and the compiled codecs")
+def test_a_mixed_part_of_the_wrong_length() -> None:
+    codec, n = MinMaxUInt8(), 2048
+    wire_W = torch.zeros(codec.wire_bytes(n), dtype=torch.uint8)
+    with codecs.use_backend(LERPING[0]):
+        with pytest.raises(ValueError, match="lerp"):
+            codec.encode_part(row(n), wire_W, 0, n, None, (row(n - 1), 0.9))
+        with pytest.raises(ValueError, match="lerp"):
+            codec.decode_part(wire_W, 0, n, row(n), lerp=(row(n).double(), 0.9))
+
+
+@pytest.mark.skipif("native-baseline" not in NATIVE, reason="needs the compiled codecs")
+def test_no_mixing_without_fused_multiply_add() -> None:
+    codec, n = MinMaxUInt8(), 2048
+    wire_W = torch.zeros(codec.wire_bytes(n), dtype=torch.uint8)
+    with codecs.use_backend("native-baseline"):
+        assert not codec.part_lerps(CPU)
+        with pytest.raises(TypeError, match="mixes no parts"):
+            codec.encode_part(row(n), wire_W, 0, n, None, (row(n), 0.9))
 
 
 def test_codecs_that_need_whole_rows_say_so() -> None:

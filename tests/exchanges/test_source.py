@@ -11,7 +11,18 @@ from torch import Tensor
 from bagua import codecs
 from bagua.codecs import MinMaxUInt8
 from bagua.comm.groups import Groups
-from bagua.exchanges import AllReduce, Exchange, Passage, Piece, PowerSGD, ScatterGather, Source, mix, scatter_gather
+from bagua.exchanges import (
+    AllReduce,
+    Exchange,
+    Lerps,
+    Passage,
+    Piece,
+    PowerSGD,
+    ScatterGather,
+    Source,
+    mix,
+    scatter_gather,
+)
 from bagua.exchanges import source as source_module
 from tests.exchanges.test_exchanges import values
 from tests.rank_threads import run_threads
@@ -98,6 +109,40 @@ def test_same_bits(exchange: Exchange, size: int, with_passage: bool, monkeypatc
     for sizes in ([5000], [3, 4000, 0, 1, 2500, 1024, 30], [7] * 5):
         if size > 1 or not with_passage:  # a single rank exchanges nothing, and the engine does not ask it to
             run_threads(size, both, exchange, sizes, with_passage)
+
+
+class Delegates:
+    """The same passage as another one, but one that no codec knows."""
+
+    def __init__(self, passage: Passage) -> None:
+        self._passage = passage
+
+    def enter(self, index: int, lo: int, hi: int, x: Tensor, out: Tensor) -> Tensor:
+        return self._passage.enter(index, lo, hi, x, out)
+
+    def leave(self, index: int, lo: int, hi: int, x: Tensor) -> None:
+        self._passage.leave(index, lo, hi, x)
+
+
+def lerped(groups: Groups, exchange: Exchange, sizes: Sequence[int]) -> None:
+    n = sum(sizes)
+    others = [None if k == 2 else (values(50 + k, size), 0.9, -9.0) for k, size in enumerate(sizes)]
+    states = [exchange.init(torch.zeros(n), groups) for _ in range(2)]
+    for step in range(3):
+        x, flats = values(groups.rank + 10 * step, n), [torch.full((n,), float("nan")) for _ in range(2)]
+        for flat, state, passage in zip(flats, states, (Lerps(others), Delegates(Lerps(others))), strict=True):
+            exchange.run_from(Source(flat, pieces_of(x, flat, sizes), passage), state, groups, step)
+        assert torch.equal(*flats)
+        for name, state in states[1].items():
+            assert torch.equal(states[0][name], state), name
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
+def test_lerps_by_the_codec_or_before_it(exchange: Exchange, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "_CACHED", 1500)
+    for sizes in ([5000], [3, 4000, 3000, 1, 2500, 1024, 30], [7] * 5):
+        run_threads(size, lerped, exchange, sizes)
 
 
 def drive(groups: Groups, exchange: Exchange, n: int) -> list[Tensor]:

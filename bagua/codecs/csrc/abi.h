@@ -51,9 +51,23 @@ BAGUA_API int32_t bagua_codecs_isa();  // 0 baseline, 1 avx2, 2 avx512: the high
                                                       int64_t block, float* scratch, float* out,                 \
                                                       int64_t out_stride)
 
+// Not in the baseline, which has no fused multiply-add. torch's lerp(x, other, weight), bit for bit, is encoded, with
+// feedback unless `residual` is null; what is decoded becomes x there. `scratch` as for encode_difference. `away` is
+// not 0 if the output is to be written past the caches.
+#define BAGUA_BLOCK_CODEC_LERP(codec)                                                                            \
+  BAGUA_API void BAGUA_FN(bagua_##codec##_encode_lerp)(const float* x, const float* other, float weight,         \
+                                                       float* residual, int64_t n, int64_t block,                \
+                                                       float* scratch, uint8_t* head, uint8_t* codes);           \
+  BAGUA_API void BAGUA_FN(bagua_##codec##_decode_lerp)(const uint8_t* head, const uint8_t* codes, int64_t n,     \
+                                                       int64_t block, const float* other, float weight,          \
+                                                       float* scratch, float* out, int64_t away)
+
 BAGUA_BLOCK_CODEC(minmax_uint8);  // header min, max; one byte for each element
 BAGUA_BLOCK_CODEC(int4);          // header absmax; one nibble for each element, `block` even
 BAGUA_BLOCK_CODEC(sign);          // header scale; one bit for each element, `block` a multiple of 8
+BAGUA_BLOCK_CODEC_LERP(minmax_uint8);
+BAGUA_BLOCK_CODEC_LERP(int4);
+BAGUA_BLOCK_CODEC_LERP(sign);
 
 // out[i] = weight * sum of rows[r][i], in the order of the rows; the stride counts bytes, rows >= 1.
 #define BAGUA_MEAN(type)                                                                                         \

@@ -8,6 +8,7 @@ namespace {
 
 constexpr float kUp = 0x1p100f, kDown = 0x1p-100f;
 constexpr float kTiny = kDown;  // below it 255 / range may overflow and range / 255 lose digits
+constexpr int64_t kFetch = 2048;             // elements between what is read and what is fetched
 constexpr int32_t kInfinity = 0x7f800000;    // bits; larger ones without sign are NaN
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -155,7 +156,73 @@ void decode_add(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, 
     }
 }
 
+#ifdef BAGUA_FMA
+// out = torch's lerp(x, other, weight).
+template <bool kStream>
+void lerp(const float* x, const float* other, float weight, int64_t n, float* out) {
+  const bool is_small = weight > -0.5f && weight < 0.5f;
+  const float factor = is_small ? weight : weight - 1.0f;
+  const VF factors = splat(factor);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const VF a = load(x + i), b = load(other + i);
+    __builtin_prefetch(other + i + kFetch);
+    const VF y = fmadd(factors, b - a, is_small ? a : b);
+    kStream ? stream(out + i, y) : store(out + i, y);
+  }
+  for (; i < n; ++i) out[i] = __builtin_fmaf(factor, other[i] - x[i], is_small ? x[i] : other[i]);
+}
+
+template <typename C>
+void encode_lerp(const float* x, const float* other, float weight, float* residual, int64_t n, int64_t block,
+                 float* scratch, uint8_t* head, uint8_t* codes) {
+  const int64_t step = scratch_of(n, block);
+  for (int64_t i = 0; i < n; i += step) {
+    const int64_t m = least(step, n - i);
+    uint8_t *const h = head + i / block * C::kHeader, *const c = codes + i / C::kPerByte;
+    lerp<false>(x + i, other + i, weight, m, scratch);
+    if (residual)
+      C::template encode<true>(scratch, residual + i, m, block, h, c);
+    else
+      C::template encode<false>(scratch, nullptr, m, block, h, c);
+  }
+}
+
+// `decode` is the codec's own for one row.
+template <typename C, typename Decode>
+void decode_lerp(const uint8_t* head, const uint8_t* codes, int64_t n, int64_t block, const float* other,
+                 float weight, float* scratch, float* out, bool away, Decode decode) {
+  const int64_t step = scratch_of(n, block);
+  const bool streams = away && aligned(out) && step % W == 0;
+  for (int64_t i = 0; i < n; i += step) {
+    const int64_t m = least(step, n - i);
+    decode(head + i / block * C::kHeader, codes + i / C::kPerByte, m, scratch);
+    (streams ? lerp<true> : lerp<false>)(scratch, other + i, weight, m, out + i);
+  }
+  if (streams) stream_end();
+}
+#endif
+
 }  // namespace
+
+#ifdef BAGUA_FMA
+#define BAGUA_BLOCK_CODEC_LERP_FUNCTIONS(codec, C)                                                                 \
+  void BAGUA_FN(bagua_##codec##_encode_lerp)(const float* x, const float* other, float weight, float* residual,    \
+                                             int64_t n, int64_t block, float* scratch, uint8_t* head,              \
+                                             uint8_t* codes) {                                                     \
+    encode_lerp<C>(x, other, weight, residual, n, block, scratch, head, codes);                                    \
+  }                                                                                                                \
+  void BAGUA_FN(bagua_##codec##_decode_lerp)(const uint8_t* head, const uint8_t* codes, int64_t n, int64_t block,  \
+                                             const float* other, float weight, float* scratch, float* out,         \
+                                             int64_t away) {                                                       \
+    const auto decode = [block](const uint8_t* h, const uint8_t* c, int64_t m, float* y) {                         \
+      BAGUA_FN(bagua_##codec##_decode)(h, c, 0, 1, m, block, y, 0, INT64_MAX);                                     \
+    };                                                                                                             \
+    decode_lerp<C>(head, codes, n, block, other, weight, scratch, out, away != 0, decode);                         \
+  }
+#else
+#define BAGUA_BLOCK_CODEC_LERP_FUNCTIONS(codec, C)
+#endif
 
 #define BAGUA_BLOCK_CODEC_FUNCTIONS(codec, C)                                                                      \
   void BAGUA_FN(bagua_##codec##_encode)(const float* x, int64_t x_stride, int64_t rows, int64_t n, int64_t block,  \

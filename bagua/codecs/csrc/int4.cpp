@@ -181,6 +181,7 @@ struct Int4 {
 }  // namespace
 
 BAGUA_BLOCK_CODEC_FUNCTIONS(int4, Int4)
+BAGUA_BLOCK_CODEC_LERP_FUNCTIONS(int4, Int4)
 
 void BAGUA_FN(bagua_int4_decode)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows,
                                  int64_t n, int64_t block, float* out, int64_t out_stride, int64_t stream_from) {

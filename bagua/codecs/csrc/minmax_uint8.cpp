@@ -192,6 +192,7 @@ struct MinMax {
 }  // namespace
 
 BAGUA_BLOCK_CODEC_FUNCTIONS(minmax_uint8, MinMax)
+BAGUA_BLOCK_CODEC_LERP_FUNCTIONS(minmax_uint8, MinMax)
 
 void BAGUA_FN(bagua_minmax_uint8_decode)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride,
                                          int64_t rows, int64_t n, int64_t block, float* out, int64_t out_stride,

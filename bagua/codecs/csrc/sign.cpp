@@ -136,6 +136,7 @@ struct Sign {
 }  // namespace
 
 BAGUA_BLOCK_CODEC_FUNCTIONS(sign, Sign)
+BAGUA_BLOCK_CODEC_LERP_FUNCTIONS(sign, Sign)
 
 void BAGUA_FN(bagua_sign_decode)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows,
                                  int64_t n, int64_t block, float* out, int64_t out_stride, int64_t stream_from) {

@@ -234,6 +234,18 @@ inline void stream(float* p, VF v) {
 #endif
 }
 
+#if defined(__FMA__) && defined(__AVX2__)
+#define BAGUA_FMA 1
+// a * b + c, rounded once.
+inline VF fmadd(VF a, VF b, VF c) {
+#if defined(__AVX512F__)
+  return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
+#endif
+
 inline void stream_end() {
 #if defined(__SSE2__)
   _mm_sfence();
