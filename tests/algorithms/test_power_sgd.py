@@ -146,7 +146,8 @@ def test_error_feedback_loses_nothing_over_time() -> None:
         exchange = exchanges.PowerSGD(SHAPES, 2, error_feedback, min_compression=1.0)
         seen, state, _ = run_threads(size, partial(drive, give=give), exchange, steps)[0]
         if error_feedback:
-            assert state["error"].abs().max() < 15 * once, "a rank's own error stays bounded"
+            # 10 to 17 on some CPUs, whose matrix products round otherwise; 200 if it added up.
+            assert state["error"].abs().max() < 40 * once, "a rank's own error stays bounded"
         return torch.stack(seen).double().sum(0).numpy()
 
     assert np.abs(total(True) - want).max() < 5 * once
