@@ -49,9 +49,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--again",
         type=int,
-        default=2,
         metavar="N",
-        help="repeat entrants while a virtual machine's host took over 3%% of its cores, at most so often; default: 2",
+        help="repeat entrants while a virtual machine's host took over 3%% of its cores, at most so often; default: 2, "
+        "and 0 with --quick, which has 5 minutes",
     )
     parser.add_argument(
         "--optimizer",
@@ -158,7 +158,8 @@ def _plan(args: argparse.Namespace, hosts: Sequence[int]) -> list[Plan]:
         value = getattr(args, option)
         if value is not None and not value > 0:
             raise ValueError(f"--{option.replace('_', '-')}: expected a number > 0, got {value}")
-    if args.again < 0:
+    again = args.again if args.again is not None else 0 if quick else 2
+    if again < 0:
         raise ValueError(f"--again: expected a number >= 0, got {args.again}")
     if not 0 <= args.forward_share <= 1:
         raise ValueError(f"--forward-share: expected a share in [0, 1], got {args.forward_share}")
@@ -179,7 +180,7 @@ def _plan(args: argparse.Namespace, hosts: Sequence[int]) -> list[Plan]:
             emulated=args.optimizer == "emulated",
             local=args.local,
             profile=args.profile,
-            again=args.again,
+            again=again,
         )
         tradeoff.check(plan)
         plans.append(plan)

@@ -74,6 +74,17 @@ def test_what_this_machine_cannot_emulate_is_said(
     assert "bagua bench tradeoff: no namespaces here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "again"), [([], 2), (["--quick"], 0), (["--quick", "--again", "1"], 1), (["--again", "0"], 0)]
+)
+def test_a_quick_run_measures_nothing_again(words: list[str], again: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However disturbed it is, it has to end."""
+    seen: list[int] = []
+    monkeypatch.setattr("bagua.bench.tradeoff.run", lambda plan, *_: seen.append(plan.again))
+    main(["tradeoff", *words])
+    assert seen == [again]
+
+
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.json").write_text('{"kind": "other"}')
     assert main(["report", str(tmp_path / "other.json")]) == 2
