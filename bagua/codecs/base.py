@@ -214,7 +214,7 @@ class Codec(ABC):
 
         Raises:
             ValueError: a part that begins or ends within a block, or a shape that is not as above.
-            TypeError: the codec cannot: `part_numel` is None.
+            TypeError: the codec cannot: `part_numel` is None, or there is a ``lerp`` and not `part_lerps`.
         """
         m = self._check_part("x_M", x_M, wire_W, start, n)
         if residual_M is not None:
