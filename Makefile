@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test test-fast lint bench gpu docs docs-check clean
 
 PYTHON ?= python3
 # More arguments for every pip call, e.g. PIP_ARGS="--index-url ..." for a build of torch of your choice.
@@ -13,6 +13,10 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 # Test files that run at once: most tests wait for other processes. 0 runs all in one process.
 TEST_JOBS ?= 2
+# For `make gpu`: parts to run (all), a folder for the results (dated), and 1 for a dry run on a CPU.
+PART ?=
+OUT ?=
+DRY ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +27,7 @@ DOCS := $(shell sed -n '/^docs = \[/,/^\]/s/^ *\("[^"]*"\),$$/\1/p' pyproject.to
 NATIVE := $(shell find bagua -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo 'Variables: PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" PYTEST_ARGS="$(PYTEST_ARGS)"'
 
 # torch is installed first and exactly, so that no later requirement can choose another build of it.
@@ -39,7 +43,10 @@ demo: $(STAMP)  ## train, compare and plot on this machine; writes out/demo
 	$(BIN)/python examples/demo.py --out out/demo
 
 test: $(STAMP)  ## the everyday tests
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS)
+
+test-fast: $(STAMP)  ## the tests that start no process (the unit tier)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "unit and not slow" tests $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## style, format and types
 	$(BIN)/python -m ruff check .
@@ -49,15 +56,25 @@ lint: $(STAMP)  ## style, format and types
 bench: $(STAMP)  ## cost of the wrapper beside plain PyTorch
 	$(BIN)/python -m benchmarks.overhead
 
+# A machine with a GPU may have no network, and its own torch: .venv is used if its torch has CUDA, else PYTHON.
+gpu:  ## what a machine with one GPU shows; PART="tests rates", OUT=folder, DRY=1 on a CPU
+	@for python in $(BIN)/python $(PYTHON); do \
+	  if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then break; fi; \
+	  python=; done; \
+	if [ -z "$$python" ]; then python=$(PYTHON); if [ -x $(BIN)/python ]; then python=$(BIN)/python; fi; fi; \
+	exec $$python -m benchmarks.gpu $(foreach part,$(PART),--part $(part)) $(if $(OUT),--out "$(OUT)") $(if $(filter-out 0,$(DRY)),--dry)
+
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-dev.txt $(DOCS)
 	@touch $@
 
-docs: $(DOCS_STAMP)  ## the site, out/site/index.html; also writes docs/compatibility.md from its tests, runs the code in docs/
-	$(BIN)/python -m tests.parity.page
-	$(BIN)/python -m benchmarks.figures
-	$(BIN)/python -m pytest -q tests/docs tests/parity/test_page.py $(PYTEST_ARGS)
+docs: $(DOCS_STAMP)  ## the site, out/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+docs-check: $(DOCS_STAMP)  ## check docs/: code, links, figures, and the table of what works, by its tests (some 20 minutes)
+	$(BIN)/python -m benchmarks.figures --check
+	$(BIN)/python -m pytest -q -m "slow or not slow" tests/docs tests/parity/test_page.py $(PYTEST_ARGS)
+	$(BIN)/python -m tests.parity.page --check
 
 clean:  ## remove what was built, .venv too
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis

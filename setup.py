@@ -67,7 +67,7 @@ def sources(folder: str, ending: str) -> list[str]:
 
 CSRC = "bagua/codecs/csrc"
 NET = "bagua/net/csrc"
-KERNELS = ("int4", "mean", "minmax_uint8", "sign", "top_k")
+KERNELS = ("eden", "int4", "mean", "minmax_uint8", "sign", "top_k")
 LIBRARIES = [
     Library(
         name="bagua.codecs._native",

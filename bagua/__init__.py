@@ -4,36 +4,53 @@
     bagua.init_process_group()
     model = bagua.distribute(model, optimizer, "bytegrad")
 
-Importing has no side effects: no threads, no patched classes, no environment writes.
+Importing has no side effects: no threads, no patched classes, no environment writes. What needs torch is imported at
+its first use, so that commands which need none start at once.
 """
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
 from importlib import metadata as _metadata
+from typing import TYPE_CHECKING
+from typing import Any as _Any
 
-from bagua import algorithms, checkpoint, codecs, elastic, exchanges, interop, nn, optim, topologies
-from bagua.algorithms import Algorithm, Context
-from bagua.autotune import Autotune
-from bagua.comm.world import destroy_process_group, init_process_group
-from bagua.engine import (
-    GradScaler,
-    Guard,
-    Quality,
-    Stats,
-    StepStats,
-    abort,
-    average,
-    detach,
-    distribute,
-    join,
-    load_state_dict,
-    no_sync,
-    resume,
-    state_dict,
-    stats,
-)
-from bagua.errors import CommunicationError, RankMismatchError
-from bagua.simulation import Simulation, simulate
+if TYPE_CHECKING:
+    from bagua import (
+        algorithms,
+        checkpoint,
+        codecs,
+        data,
+        elastic,
+        exchanges,
+        interop,
+        lab,
+        moe,
+        net,
+        nn,
+        optim,
+        topologies,
+    )
+    from bagua.algorithms import Algorithm, Context
+    from bagua.autotune import Autotune
+    from bagua.comm.world import destroy_process_group, init_process_group
+    from bagua.engine import GradScaler, Guard, Quality, Stats, StepStats, module_state_dict
+
+    # Not from the package: readers of the source would take `join` and `stats` for its modules of that name.
+    from bagua.engine.api import detach, distribute
+    from bagua.engine.distributed_module import (
+        average_parameters,
+        load_state_dict,
+        no_sync,
+        pause,
+        resume,
+        state_dict,
+        stats,
+    )
+    from bagua.engine.earlier_names import abort, average
+    from bagua.engine.join import join
+    from bagua.errors import CommunicationError, RankMismatchError
+    from bagua.simulation.simulate import Simulation, simulate
 
 __all__ = [
     "Algorithm",
@@ -50,8 +67,10 @@ __all__ = [
     "abort",
     "algorithms",
     "average",
+    "average_parameters",
     "checkpoint",
     "codecs",
+    "data",
     "destroy_process_group",
     "detach",
     "distribute",
@@ -60,10 +79,15 @@ __all__ = [
     "init_process_group",
     "interop",
     "join",
+    "lab",
     "load_state_dict",
+    "module_state_dict",
+    "moe",
+    "net",
     "nn",
     "no_sync",
     "optim",
+    "pause",
     "resume",
     "simulate",
     "state_dict",
@@ -71,11 +95,47 @@ __all__ = [
     "topologies",
 ]
 
+# Where a name is defined, which is imported when the name is first used.
+_HOMES = {
+    "bagua.algorithms": ("Algorithm", "Context"),
+    "bagua.autotune": ("Autotune",),
+    "bagua.comm.world": ("destroy_process_group", "init_process_group"),
+    "bagua.engine": (
+        *("GradScaler", "Guard", "Quality", "Stats", "StepStats", "abort", "average", "average_parameters", "detach"),
+        *("distribute", "join", "load_state_dict", "module_state_dict", "no_sync", "pause", "resume", "state_dict"),
+        "stats",
+    ),
+    "bagua.errors": ("CommunicationError", "RankMismatchError"),
+    "bagua.simulation": ("Simulation", "simulate"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_PARTS = frozenset(
+    (
+        *("algorithms", "autotune", "checkpoint", "codecs", "comm", "data", "elastic", "engine", "errors", "exchanges"),
+        *("interop", "lab", "moe", "net", "nn", "optim", "simulation", "testing", "topologies"),
+    )
+)
 
-def __getattr__(name: str) -> str:
-    if name == "__version__":
-        try:
-            return _metadata.version("bagua")
-        except _metadata.PackageNotFoundError:
-            return "0+unknown"
-    raise AttributeError(f"module 'bagua' has no attribute {name!r}")
+
+def __getattr__(name: str) -> _Any:
+    if name in _HOME_OF:
+        value = getattr(_import_module(_HOME_OF[name]), name)
+    elif name in _PARTS:
+        return _import_module(f"bagua.{name}")
+    elif name == "__version__":
+        value = _version()
+    else:
+        raise AttributeError(f"module 'bagua' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PARTS})
+
+
+def _version() -> str:
+    try:
+        return _metadata.version("bagua")
+    except _metadata.PackageNotFoundError:
+        return "0+unknown"

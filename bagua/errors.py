@@ -6,14 +6,14 @@ __all__ = ["CommunicationError", "RankMismatchError"]
 
 
 class CommunicationError(RuntimeError):
-    """An exchange failed, or a rank did not take part in one within the timeout.
+    """An exchange failed, or a rank did not take part in it within the timeout.
 
-    The message names the step, the bucket and, where it can be known, the rank. The cause is chained.
+    The message names the step, the bucket and, if known, the rank. The cause is chained.
     """
 
 
 class RankMismatchError(ValueError):
-    """Ranks came with different models, options or orders, or one of them failed to validate its own.
+    """Ranks passed different models, options or orders, or the arguments of one rank are invalid.
 
     Raised on every rank, before any collective starts.
     """

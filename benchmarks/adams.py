@@ -1,30 +1,31 @@
 """Milliseconds of a step of this package's Adams, beside torch's: `python -m benchmarks.adams --json out.json`.
 
-Entrants take turns, with gradients that are given and not made; one thread. QAdam in its warm-up does what
+Contenders take turns, with gradients that are given and not made; one thread. QAdam in its warm-up does what
 `torch.optim.Adam(foreach=True)` does, with the same bits.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import bagua
-from bagua.bench import machine
+from bagua.bench import machine, progress, results_file
+from bagua.bench.layout import Columns
+from bagua.bench.turns import turns
 
-__all__ = ["ENTRANTS", "main"]
+__all__ = ["CONTENDERS", "main"]
 
 _Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-ENTRANTS: dict[str, _Make] = {
+CONTENDERS: dict[str, _Make] = {
     "torch.optim.Adam(foreach=True)": lambda params: torch.optim.Adam(params, foreach=True),
     "torch.optim.Adam(fused=True)": lambda params: torch.optim.Adam(params, fused=True),
     "QAdam, warm-up": lambda params: bagua.optim.QAdam(params, warmup_steps=10**6),
@@ -36,24 +37,25 @@ ENTRANTS: dict[str, _Make] = {
 
 
 def measure(elements: int, tensors: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each entrant's steps."""
+    """Milliseconds of each contender's steps."""
     n = max(1, elements // tensors)
     grads = [torch.randn(n) for _ in range(min(tensors, 16))]
-    found: dict[str, list[float]] = {name: [] for name in ENTRANTS}
     optimizers: dict[str, torch.optim.Optimizer] = {}
-    for name, make in ENTRANTS.items():
+    for name, make in CONTENDERS.items():
         params = [nn.Parameter(torch.zeros(n)) for _ in range(tensors)]
         for index, param in enumerate(params):
             param.grad = grads[index % len(grads)]
         optimizers[name] = make(params)
-    for step in range(rounds + 3):
-        for name, optimizer in optimizers.items():
-            started = time.perf_counter()
-            optimizer.step()
-            if step >= 3:  # the first ones make state, and end warm-ups
-                found[name].append(1e3 * (time.perf_counter() - started))
-        if sys.stderr.isatty():
-            print(f"\rround {step + 1} of {rounds + 3}", end="", file=sys.stderr)
+
+    def step_ms(optimizer: torch.optim.Optimizer) -> float:
+        started = time.perf_counter()
+        optimizer.step()
+        return 1e3 * (time.perf_counter() - started)
+
+    calls = {name: partial(step_ms, optimizer) for name, optimizer in optimizers.items()}
+    # The first three steps make state, and end warm-ups.
+    found = turns(calls, rounds, 3, lambda done, total: progress.show(f"round {done} of {total}"))
+    progress.clear()
     return found
 
 
@@ -71,14 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     found = measure(args.elements, args.tensors, args.rounds)
     medians = {name: statistics.median(times) for name, times in found.items()}
-    first = medians[next(iter(ENTRANTS))]
-    print(f"\n{'optimizer':32s} {'ms':>8s} {'of the first':>14s}")
-    for name, ms in medians.items():
-        print(f"{name:32s} {ms:8.1f} {ms / first:14.2f}")
+    first = medians[next(iter(CONTENDERS))]
+    columns = Columns(("optimizer", -32), ("ms", 9), ("of the first", 15))
+    print(columns.table([[name, f"{ms:.1f}", f"{ms / first:.2f}"] for name, ms in medians.items()]))
     if args.json is not None:
         content = {"kind": "adams", "date": machine.now(), "machine": machine.describe_machine(), "ms": found}
         content["settings"] = {"elements": args.elements, "tensors": args.tensors, "rounds": args.rounds}
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
+        results_file.write(args.json, content)
     return 0
 
 

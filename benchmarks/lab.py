@@ -7,16 +7,16 @@ and the frames that it released over 1 ms late. Rates count payload from the rec
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from bagua.bench import progress, results_file
+from bagua.bench.layout import markdown_row, markdown_table
+from bagua.bench.machine import describe_machine, now
 from bagua.lab import Cluster, LabError, Link
 from bagua.lab.traffic import measure_rate, measure_round_trips
 
@@ -40,6 +40,8 @@ CASES: list[tuple[str, Link]] = [
     ("packet", Link("1gbit", "1ms")),
     ("packet", Link("100mbit", "5ms")),
 ]
+
+_HEAD = ("wire", "bandwidth", "latency ms", "1 stream", "4 streams", "rtt min ms", "median", "relay cores", "late")
 
 
 def measure(wire: str, link: Link, seconds: float) -> dict[str, Any]:
@@ -69,12 +71,11 @@ def measure(wire: str, link: Link, seconds: float) -> dict[str, Any]:
 def show(row: dict[str, Any]) -> str:
     """A line of the table."""
     limit = f"{row['bandwidth_mbit']:g} Mbit/s" if row["bandwidth_mbit"] else "no limit"
-    rates = f"{row['rate_mbit']:.0f} | {row['rate_4_streams_mbit']:.0f}"
     late = "" if row["late_share"] is None else f"{row['late_share']:.1%}"
-    return (
-        f"| {row['wire']} | {limit} | {row['latency_ms']:g} | {rates} "
-        f"| {row['round_trip_min_ms']:.2f} | {row['round_trip_median_ms']:.2f} | {row['relay_cores']:.2f} "
-        f"| {late} |"
+    rates = [f"{row['rate_mbit']:.0f}", f"{row['rate_4_streams_mbit']:.0f}"]
+    trips = [f"{row['round_trip_min_ms']:.2f}", f"{row['round_trip_median_ms']:.2f}"]
+    return markdown_row(
+        [row["wire"], limit, f"{row['latency_ms']:g}", *rates, *trips, f"{row['relay_cores']:.2f}", late]
     )
 
 
@@ -84,26 +85,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 where the machine allows no namespaces.
     """
-    parser = argparse.ArgumentParser(prog="benchmarks.lab", description="How exact the emulated links are.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lab", description="How exact the emulated links are.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows with date and hardware")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each stream (1.5)")
     parser.add_argument("--quick", action="store_true", help="four cases, half a second each")
     args = parser.parse_args(argv)
     cases = [CASES[0], CASES[4], CASES[9], CASES[14]] if args.quick else CASES
-    print("| wire | bandwidth | latency ms | 1 stream | 4 streams | rtt min ms | median | relay cores | late |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(markdown_table(_HEAD, []))
     rows = []
-    for wire, link in cases:
+    for number, (wire, link) in enumerate(cases, 1):
+        progress.show(f"{number} of {len(cases)}: {wire}")
         try:
             rows.append(measure(wire, link, 0.5 if args.quick else args.seconds))
         except LabError as error:
             print(f"benchmarks.lab: {error}", file=sys.stderr)
             return 1
+        progress.clear()
         print(show(rows[-1]), flush=True)
     if args.json:
-        machine = {"cpus": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()[0]}
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        args.json.write_text(json.dumps({"date": date, "machine": machine, "rows": rows}, indent=1) + "\n")
+        machine = {**describe_machine(), "kernel": platform.release()}
+        results_file.write(args.json, {"date": now(), "machine": machine, "rows": rows})
     return 0
 
 

@@ -5,14 +5,17 @@ python -m benchmarks.loc
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import tokenize
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import bagua
 from bagua import algorithms
+from bagua.bench.layout import Columns
 
 __all__ = ["Count", "code_lines", "count_algorithms", "main"]
 
@@ -61,7 +64,7 @@ def code_lines(source: str) -> int:
 def count_algorithms() -> list[Count]:
     """Return a count for each file of `bagua/algorithms`, those with a registered algorithm first."""
     by_file: dict[str, list[str]] = {}
-    for row in bagua.algorithms.available():
+    for row in bagua.algorithms.available(builtin_only=True):
         module = type(algorithms.get(row.name)).__module__
         by_file.setdefault(module.rsplit(".", 1)[-1], []).append(row.name)
     found: list[Count] = []
@@ -71,13 +74,15 @@ def count_algorithms() -> list[Count]:
     return sorted(found, key=lambda count: (not count.names, count.code))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.loc", description="Lines of code of each algorithm, without blanks and comments."
+    ).parse_args(argv)
     counts = count_algorithms()
-    rows = [("file", "algorithm", "code", "lines"), *((c.file, ", ".join(c.names), c.code, c.total) for c in counts)]
-    rows.append(("total", "", sum(c.code for c in counts), sum(c.total for c in counts)))
-    for file, names, code, total in rows:
-        print(f"{file:<34}{names:<30}{code:>6}{total:>7}")
+    rows = [[c.file, ", ".join(c.names), str(c.code), str(c.total)] for c in counts]
+    rows.append(["total", "", str(sum(c.code for c in counts)), str(sum(c.total for c in counts))])
+    print(Columns(("file", -34), ("algorithm", -30), ("code", 6), ("lines", 7)).table(rows))
 
 
 if __name__ == "__main__":

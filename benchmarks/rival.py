@@ -24,11 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua
+from bagua.bench import progress, results_file
+from bagua.bench.baselines import with_power_sgd
+from bagua.bench.layout import Columns
 from bagua.bench.machine import describe_machine, now
 from bagua.lab import Cluster, Link
 
@@ -79,12 +81,7 @@ def make(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None
         algorithm, options = OURS[name]
         bagua.distribute(model, optimizer, algorithm, **options)
         return model, optimizer, partial(_detach, model)
-    rank = RANKS[name]
-    # The hook deadlocks on gloo with several buckets.
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=1000) if rank else DistributedDataParallel(model)
-    if rank:
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    wrapped = with_power_sgd(model, RANKS[name]) if RANKS[name] else DistributedDataParallel(model)
     return wrapped, optimizer, lambda: None
 
 
@@ -105,7 +102,7 @@ def train(name: str, steps: int) -> tuple[float, list[float]]:
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - started)
     if name in OURS:
-        bagua.average(model)
+        bagua.average_parameters(model)
     with torch.no_grad():
         x, y = task.held_out
         loss = float(cross_entropy(model.eval()(x), y))
@@ -119,7 +116,11 @@ def work(names: Sequence[str], steps: int, folder: Path) -> None:
     """One rank: losses first, then, when the link is capped, times."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    losses = {name: train(name, steps)[0] for name in names}
+    losses: dict[str, float] = {}
+    for number, name in enumerate(names, 1):
+        losses[name] = train(name, steps)[0]
+        if dist.get_rank() == 0:
+            progress.show(f"loss {number} of {len(names)}: {name}")
     dist.barrier()
     if dist.get_rank() == 0:
         (folder / "uncapped").touch()
@@ -127,8 +128,10 @@ def work(names: Sequence[str], steps: int, folder: Path) -> None:
         time.sleep(0.05)
     dist.barrier()
     times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(2):
-        for name in names:
+    for turn in (1, 2):
+        for number, name in enumerate(names, 1):
+            if dist.get_rank() == 0:
+                progress.show(f"times, turn {turn} of 2, {number} of {len(names)}: {name}")
             times[name] += train(name, TIMED + 5)[1][5:]  # the hook's first steps are exact
     if dist.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps({"losses": losses, "times": times}))
@@ -167,12 +170,19 @@ def measure(names: Sequence[str], steps: int, bandwidth: str, folder: Path, limi
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--bandwidth", default="200mbit")
-    parser.add_argument("--steps", type=int, default=300, help="for the loss")
-    parser.add_argument("--only", default=";".join([*RANKS, *OURS]), help="names, separated by semicolons")
-    parser.add_argument("--limit", type=float, default=900, help="seconds for all")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rival",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"systems: {'; '.join([*RANKS, *OURS])}",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--bandwidth", default="200mbit", help="of the capped link (%(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="for the loss (%(default)s)")
+    parser.add_argument(
+        "--only", metavar="NAMES", default=";".join([*RANKS, *OURS]), help="systems, separated by semicolons (all)"
+    )
+    parser.add_argument("--limit", type=float, default=900, metavar="S", help="seconds for all (%(default)s)")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     names = options.only.split(";")
@@ -184,17 +194,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="bagua-rival-") as folder:
         found = measure(names, options.steps, options.bandwidth, Path(folder), options.limit)
+    progress.clear()
     rows = [
         {"system": name, "step_ms": 1000 * statistics.fmean(found["times"][name]), "loss": found["losses"][name]}
         for name in names
     ]
     print(f"2 hosts, {options.bandwidth}, loss after {options.steps} steps")
-    print(f"{'system':24}{'step ms':>10}{'loss':>8}")
-    for row in rows:
-        print(f"{row['system']:24}{row['step_ms']:10.1f}{row['loss']:8.3f}")
+    columns = Columns(("system", -24), ("step ms", 10), ("loss", 8))
+    print(columns.table([[row["system"], f"{row['step_ms']:.1f}", f"{row['loss']:.3f}"] for row in rows]))
     if options.json:
         facts = {"date": now(), "machine": describe_machine(), "bandwidth": options.bandwidth, "steps": options.steps}
-        options.json.write_text(json.dumps({**facts, "rows": rows, "times_s": found["times"]}, indent=1) + "\n")
+        results_file.write(options.json, {**facts, "rows": rows, "times_s": found["times"]})
 
 
 if __name__ == "__main__":

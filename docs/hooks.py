@@ -1,5 +1,11 @@
-"""Hooks of MkDocs: files outside docs/ that pages link to become pages, so that links work on the site too."""
+"""Hooks of MkDocs: what pages hold that Markdown has not.
 
+Files outside docs/ that pages link to become pages, so that links work on the site too. Figures get their dark form and
+lead to the whole of themselves. Formulas become MathML, which browsers typeset without a script.
+"""
+
+# pyright: reportMissingImports=false
+# MkDocs comes with the extra "docs" only.
 from __future__ import annotations
 
 import posixpath
@@ -7,12 +13,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+FIGURE = re.compile(r"!\[([^\]]*)\]\(([^)\s#]*figures/[^)\s#]+)\.svg\)")
+FORMULA = re.compile(r"^\$\$\n(.*?)\n\$\$$", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".sh": "bash", ".cpp": "cpp", ".h": "cpp"}
 MADE = re.compile(r"^Made from the docstrings by .*\n", re.MULTILINE)  # for those who read the source of the page
@@ -35,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Let links lead to the pages made above, and leave out what is said to readers of the source only."""
+    """Let links lead to the pages made above, draw formulas, leave out what is for readers of the source only."""
     place = _place(page.file)
     if page.file.src_uri.startswith("reference/"):
         markdown = MADE.sub("", markdown)
@@ -49,7 +58,20 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return f"]({posixpath.relpath(uri, here or '.')}{match[2] or ''})"
 
     parts = FENCE.split(markdown)
-    return "".join(part if part.startswith("```") else LINK.sub(replace, part) for part in parts)
+    return "".join(part if part.startswith("```") else _drawn(LINK.sub(replace, part)) for part in parts)
+
+
+def _drawn(markdown: str) -> str:
+    """Figures in both forms, of which the page shows one, and formulas."""
+    both = r"[![\1](\2.svg#only-light)![\1](\2-dark.svg#only-dark)](\2.svg){ .figure }"
+    markdown = FIGURE.sub(both, markdown)
+    return FORMULA.sub(lambda match: _typeset(match[1]), markdown)
+
+
+def _typeset(formula: str) -> str:
+    """Return MathML. What `\\qquad` sets apart stands in one line where there is room, else below one another."""
+    parts = [convert(part, display="block") for part in re.split(r"\s*\\qquad\s*", formula)]
+    return f'<div class="formula">{"".join(parts)}</div>'
 
 
 def _place(file: File) -> str:

@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -106,12 +107,13 @@ def count(text: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="A small language model on texts of different lengths.")
-    parser.add_argument("--sampler", choices=["balanced", "plain"], default="balanced")
+    parser.add_argument("--sampler", choices=["balanced", "plain"], default="balanced",
+                        help="balanced: batches of equal cost; plain: a DistributedSampler (%(default)s)")  # fmt: skip
     parser.add_argument("--max-tokens", type=count, default=6000, help="padded characters of a batch and rank")
-    parser.add_argument("--epochs", type=count, default=2)
+    parser.add_argument("--epochs", type=count, default=2, help="passes over the texts (%(default)s)")
     parser.add_argument("--steps", type=count, help="at most so many in an epoch")
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return parser
 
@@ -135,9 +137,8 @@ def main(argv: list[str] | None = None) -> None:
         sampler.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
         torch.distributed.barrier()
         begun = time.perf_counter()
-        for step, batch in enumerate(loader):
-            if step == args.steps:
-                break
+        steps = len(loader) if args.steps is None else min(args.steps, len(loader))
+        for step, batch in enumerate(islice(loader, steps), 1):
             loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), ignore_index=PADDING)
             loss.backward()
             optimizer.step()
@@ -145,12 +146,12 @@ def main(argv: list[str] | None = None) -> None:
             padded.append(batch.numel())
             tokens += int((batch != PADDING).sum())
             if rank == 0 and sys.stdout.isatty():
-                print(f"\repoch {epoch + 1}/{args.epochs}  step {step + 1}/{len(loader)}", end="", flush=True)
+                print(f"\repoch {epoch + 1}/{args.epochs}  step {step}/{steps}", end="", flush=True)
         torch.distributed.barrier()
         seconds += time.perf_counter() - begun
         if rank == 0:
             start = "\r" if sys.stdout.isatty() else ""
-            print(f"{start}epoch {epoch + 1}/{args.epochs}  {len(loader)} steps  loss {loss.item():.3f}", flush=True)
+            print(f"{start}epoch {epoch + 1}/{args.epochs}  {steps} steps  loss {loss.item():.3f}", flush=True)
 
     uneven, all_padded = imbalance(padded)
     total = torch.tensor([tokens])

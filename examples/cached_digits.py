@@ -5,7 +5,7 @@ bagua run --nproc-per-node 2 examples/cached_digits.py --workers 2              
 bagua run --nproc-per-node 2 examples/cached_digits.py --backend redis          on a Redis server of the job's own
 
 Each image is enlarged and sharpened by a filter that is slow on purpose, which is the same in every epoch; the random
-shift behind the cache is not. The first epoch computes, the others read. Needs the extra "cache" and scikit-learn.
+shift behind the cache is not. The first epoch computes, the others read. Needs `pip install '.[cache,demo]'`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -31,6 +30,10 @@ class SlowDigits(Dataset[tuple[Tensor, int]]):
     """Images [1, 32, 32] of `load_digits`, each filtered for some milliseconds."""
 
     def __init__(self, rounds: int) -> None:
+        try:
+            from sklearn.datasets import load_digits
+        except ModuleNotFoundError as error:
+            raise SystemExit(f"cached_digits: {error.name} is not installed: pip install '.[cache,demo]'") from None
         images, labels = load_digits(return_X_y=True)
         self.images = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 16
         self.labels, self.rounds = labels.tolist(), rounds
@@ -71,9 +74,10 @@ def count(text: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="Handwritten digits with slow preprocessing, cached.")
-    parser.add_argument("--backend", choices=["lmdb", "memory", "redis"], default="lmdb")
+    parser.add_argument("--backend", choices=["lmdb", "memory", "redis"], default="lmdb",
+                        help="keep samples in a file, this process or Redis servers (%(default)s)")  # fmt: skip
     parser.add_argument("--path", help='where "lmdb" keeps its file; default: a directory that goes with the job')
-    parser.add_argument("--epochs", type=count, default=4)
+    parser.add_argument("--epochs", type=count, default=4, help="passes over the images (%(default)s)")
     parser.add_argument("--batch-size", type=count, default=32, help="images per rank and step")
     parser.add_argument("--workers", type=int, default=0, help="DataLoader workers per rank")
     parser.add_argument("--rounds", type=count, default=100, help="of the slow filter")

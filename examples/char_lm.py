@@ -149,18 +149,19 @@ def build_parser() -> argparse.ArgumentParser:
     names = [row.name for row in bagua.algorithms.available()]
     parser.add_argument("--algorithm", choices=names, default="bytegrad", metavar="NAME",
                         help=f"one of: {', '.join(names)} (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--steps", type=count, default=300)
+    parser.add_argument("--steps", type=count, default=300, help="optimizer steps (%(default)s)")
     parser.add_argument("--batch-size", type=count, default=16, help="pieces of text per rank, batch and pass")
     parser.add_argument("--accumulate", type=count, default=2, help="backward passes for one step")
     parser.add_argument("--context", type=count, default=64, help="characters of a piece")
-    parser.add_argument("--width", type=count, default=128)
-    parser.add_argument("--layers", type=count, default=2)
-    parser.add_argument("--heads", type=count, default=4)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--width", type=count, default=128, help="size of the embedding (%(default)s)")
+    parser.add_argument("--layers", type=count, default=2, help="transformer layers (%(default)s)")
+    parser.add_argument("--heads", type=count, default=4, help="attention heads (%(default)s)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate (%(default)s)")
     parser.add_argument("--clip", type=float, default=1.0, help="greatest norm of the gradient")
     parser.add_argument("--no-bf16", dest="bf16", action="store_false", help="compute in fp32")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="where to train (default here: %(default)s)")  # fmt: skip
     parser.add_argument("--checkpoint", type=Path, metavar="DIRECTORY", help="save there, and go on from there")
     parser.add_argument("--every", type=count, default=50, metavar="STEPS", help="between two checkpoints")
     parser.add_argument("--curve", type=Path, metavar="FILE", help="write the loss of each step there, as JSON lines")

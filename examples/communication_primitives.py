@@ -164,7 +164,7 @@ def with_gradient(rank: int, n: int, device: torch.device) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all of them."""
     parser = argparse.ArgumentParser(description="each communication primitive once")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where the tensors are (%(default)s)")
     device = torch.device(parser.parse_args(argv).device)
     if device.type == "cuda":
         device = torch.device("cuda", bagua.get_local_rank())

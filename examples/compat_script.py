@@ -37,10 +37,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=GlobalAlgorithmRegistry.available_algorithms(),
         help="what is exchanged between the ranks (default: %(default)s)",
     )
-    parser.add_argument("--epochs", type=count, default=5)
+    parser.add_argument("--epochs", type=count, default=5, help="passes over the data (%(default)s)")
     parser.add_argument("--batch-size", type=count, default=32, help="per rank")
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate for one rank (%(default)s)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to train (%(default)s)")
     return parser.parse_args(argv)
 
 

@@ -9,8 +9,8 @@ demo.json, demo.png and demo.svg.
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -29,6 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import bagua
+from bagua.bench import canvas, results_file
+from bagua.bench.layout import Columns
 
 DDP = "torch DDP"
 Data = tuple[TensorDataset, TensorDataset]  # training and test
@@ -123,7 +125,7 @@ class Run:
     def row(self) -> Row:
         """Return what came out; ranks that hold different weights take their mean first."""
         if self.name != DDP and digits.replicas_differ(self.name):
-            bagua.average(self.model)
+            bagua.average_parameters(self.model)
         stats = bagua.stats(self.model) if self.name != DDP else None
         dense_bytes = sum(param.numel() * param.element_size() for param in self.model.parameters())
         dense_mb = 2 * (self.size - 1) / self.size * dense_bytes / 1e6
@@ -147,27 +149,24 @@ class Run:
 
 def table(rows: list[Row]) -> str:
     """Return the rows as text."""
-    head = ("algorithm", "test accuracy", "step ms", "MB/step", "compression", "exposed ms")
-    lines = ["{:<28}{:>14}{:>10}{:>10}{:>13}{:>12}".format(*head)]
+    columns = Columns(
+        ("algorithm", -28), ("test accuracy", 14), ("step ms", 10), ("MB/step", 10), ("compression", 13),
+        ("exposed ms", 12)
+    )  # fmt: skip
+    lines: list[list[str]] = []
     for row in rows:
-        lines.append(
-            f"{row.algorithm:<28}{row.test_accuracy:>14.2%}{row.step_ms:>10.1f}{row.mb_per_step:>10.3f}"
-            f"{f'{row.compression_ratio:.2f}x' if row.compression_ratio else '-':>13}{row.exposed_ms:>12.2f}"
-        )
-    return "\n".join(lines)
+        ratio = f"{row.compression_ratio:.2f}x" if row.compression_ratio else "-"
+        cells = [row.algorithm, f"{row.test_accuracy:.2%}", f"{row.step_ms:.1f}", f"{row.mb_per_step:.3f}"]
+        lines.append([*cells, ratio, f"{row.exposed_ms:.2f}"])
+    return columns.table(lines)
 
 
 def plot(rows: list[Row], size: int, folder: Path) -> None:
     """Write demo.png and demo.svg: bytes on the left, time on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     names = [f"{row.algorithm}\n{row.test_accuracy:.1%} test accuracy" for row in rows]
     places = list(range(len(rows)))
     colours = ["#8a8f98" if row.algorithm == DDP else "#2a6fbb" for row in rows]
-    with plt.rc_context({"font.size": 10, "font.family": "DejaVu Sans", "svg.fonttype": "none"}):
+    with canvas.drawing(font_size=10) as plt:
         size_in = (10, 1.5 + 0.72 * len(rows))
         figure, (left, right) = plt.subplots(1, 2, figsize=size_in, sharey=True, layout="constrained")
         left.barh(places, [row.mb_per_step for row in rows], color=colours, height=0.56)
@@ -189,14 +188,10 @@ def plot(rows: list[Row], size: int, folder: Path) -> None:
         right.set_xlim(0, 1.55 * max(row.step_ms for row in rows))
         figure.legend(loc="outside lower right", frameon=False)
         for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
+            canvas.tidy(axes, grid="x")
             axes.tick_params(axis="y", length=0)
-            axes.set_axisbelow(True)
-            axes.grid(axis="x", color="#e4e6ea")
         figure.suptitle(f"Handwritten digits on {size} ranks, CPU, gloo", x=0.01, ha="left", weight="bold")
-        for kind in ("png", "svg"):
-            figure.savefig(folder / f"demo.{kind}", dpi=150)
-        plt.close(figure)
+        canvas.save(figure, [folder / f"demo.{kind}" for kind in ("png", "svg")], dpi=150)
 
 
 def rank_main(args: argparse.Namespace) -> None:
@@ -225,7 +220,6 @@ def rank_main(args: argparse.Namespace) -> None:
     if rank == 0:
         print(f"\n{table(rows)}\n")
         print("MB/step: sent per rank. exposed ms: the part of a step that waits for communication.")
-        args.out.mkdir(parents=True, exist_ok=True)
         report: dict[str, Any] = {
             "command": " ".join(["python", "examples/demo.py", *sys.argv[1:]]),
             "ranks": size,
@@ -237,7 +231,7 @@ def rank_main(args: argparse.Namespace) -> None:
             "epochs": args.epochs,
             "rows": [asdict(row) for row in rows],
         }
-        (args.out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
+        results_file.write(args.out / "demo.json", report, indent=2)
         plot(rows, size, args.out)
         print(f"written: {', '.join(str(args.out / f'demo.{kind}') for kind in ('json', 'png', 'svg'))}")
 
@@ -254,10 +248,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="All algorithms on handwritten digits, beside DDP.")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for results (default: %(default)s)")
     parser.add_argument("--ranks", type=digits.count, default=2, help="processes to start (default: %(default)s)")
-    parser.add_argument("--epochs", type=digits.count, default=6)
-    parser.add_argument("--batch-size", type=digits.count, default=32)
-    parser.add_argument("--bucket-bytes", type=int, default=512 * 1024)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=digits.count, default=6, help="passes over the data (%(default)s)")
+    parser.add_argument("--batch-size", type=digits.count, default=32, help="images per rank and step (%(default)s)")
+    parser.add_argument("--bucket-bytes", type=int, default=512 * 1024, help="bucket size in bytes (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="one epoch of large batches")
     return parser
 
@@ -292,4 +286,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell script starts `... &` with it ignored
     sys.exit(main())

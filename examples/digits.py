@@ -4,7 +4,8 @@ python examples/digits.py                                            one process
 torchrun --nproc-per-node 2 examples/digits.py                       two ranks on this machine
 bagua run --nproc-per-node 2 examples/digits.py --algorithm bytegrad
 
-The data (1797 images of 8 x 8 pixels) comes with scikit-learn; nothing is downloaded.
+The data (1797 images of 8 x 8 pixels) comes with scikit-learn, which `pip install '.[demo]'` brings; nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ class DigitsNet(nn.Module):
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
     """Return the training set (1437 images) and the test set (360), the same split every time."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"digits: {error.name} is not installed: pip install '.[demo]'") from None
 
     x, y = load_digits(return_X_y=True)
     parts = train_test_split(x, y, test_size=0.2, stratify=y, random_state=0)
@@ -80,7 +84,7 @@ def make_options(algorithm: str) -> dict[str, Any]:
 def replicas_differ(algorithm: str) -> bool:
     """Whether ranks hold different weights in the course of the training."""
     row = next(row for row in bagua.algorithms.available() if row.name == algorithm)
-    return row.exactness in ("decentralized", "asynchronous")
+    return row.exactness not in ("exact", "lossy synchronous")
 
 
 def make_loader(data: TensorDataset, batch_size: int, seed: int, rank: int, size: int) -> DataLoader:
@@ -126,13 +130,14 @@ def build_parser() -> argparse.ArgumentParser:
     names = [row.name for row in bagua.algorithms.available()]
     parser.add_argument("--algorithm", choices=names, default="gradient_allreduce", metavar="NAME",
                         help=f"one of: {', '.join(names)} (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--epochs", type=count, default=10)
+    parser.add_argument("--epochs", type=count, default=10, help="passes over the data (%(default)s)")
     parser.add_argument("--batch-size", type=count, default=32, help="images per rank and step")
     parser.add_argument("--lr", type=float, default=None, help="default: 0.1 with SGD, 0.002 with the others")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
     parser.add_argument("--hierarchical", action="store_true", default=None, help="exact within a node")
-    parser.add_argument("--bucket-bytes", type=count, default=None, help="gradients exchanged at once")
-    parser.add_argument("--device", choices=["cpu", "cuda", "auto"], default="auto")
+    parser.add_argument("--bucket-bytes", type=count, default=None, help="bucket size in bytes")
+    parser.add_argument("--device", choices=["cpu", "cuda", "auto"], default="auto",
+                        help="auto: a GPU if there is one for each rank of this machine (%(default)s)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return parser
 
@@ -141,13 +146,13 @@ def main(argv: list[str] | None = None) -> None:
     """Train, and print on rank 0 how it goes."""
     args = build_parser().parse_args(argv)
     device = choose_device(args.device)
+    train, test = load_data()
     bagua.init_process_group()
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(args.seed + rank)  # dropout differs by rank; weights become those of rank 0
     if device.type == "cpu":
         torch.set_num_threads(1)  # images this small are slower with more
 
-    train, test = load_data()
     loader = make_loader(train, args.batch_size, args.seed, rank, size)
     model = DigitsNet().to(device)
     optimizer = make_optimizer(args.algorithm, model.parameters(), args.lr)
@@ -178,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
     seconds = time.perf_counter() - started
 
     if replicas_differ(args.algorithm):
-        bagua.average(model)
+        bagua.average_parameters(model)
     stats = bagua.stats(model)
     right = accuracy(model, test, device)
     if rank == 0:

@@ -31,14 +31,17 @@ from bagua import elastic
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="Handwritten digits on ranks that come and go.")
-    parser.add_argument("--algorithm", default="gradient_allreduce", metavar="NAME")
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--algorithm", default="gradient_allreduce", metavar="NAME", help="%(default)s")
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the data (%(default)s)")
     parser.add_argument("--global-batch", type=int, default=48, help="images of all ranks in a step (48)")
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit-every", type=int, default=10, metavar="STEPS")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
+    parser.add_argument(
+        "--commit-every", type=int, default=10, metavar="STEPS", help="between two commits (%(default)s)"
+    )
     parser.add_argument("--directory", type=Path, help="commits on the disk; all hosts must see it")
-    parser.add_argument("--disk-every", type=int, default=5, metavar="COMMITS")
+    parser.add_argument("--disk-every", type=int, default=5, metavar="COMMITS",
+                        help="between two that go to --directory (%(default)s)")  # fmt: skip
     parser.add_argument("--step-ms", type=float, default=0, help="make steps longer, to have time for an accident")
     parser.add_argument("--timeout", type=float, default=60, metavar="S", help="to wait for a rank that is silent")
     parser.add_argument("--data", type=Path, metavar="FILE", help="from `save_data`; starts faster than scikit-learn")

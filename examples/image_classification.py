@@ -168,8 +168,8 @@ def rate(args: argparse.Namespace, steps_per_epoch: int) -> Callable[[int], floa
 @contextmanager
 def one_model(model: nn.Module) -> Iterator[None]:
     """Within it all ranks hold the same weights and running statistics, and nothing runs in the background."""
-    bagua.abort(model)
-    bagua.average(model)
+    bagua.pause(model)
+    bagua.average_parameters(model)
     for buffer in model.buffers():
         if buffer.is_floating_point():
             torch.distributed.all_reduce(buffer)

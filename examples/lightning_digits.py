@@ -69,18 +69,18 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="Handwritten digits with Lightning and Bagua.")
     names = [row.name for row in bagua.algorithms.available()]
-    parser.add_argument("--strategy", choices=["bagua", "ddp"], default="bagua")
+    parser.add_argument("--strategy", choices=["bagua", "ddp"], default="bagua", help="%(default)s")
     parser.add_argument("--algorithm", choices=names, default="gradient_allreduce", metavar="NAME",
                         help=f"one of: {', '.join(names)} (default: %(default)s)")  # fmt: skip
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu or auto")
     parser.add_argument("--devices", type=count, default=2, help="processes on this machine")
-    parser.add_argument("--num-nodes", type=count, default=1)
-    parser.add_argument("--epochs", type=count, default=5)
+    parser.add_argument("--num-nodes", type=count, default=1, help="machines (%(default)s)")
+    parser.add_argument("--epochs", type=count, default=5, help="passes over the data (%(default)s)")
     parser.add_argument("--batch-size", type=count, default=32, help="images per rank and step")
     parser.add_argument("--lr", type=float, default=None, help="default: 0.1 with SGD, 0.002 with the others")
     parser.add_argument("--precision", default="32-true", help="as of Lightning's Trainer: bf16-mixed, say")
     parser.add_argument("--accumulate", type=count, default=1, help="batches per step")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
     parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="save each epoch there, and go on from there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return parser

@@ -21,7 +21,6 @@ _OF_DDP = {
     "device_ids": "use the Trainer's devices",
     "dim": "leave it out",
     "find_unused_parameters": "leave it out, unused parameters are found in every step",
-    "gradient_as_bucket_view": "leave it out, gradients always are views of buckets",
     "init_sync": "leave it out, replicas are always made equal",
     "mixed_precision": "use the Trainer's precision",
     "model_averaging_period": "use algorithm='local_sgd'",
@@ -39,7 +38,7 @@ def choose(algorithm: str | Algorithm, flatten: bool, kwargs: dict[str, Any]) ->
     """
     if flatten is not True:
         raise ValueError(
-            f"flatten: only True is supported, got {flatten!r}; gradients always are views of flat buckets"
+            f"flatten: only True is supported, got {flatten!r}; gradients are always exchanged in flat buckets"
         )
     for name in kwargs:
         if name in _OF_DDP:

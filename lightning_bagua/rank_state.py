@@ -20,7 +20,7 @@ from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.items import Item, collect
 from bagua.checkpoint.reshard import load_algorithm, mean, mean_optimizer
 from bagua.comm.team import Team
-from bagua.engine.attachment import attachments
+from bagua.engine.hooks import attachments
 
 __all__ = ["KEY", "gather", "put_back"]
 

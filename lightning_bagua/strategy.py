@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bagua.gone import Gone
 from lightning_bagua import BaguaStrategy
 
-__all__ = ["BaguaStrategy"]
+__all__ = ["BaguaStrategy", "LightningBaguaModule"]
+
+LightningBaguaModule = Gone("LightningBaguaModule", "BaguaStrategy distributes the LightningModule itself, unwrapped")

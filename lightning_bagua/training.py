@@ -44,7 +44,7 @@ class BaguaTraining(_Base):
         timeout: how long to wait for a rank; None is torch's default.
         start_method: how Lightning starts processes: "popen", "spawn", "fork" or "forkserver".
         **bagua_kwargs: options of the algorithm, and of `bagua.distribute`: bucket_bytes, num_lanes, hierarchical,
-            guard, broadcast_buffers, static_graph.
+            guard, broadcast_buffers, static_graph, gradient_as_bucket_view.
 
     Raises:
         ValueError, TypeError: an argument is unknown or cannot act; names it.
@@ -156,8 +156,8 @@ class BaguaTraining(_Base):
         """Where replicas differ, evaluate their mean, and let nothing change it meanwhile. Collective."""
         super().on_validation_start()
         if self._trained is not None:
-            bagua.average(self._trained)
-            bagua.abort(self._trained)
+            bagua.average_parameters(self._trained)
+            bagua.pause(self._trained)
 
     def on_validation_end(self) -> None:
         """Let what runs in the background run again."""
@@ -170,7 +170,7 @@ class BaguaTraining(_Base):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state; where replicas differ they become their mean first. Collective."""
         if self._trained is not None:
-            bagua.average(self._trained)
+            bagua.average_parameters(self._trained)
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -206,7 +206,7 @@ class BaguaTraining(_Base):
     def on_train_end(self) -> None:
         """Leave all ranks with one model, and keep the algorithm's state for `Trainer.save_checkpoint`. Collective."""
         if self._trained is not None:
-            bagua.average(self._trained)
+            bagua.average_parameters(self._trained)
             self._last_state = bagua.state_dict(self._trained)
         super().on_train_end()
 

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from tests.rank_pool import RankPool
+from tests.tiers import assign_tier, install_guard, running, tier_of
 
 torch.set_num_threads(1)
+
+
+def pytest_configure() -> None:
+    """Keep unit tests from starting processes."""
+    install_guard()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every test its tier."""
+    for item in items:
+        assign_tier(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Hold the test to its tier."""
+    with running(tier_of(item)):
+        return (yield)
 
 
 @pytest.fixture(scope="session")
@@ -20,8 +40,8 @@ def pool() -> Iterator[RankPool]:
     made.close()
 
 
-def _devices() -> list[str]:
-    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+def _devices() -> list[Any]:
+    return ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
 
 @pytest.fixture(params=_devices())

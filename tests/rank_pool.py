@@ -1,6 +1,7 @@
 """Ranks as processes that live as long as the test session; each job gets a fresh process group.
 
-Importing torch takes a second or two, so processes are kept; whatever a job broke is cleaned up by killing them.
+Importing torch takes seconds of processor time, so processes are kept, and forked from one that has imported it;
+whatever a job broke is cleaned up by killing them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.fork_server import ForkServer
+
 
 class RankPool:
     """`pool.run(size, function, *args)` calls `function(*args)` on `size` ranks with `torch.distributed` ready."""
@@ -30,6 +33,7 @@ class RankPool:
     def __init__(self) -> None:
         self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
+        self._servers: list[ForkServer] = []
         self._jobs = itertools.count()
 
     def run(
@@ -39,10 +43,12 @@ class RankPool:
         *args: Any,
         nodes: Sequence[int] | None = None,
         env: dict[str, str] | None = None,
-        timeout_s: float = 60,
+        timeout_s: float = 100,
         group_timeout_s: float = 30,
         init: bool = True,
         dies: Sequence[int] = (),
+        backend: str | None = None,
+        stops: Sequence[int] = (),
     ) -> list[Any]:
         """Return what each rank returned; raise an AssertionError with every rank's traceback if one failed.
 
@@ -53,51 +59,79 @@ class RankPool:
             group_timeout_s: timeout of the process group.
             init: whether to initialise and destroy the process group around the call.
             dies: ranks that are expected to vanish; their result is None.
+            backend: of the process group; default Bagua's own, but gloo where ranks share a GPU, which NCCL refuses.
+            stops: ranks that stop themselves with SIGSTOP; they go on when all others are done.
         """
         while len(self._workers) < size:
-            self._workers.append(_Worker(self._server.port))
+            self._workers.append(_Worker(self._server.port, self._next_server()))
         for worker in self._workers[:size]:
             worker.wait_until_ready()
+        if backend is None and 0 < torch.cuda.device_count() < size:
+            backend = "gloo"
         job = next(self._jobs)
         for rank, worker in enumerate(self._workers[:size]):
             extra = {"GROUP_RANK": str(nodes[rank])} if nodes else {}
-            worker.send((job, rank, size, {**(env or {}), **extra}, group_timeout_s, init, function, args))
+            worker.send((job, rank, size, {**(env or {}), **extra}, group_timeout_s, init, backend, function, args))
         deadline = time.monotonic() + timeout_s
-        outcomes = [worker.receive(deadline) for worker in self._workers[:size]]
+        found = {rank: self._workers[rank].receive(deadline) for rank in range(size) if rank not in stops}
+        for rank in stops:
+            self._workers[rank].go_on()
+            found[rank] = self._workers[rank].receive(deadline)
+        outcomes = [found[rank] for rank in range(size)]
         problems = [
             f"rank {rank}: {outcome[1]}"
             for rank, outcome in enumerate(outcomes)
             if outcome[0] != "ok" and not (rank in dies and outcome[0] == "gone")
         ]
         if any(outcome[0] in ("gone", "stuck") for outcome in outcomes) or problems:
-            self.close()
+            self._kill()
         if problems:
             raise AssertionError("\n".join(problems))
         return [outcome[1] if outcome[0] == "ok" else None for outcome in outcomes]
 
     def close(self) -> None:
-        """End all workers."""
+        """End all processes."""
+        self._kill()
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+
+    def _kill(self) -> None:
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
 
+    def _next_server(self) -> ForkServer | None:
+        """Two take turns, so that not all ranks hash strings alike: a job that depends on the order of a set fails."""
+        if torch.cuda.is_available():
+            return None
+        rank = len(self._workers)
+        if rank >= len(self._servers) and len(self._servers) < 2:
+            self._servers.append(ForkServer())
+        return self._servers[rank % 2]
+
 
 class _Worker:
-    def __init__(self, port: int) -> None:
+    """A process that runs jobs, forked by `server` if there is one."""
+
+    def __init__(self, port: int, server: ForkServer | None) -> None:
         self._stacks = tempfile.NamedTemporaryFile(prefix="bagua-stacks-", suffix=".txt")  # noqa: SIM115
-        self._pipe, child = mp.Pipe()
-        context = mp.get_context("spawn")
-        self._process = context.Process(target=_worker_main, args=(child, port, self._stacks.name), daemon=True)
-        self._process.start()
-        child.close()
-        self._ready = False
+        if server is not None:
+            self._pipe = server.fork(_worker_main, port, self._stacks.name)
+        else:
+            self._pipe, child = mp.Pipe()
+            context = mp.get_context("spawn")
+            self._spawned = context.Process(target=_worker_main, args=(child, port, self._stacks.name), daemon=True)
+            self._spawned.start()
+            child.close()
+        self._pid = 0
 
     def wait_until_ready(self) -> None:
         """Ranks that still import torch would eat up the group's timeout."""
-        if not self._ready:
-            if not self._pipe.poll(120) or self._pipe.recv() != "ready":
+        if not self._pid:
+            if not self._pipe.poll(120):
                 raise AssertionError("a rank process did not start")
-            self._ready = True
+            self._pid = self._pipe.recv()
 
     def send(self, job: Any) -> None:
         self._pipe.send(job)
@@ -107,16 +141,20 @@ class _Worker:
             if self._pipe.poll(max(0.1, deadline - time.monotonic())):
                 return self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            self._process.join(5)
-            return "gone", f"process ended with code {self._process.exitcode}"
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid or 0, signal.SIGUSR1)
+            return "gone", "the process ended"
+        os.kill(self._pid, signal.SIGUSR1)
         time.sleep(0.5)
         return "stuck", "not done in time; stacks:\n" + open(self._stacks.name).read()
 
+    def go_on(self) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+
     def kill(self) -> None:
-        self._process.kill()
-        self._process.join(5)
+        with contextlib.suppress(EOFError, ConnectionResetError, ProcessLookupError):
+            self.wait_until_ready()
+            os.kill(self._pid, signal.SIGKILL)
+            while self._pipe.poll(5):  # until it has ended
+                self._pipe.recv()
         self._pipe.close()
         self._stacks.close()
 
@@ -129,10 +167,10 @@ def _worker_main(pipe: Connection, port: int, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    pipe.send("ready")
+    pipe.send(os.getpid())
     while True:
         try:
-            job, rank, size, env, group_timeout_s, init, function, args = pipe.recv()
+            job, rank, size, env, group_timeout_s, init, backend, function, args = pipe.recv()
         except EOFError:
             sys.exit(0)
         before = dict(os.environ)
@@ -152,6 +190,7 @@ def _worker_main(pipe: Connection, port: int, stacks: str) -> None:
             torch.manual_seed(0)
             if init:
                 bagua.init_process_group(
+                    backend,
                     store=dist.PrefixStore(f"job{job}", store),
                     rank=rank,
                     world_size=size,

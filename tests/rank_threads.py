@@ -41,9 +41,12 @@ def run_threads(
     nodes: Sequence[int] | None = None,
     hierarchical: bool = False,
     timeout_s: float = 30,
+    staged: bool = False,
 ) -> list[Any]:
     """Call `function(groups, *args)` on `size` ranks at once; returns results by rank, raises with all tracebacks."""
     members = teams(size, nodes, timeout_s)
+    for team in members:
+        team.staged = staged
     layout = members[0].discover_nodes([team.node for team in members])
     return _run(members, lambda team: function(team.open("lane", hierarchical, layout), *args), (), timeout_s)
 

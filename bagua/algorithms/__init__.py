@@ -1,4 +1,4 @@
-"""What is exchanged, how, and when: one algorithm a file."""
+"""Algorithms: what the ranks exchange, how and when. Each file holds one algorithm."""
 
 from __future__ import annotations
 

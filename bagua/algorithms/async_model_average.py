@@ -36,12 +36,14 @@ class AsyncModelAverage(Algorithm):
     changes between a forward and its backward pass. The differences of a round sum to zero: averaging never moves
     the mean of the replicas, only gradients do.
 
-    No rank ever waits for another. One that is slow, evaluates, has paused (`bagua.abort`) or was killed delays
-    the rounds and not the training of others; once one has ended, the others go on without averaging and
-    `bagua.stats(module).notices` says so. So does a failed exchange, with a warning; `bagua.distribute` starts anew.
+    No rank ever waits for another. One that is slow, evaluates or has paused (`bagua.pause`) delays the rounds and not
+    the training of others. Once one has left in order (its script ends, it detaches) the others go on without averaging
+    for as long as they like, and `bagua.stats(module).notices` says so. If one was killed, was ended by an exception,
+    hangs or cannot be reached, the others go on too, with a warning, but not for ever: see `max_alone_s`.
+    `bagua.distribute` starts anew.
 
-    Ranks hold different weights: call `bagua.average` before you evaluate, save or switch. A round that is under
-    way is no part of `bagua.state_dict`; loading drops it. `bagua.abort` and `bagua.resume` need not be called at
+    Ranks hold different weights: call `bagua.average_parameters` before you evaluate, save or switch. A round under way
+    is no part of `bagua.state_dict`; loading drops it. `bagua.pause` and `bagua.resume` need not be called at
     the same steps everywhere.
 
     Reports, in `bagua.stats(module).extra`: "round_s", seconds from a snapshot to its mean, of each round;
@@ -51,6 +53,9 @@ class AsyncModelAverage(Algorithm):
         sync_interval_ms: pause between the end of a round and the next snapshot; 0 averages without pause.
         warmup_steps: training steps of gradient all-reduce before that.
         hierarchical: sum within each node first; None means False.
+        max_alone_s: once no round could take place for so many seconds because a rank failed, is gone or does not
+            come, the next `optimizer.step` raises `CommunicationError` and names it. None is the process group's
+            timeout; `math.inf` trains on for ever.
 
     Bytes: 2 (R-1)/R times the weights per round; `bytes_per_rank` assumes a round in every step. Memory: two
         copies of the weights.
@@ -66,11 +71,15 @@ class AsyncModelAverage(Algorithm):
     sync_interval_ms: float = 500
     warmup_steps: int = 0
     hierarchical: bool | None = None
+    max_alone_s: float | None = None
 
     def __post_init__(self) -> None:
         interval, steps = self.sync_interval_ms, self.warmup_steps
         if isinstance(interval, bool) or not isinstance(interval, int | float) or not 0 <= interval < math.inf:
             raise ValueError(f"sync_interval_ms: expected a number of milliseconds >= 0, got {interval!r}")
+        alone = self.max_alone_s
+        if alone is not None and (isinstance(alone, bool) or not isinstance(alone, int | float) or not alone > 0):
+            raise ValueError(f"max_alone_s: expected a number of seconds > 0 or None, got {alone!r}")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise ValueError(f"warmup_steps: expected a number of steps >= 0, got {steps!r}")
 
@@ -113,6 +122,8 @@ class AsyncModelAverage(Algorithm):
             _take_over(ctx, rounds)
         if lane.gate.remark:
             ctx.notice(f"async: {lane.gate.remark}; training goes on without averaging", lane.gate.urgent)
+        if not ctx.paused:
+            lane.gate.give_up_after(lane.timeout_s if self.max_alone_s is None else self.max_alone_s)
         due = time.monotonic() >= rounds.ended + self.sync_interval_ms / 1000
         if rounds.pending is None and due and not (lane.gate.over or rounds.broken or ctx.paused):
             rounds.pending = self._begin(ctx, lane.gate, lane)

@@ -11,8 +11,9 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from bagua.algorithms.views import BackgroundLane, Bucket, Gate, Lane, Ticket
 from bagua.comm.groups import Groups
-from bagua.exchanges import Exchange, Passage
+from bagua.exchanges import ElementwiseHook, Exchange
 
 __all__ = ["Algorithm", "BackgroundLane", "Bucket", "Context", "Exactness", "Gate", "Lane", "Payload", "Ticket"]
 
@@ -25,116 +26,34 @@ class Payload(Enum):
 
 
 class Exactness(Enum):
-    """What an algorithm keeps of plain synchronous SGD."""
+    """What an algorithm keeps of plain synchronous SGD.
+
+    Attributes:
+        EXACT: every step uses the mean gradient of all ranks in full precision; replicas stay equal, bit for bit.
+        LOSSY: every step uses the same compressed mean on all ranks; replicas stay equal, bit for bit.
+        PERIODIC: replicas take local steps, differ, and synchronise with all others every few steps.
+        DECENTRALIZED: each replica averages its weights with those of some peers; replicas differ.
+        ASYNCHRONOUS: weights are averaged in the background while training goes on; replicas differ, and a run cannot
+            be repeated bit for bit.
+    """
 
     EXACT = "exact"
     LOSSY = "lossy synchronous"
+    PERIODIC = "periodic"
     DECENTRALIZED = "decentralized"
     ASYNCHRONOUS = "asynchronous"
 
-
-class Bucket(Protocol):
-    """A run of parameters whose payload lies in one flat tensor, exchanged at once."""
-
     @property
-    def index(self) -> int:
-        """Position in the order of exchange."""
-        ...
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the parameters, in the order in which they lie in `flat`."""
-        ...
-
-    @property
-    def params(self) -> tuple[torch.nn.Parameter, ...]:
-        """The parameters, in the same order."""
-        ...
-
-    @property
-    def flat(self) -> Tensor:
-        """The payload: [N], one dtype; each parameter's gradient (or the parameter itself) is a view of it."""
-        ...
-
-    def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """Return each parameter's part of `flat`, a tensor like the payload, in the parameter's shape."""
-        ...
-
-
-class Ticket(Protocol):
-    """One launched exchange."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not; on a GPU: whether its result may be used without waiting."""
-        ...
-
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong, once it is done."""
-        ...
-
-    def wait(self) -> None:
-        """Block until it is done. `Context.wait` also raises and keeps count; prefer it."""
-        ...
-
-
-class Lane(Protocol):
-    """Where exchanges run, first in first out."""
-
-    @property
-    def groups(self) -> Groups:
-        """The lane's own groups."""
-        ...
-
-
-class Gate(Protocol):
-    """Where the jobs of a background lane wait for the other ranks'."""
-
-    @property
-    def over(self) -> bool:
-        """Whether nobody will ever pass again, since a rank has left."""
-        ...
-
-    @property
-    def remark(self) -> str:
-        """Why, or which rank is late; "" if there is nothing to say."""
-        ...
-
-    @property
-    def urgent(self) -> bool:
-        """Whether the remark tells of trouble."""
-        ...
-
-    def enter(self, give_up: Callable[[], bool]) -> bool:
-        """Wait, in `before` of a launch, for all ranks to enter as often as this one has; true if they all did.
-
-        False if a rank gave up or has left, and then on all ranks.
-
-        Args:
-            give_up: asked now and then; true calls this meeting off, unless all have entered already.
-        """
-        ...
-
-
-class BackgroundLane(Lane, Protocol):
-    """A lane that may wait for other ranks as long as it has to, while training goes on."""
-
-    @property
-    def gate(self) -> Gate:
-        """Jobs hold it and not the lane, so that the lane of a dropped module can end."""
-        ...
-
-    def abandon(self) -> None:
-        """Give the lane up after an error; other ranks no longer wait for this one."""
-        ...
+    def replicas_equal(self) -> bool:
+        """Whether all ranks hold the same weights after every step."""
+        return self in (Exactness.EXACT, Exactness.LOSSY)
 
 
 _T = TypeVar("_T")
 
 
 class Context(Protocol):
-    """All that an algorithm may touch. Made by the engine; the same calls must be made in the same order everywhere."""
+    """Interface of the engine to an algorithm. All ranks must make the same calls in the same order."""
 
     @property
     def step(self) -> int:
@@ -171,9 +90,10 @@ class Context(Protocol):
         *,
         before: Callable[[], object] | None = None,
         after: Callable[[], object] | None = None,
-        passage: Passage | None = None,
+        hook: ElementwiseHook | None = None,
         step: int | None = None,
         lane: Lane | None = None,
+        passage: ElementwiseHook | None = None,
     ) -> Ticket:
         """Queue `exchange` behind all launched before; returns at once.
 
@@ -184,16 +104,17 @@ class Context(Protocol):
             before: runs on the lane just before the exchange, in order, also with a single rank; if it returns
                 False, neither the exchange nor `after` runs (see to it that all ranks agree).
             after: likewise just after it.
-            passage: does the same as `before` and `after`, range by range, and takes their place where the exchange can
-                use it and `x` is not given, which saves passes over memory; needs both of them beside it.
+            hook: does the same as `before` and `after`, range by range. It replaces them where the exchange supports it
+                and `x` is not given, which saves passes over memory. Needs both of them beside it.
             step: what the exchange takes for the step, if not `ctx.step`.
             lane: one from `new_lane`; `wait` does not wait for it, ask the ticket.
+            passage: deprecated name of `hook`.
 
         Returns:
             A ticket that tells whether it is done.
 
         Raises:
-            ValueError: `passage` without `before` or `after`.
+            ValueError: `hook` without `before` or `after`; both `hook` and `passage`.
             CommunicationError: an earlier exchange has failed.
         """
         ...
@@ -235,7 +156,7 @@ class Context(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether the user wants nothing to begin in the background; see `bagua.abort`."""
+        """Whether the user wants nothing to begin in the background; see `bagua.pause`."""
         ...
 
     def report(self, name: str, value: float) -> None:
@@ -273,13 +194,13 @@ class Context(Protocol):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Six moments of a training step. Override those you need; a specification, so keep tensors in the context.
+    """Base class of algorithms. Override the moments of a step at which yours acts; keep tensors in the context.
 
     Attributes:
         name: the registry name.
         summary: one line for `available()`.
-        exactness: what it keeps of plain synchronous SGD.
-        payload_kind: what the buckets are views of.
+        exactness: which guarantees of synchronous SGD it keeps.
+        payload_kind: whether buckets hold gradients or weights.
     """
 
     name: ClassVar[str] = ""
@@ -333,6 +254,14 @@ class Algorithm:
         Raises:
             ValueError: names what does not work.
         """
+
+    def replicas_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether the ranks may hold different weights now, between two steps.
+
+        The same on all ranks. `bagua.average_parameters`, a hand-over and a switch then average the weights; the two
+        latter also average the optimizers' state. Override it if you exchange gradients in some steps only.
+        """
+        return self.payload is Payload.PARAM
 
     def shares_gradients(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether optimizers find the same gradients on all ranks, and so decide alike to skip a step."""

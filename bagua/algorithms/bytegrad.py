@@ -29,7 +29,7 @@ class ByteGrad(GradientAllReduce):
         average: mean if true, else sum; see `GradientAllReduce` for several backward passes.
         codec: the codec on the wire, "minmax_uint8" with blocks of 1024 elements by default.
         error_feedback: add what one step lost to the next; 8 bytes of state per element and rank at most. None
-            (default) does so for codecs with less than 8 bits per element.
+            (default) does so for codecs with less than 8 bits per element that are biased, as all but "eden" are.
 
     Bytes: about 2 (R-1)/R bytes per element sent, a quarter of an all-reduce in fp32.
     Source: the original's ByteGrad (its documentation; arXiv:2107.01499 section 3).

@@ -98,6 +98,11 @@ class Decentralized(Algorithm):
             )
             _pending(ctx).append(ticket)
 
+    def on_backward_end(self, ctx: Context) -> None:
+        """From here on weights may change, by hand too, while a lane that is late still would read them."""
+        if _pending(ctx):
+            ctx.wait()
+
     def on_step_begin(self, ctx: Context) -> None:
         """Take the average over: now that no backward pass needs the weights of the step's start any more."""
         pending = _pending(ctx)

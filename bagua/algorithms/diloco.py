@@ -32,7 +32,7 @@ class DiLoCo(Algorithm):
 
     All ranks must make the same number of optimizer steps; a GradScaler that skips a step on one rank only breaks
     that. A round that has not ended when training does, or when another algorithm takes over, is dropped;
-    `bagua.average` makes the weights of all ranks equal.
+    `bagua.average_parameters` makes the weights of all ranks equal.
 
     Args:
         communication_interval: H, inner steps between two outer steps; the papers use 100 to 500.
@@ -55,7 +55,7 @@ class DiLoCo(Algorithm):
 
     name: ClassVar[str] = "diloco"
     summary: ClassVar[str] = "outer momentum SGD on the mean weight change of every few dozen local steps"
-    exactness: ClassVar[Exactness] = Exactness.DECENTRALIZED
+    exactness: ClassVar[Exactness] = Exactness.PERIODIC
     payload_kind: ClassVar[Payload] = Payload.PARAM
 
     communication_interval: int = 64

@@ -8,11 +8,12 @@ __all__ = ["fit_feedback"]
 
 
 def fit_feedback(wanted: bool | None, codec: Codec) -> bool:
-    """Resolve `error_feedback`: None becomes true for a codec with less than 8 bits per fp32 element.
+    """Resolve `error_feedback`: None becomes true for a biased codec with less than 8 bits per fp32 element.
 
-    Such codecs do not converge without; with 8 bits it costs memory and gains next to nothing.
+    Such codecs do not converge without; with 8 bits it costs memory and gains next to nothing. An unbiased codec
+    needs none: what it loses averages out, and feedback adds noise (docs/codecs.md has the measurement).
     """
     if wanted is not None:
         return wanted
     many = 1 << 20
-    return not codec.linear and not codec.lossless and codec.wire_bytes(many) < many
+    return not (codec.linear or codec.lossless or codec.unbiased) and codec.wire_bytes(many) < many

@@ -29,7 +29,7 @@ class GradientAllReduce(Algorithm):
         codec: "identity" (exact), "bf16" or "fp16" (summed in that type), or any lossy codec, which is what
             `ByteGrad` is with "minmax_uint8".
         error_feedback: add what a lossy codec lost in one step to the next. None (default) does so for codecs with
-            less than 8 bits per element, which do not converge without.
+            less than 8 bits per element, which do not converge without, unless they are unbiased as "eden" is.
 
     Bytes: 2 (R-1)/R times the encoded gradients, sent per rank.
     Source: arXiv:2107.01499 (Bagua), section 2.

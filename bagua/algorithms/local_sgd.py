@@ -35,7 +35,7 @@ class LocalSGD(Algorithm):
 
     name: ClassVar[str] = "local_sgd"
     summary: ClassVar[str] = "weights averaged every few steps, local gradients"
-    exactness: ClassVar[Exactness] = Exactness.DECENTRALIZED
+    exactness: ClassVar[Exactness] = Exactness.PERIODIC
     payload_kind: ClassVar[Payload] = Payload.PARAM
 
     communication_interval: int = 8

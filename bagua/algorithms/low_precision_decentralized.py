@@ -32,7 +32,7 @@ class LowPrecisionDecentralized(Algorithm):
     Args:
         hierarchical: exact average within a node, the ring joins nodes. None (default) does so where there are
             several nodes of which one has several ranks.
-        communication_interval: gossip after every so many steps only.
+        communication_interval: gossip after the first step and every so many steps from there.
         codec: any lossy, non-linear codec.
         topology: any topology with fixed peers.
         overlap: exchange beside the next forward and backward pass. What the ranks agree on at the end of step t is
@@ -93,7 +93,7 @@ class LowPrecisionDecentralized(Algorithm):
     def on_step_end(self, ctx: Context) -> None:
         """Gossip; the next forward pass needs the result, or with overlap the end of the next step."""
         self._finish(ctx)
-        if (ctx.step + 1) % self.communication_interval:
+        if ctx.step % self.communication_interval:
             return
         for bucket in ctx.buckets:
             if self.overlap:

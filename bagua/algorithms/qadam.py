@@ -16,7 +16,7 @@ from bagua.algorithms.feedback import fit_feedback
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
-from bagua.exchanges import Exchange, Lerps, mix
+from bagua.exchanges import Exchange, LerpHook, mix
 from bagua.optim import QAdam as QAdamOptimizer
 from bagua.optim import TwoStage
 
@@ -124,7 +124,7 @@ class MomentumAverage(Algorithm):
             bucket,
             before=lambda: optimizer.to_momentum(params, bucket.split(bucket.flat)),
             after=lambda: optimizer.to_gradient(params, bucket.split(bucket.flat)),
-            passage=None if momenta is None else _through(momenta),
+            hook=None if momenta is None else _through(momenta),
         )
 
     def on_backward_end(self, ctx: Context) -> None:
@@ -132,9 +132,9 @@ class MomentumAverage(Algorithm):
         ctx.wait()
 
 
-def _through(momenta: Sequence[tuple[Tensor, float] | None]) -> Lerps:
+def _through(momenta: Sequence[tuple[Tensor, float] | None]) -> LerpHook:
     """`TwoStage.to_momentum` and `to_gradient`, with the same bits: b1 m + (1 - b1) g; (mean - b1 m) / (1 - b1)."""
-    return Lerps([None if found is None else (found[0], found[1], -found[1] / (1 - found[1])) for found in momenta])
+    return LerpHook([None if found is None else (found[0], found[1], -found[1] / (1 - found[1])) for found in momenta])
 
 
 @register
@@ -156,8 +156,8 @@ class QAdam(MomentumAverage):
         hierarchical: full precision within a node, quantised between nodes. None (default) does so where it can
             act, that is with several nodes of which one has several ranks.
         codec: the codec of the momenta: "minmax_uint8" by default, "sign" for 1 bit.
-        error_feedback: add what one step lost to the next. None (default) does so for codecs with less than 8
-            bits per element, which do not converge without.
+        error_feedback: add what one step lost to the next. None (default) does so for biased codecs with less
+            than 8 bits per element, which do not converge without.
 
     Bytes: after the warm-up about 2 (R-1)/R bytes per element sent with 8 bits, 2 (R-1)/(8 R) with 1 bit; during
         the warm-up four times what 8 bits cost, an all-reduce in fp32.

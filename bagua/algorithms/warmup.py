@@ -52,6 +52,10 @@ class Warmup(Algorithm):
         """Those of both."""
         return {payload for part in self._parts for payload in part.payloads}
 
+    def replicas_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Those of what runs at the start."""
+        return self._parts[0 if self.steps else 1].replicas_differ(optimizers)
+
     def check_sparse(
         self, params: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from bagua.algorithms.base import Bucket, Context
+from bagua.algorithms.base import Bucket, Context, Exactness
 from bagua.algorithms.qadam import MomentumAverage
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
@@ -32,8 +32,8 @@ class ZeroOneAdam(MomentumAverage):
         hierarchical: full precision within a node, quantised between nodes. None (default) does so where it can
             act, that is with several nodes of which one has several ranks.
         codec: the codec of momenta and sums; "sign" by default, "minmax_uint8" for 8 bits.
-        error_feedback: add what one exchange lost to the next. None (default) does so for codecs with less than
-            8 bits per element, which do not converge without.
+        error_feedback: add what one exchange lost to the next. None (default) does so for biased codecs with
+            less than 8 bits per element, which do not converge without.
 
     Bytes: about 2 (R-1)/(8 R) bytes per element for each exchange that is not exact; one exchange per interval.
     Source: arXiv:2202.06009 (0/1 Adam), algorithm 1.
@@ -42,6 +42,7 @@ class ZeroOneAdam(MomentumAverage):
 
     name: ClassVar[str] = "zero_one_adam"
     summary: ClassVar[str] = "Adam with momenta averaged in 1 bit, then every few steps only"
+    exactness: ClassVar[Exactness] = Exactness.PERIODIC
     optimizer_class: ClassVar[type[TwoStage]] = ZeroOneAdamOptimizer
 
     codec: str | Codec = "sign"
@@ -50,6 +51,14 @@ class ZeroOneAdam(MomentumAverage):
         """Not in local steps."""
         return all(
             group.get("local_step_clipper", 1) == 1 for optimizer in optimizers for group in optimizer.param_groups
+        )
+
+    def replicas_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Within an interval of local steps."""
+        return any(
+            optimizer.num_steps > 0 and optimizer.kind(optimizer.num_steps) is StepKind.LOCAL
+            for optimizer in optimizers
+            if isinstance(optimizer, ZeroOneAdamOptimizer)
         )
 
     def on_ready(self, ctx: Context, bucket: Bucket) -> None:

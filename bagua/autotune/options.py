@@ -1,4 +1,4 @@
-"""What a user says about tuning: arguments of `bagua.distribute`, or the launcher's environment."""
+"""Options of autotuning: arguments of `bagua.distribute`, or the launcher's environment."""
 
 from __future__ import annotations
 
@@ -19,21 +19,27 @@ _YES_NO = {"0": False, "": False, "false": False, "1": True, "true": True}
 
 @dataclass(frozen=True)
 class Autotune:
-    """How to tune. All ranks must be given the same.
+    """Options of autotuning. They must be the same on all ranks.
 
     Args:
-        max_samples: settings that are measured, at most.
-        sampling_confidence_time_s: a turn, the least that is measured of a setting, has as many training steps as
-            take so long, and at least one.
-        warmup_time_s: training time before tuning begins; at least two steps.
-        max_turns: turns that tuning takes at most, those made to get used to a setting included.
+        max_samples: largest number of settings to measure.
+        sampling_confidence_time_s: length of a turn, the unit of measurement: as many training steps as fit in this
+            time, but at least one.
+        warmup_time_s: training time before tuning starts; at least two steps.
+        max_turns: largest number of turns, warm-up turns of a setting included.
         search: "neighbours", "halving", "random" or "exhaustive"; see docs/autotuning.md.
-        file: JSON file with results, on rank 0. If it holds one for this model, algorithm and these ranks, that is
-            used and nothing is measured; else it gets one.
-        log: CSV file, on rank 0, a line for each measurement; True for a new one in the directory for temporary files.
+        file: JSON file with results, on rank 0. If it has a result for this model, algorithm and set of ranks, all
+            ranks use it and measure nothing. Otherwise the new result is added.
+        log: CSV file on rank 0 with a line for each measurement; True: a new file in the directory for temporary files.
 
     Raises:
-        ValueError, TypeError: names the argument that is wrong.
+        ValueError, TypeError: an argument is wrong; the message names it.
+
+    Examples:
+        >>> tune = bagua.Autotune(max_samples=20, search="halving")
+        >>> model = bagua.distribute(model, optimizer, "gradient_allreduce", autotune=tune)
+        >>> bagua.stats(model).tuning.phase  # no step has been measured yet
+        'waiting'
     """
 
     max_samples: int = 60

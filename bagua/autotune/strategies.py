@@ -1,4 +1,4 @@
-"""Searches: generators that ask for trials and look at the board for what came of them.
+"""Searches: generators that ask for trials and look at the history of trials for their results.
 
 A search asks for the default first, and ends when it knows no more to try. It may be closed before: the budget is not
 its business.
@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from bagua.autotune.board import Board
 from bagua.autotune.settings import Settings
 from bagua.autotune.space import Space
+from bagua.autotune.trials import Trials
 
 __all__ = ["STRATEGIES", "Strategy", "Trial", "exhaustive", "halving", "neighbours", "random_search"]
 
@@ -30,10 +30,10 @@ class Trial(NamedTuple):
     more_turns: int = 1
 
 
-Strategy = Callable[[Space, Board], Iterator[Trial]]
+Strategy = Callable[[Space, Trials], Iterator[Trial]]
 
 
-def neighbours(space: Space, board: Board) -> Iterator[Trial]:
+def neighbours(space: Space, trials: Trials) -> Iterator[Trial]:
     """Always a neighbour of the fastest settings that has not been tried; of the next fastest if there is none left.
 
     Step times of exchanges are smooth along an axis (too small: too many messages; too large: no overlap), so that
@@ -42,23 +42,23 @@ def neighbours(space: Space, board: Board) -> Iterator[Trial]:
     """
     yield Trial(space.default)
     while True:
-        wide = len(board.samples) < _EARLY
-        found = _untried(space, board, 2) if wide else None
+        wide = len(trials.samples) < _EARLY
+        found = _untried(space, trials, 2) if wide else None
         if found is None:
-            found = _untried(space, board, 1)
+            found = _untried(space, trials, 1)
         if found is None:
             return
         yield Trial(found)
 
 
-def _untried(space: Space, board: Board, stride: int) -> Settings | None:
-    for sample in board.ranking()[:_BEAM]:
+def _untried(space: Space, trials: Trials, stride: int) -> Settings | None:
+    for sample in trials.ranking()[:_BEAM]:
         for axis, values in space.axes.items():
             line = space.line(sample.settings, axis)
             at, step = line.index(sample.settings), stride if len(values) >= _LONG_AXIS else 1
             for direction in (-1, 1):
                 found = _next_of_other_effect(space, line, at, direction * step)
-                if found is not None and not board.known(found):
+                if found is not None and not trials.known(found):
                     return found
     return None
 
@@ -72,7 +72,7 @@ def _next_of_other_effect(space: Space, line: list[Settings], at: int, step: int
     return None
 
 
-def halving(space: Space, board: Board) -> Iterator[Trial]:
+def halving(space: Space, trials: Trials) -> Iterator[Trial]:
     """Successive halving: many points for a turn each, the best third for twice as many turns, and so on.
 
     Source: arXiv:1502.07943 (Jamieson and Talwalkar), algorithm 1; a third is kept, not half.
@@ -81,17 +81,17 @@ def halving(space: Space, board: Board) -> Iterator[Trial]:
     while len(rung) > 1:
         for settings in rung:
             yield Trial(settings, more)
-        rung = sorted(rung, key=board.score_s)[: len(rung) // _KEPT]
+        rung = sorted(rung, key=trials.score_s)[: len(rung) // _KEPT]
         more = 2 * more + 1
 
 
-def random_search(space: Space, board: Board) -> Iterator[Trial]:
+def random_search(space: Space, trials: Trials) -> Iterator[Trial]:
     """Points of the grid in random order."""
     for settings in _shuffled(space):
         yield Trial(settings)
 
 
-def exhaustive(space: Space, board: Board) -> Iterator[Trial]:
+def exhaustive(space: Space, trials: Trials) -> Iterator[Trial]:
     """The whole grid, in its order: to know what there is to be found, if there are turns enough."""
     for settings in space.grid():
         yield Trial(settings)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bagua.autotune.board import Board
 from bagua.autotune.options import Autotune
 from bagua.autotune.settings import Settings
 from bagua.autotune.space import Space
 from bagua.autotune.strategies import STRATEGIES, Trial
+from bagua.autotune.trials import Trials
 
 __all__ = ["Measurement", "Order", "Outcome", "Tuner"]
 
@@ -87,7 +87,7 @@ class Tuner:
         period: int = 1,
         told: Callable[[Measurement], object] = lambda measurement: None,
     ) -> None:
-        self.board = Board(space)
+        self.trials = Trials(space)
         self.phase = "warm-up"
         self.num_steps = 0
         self.best = space.default
@@ -125,11 +125,11 @@ class Tuner:
     def _run(self) -> Course:
         yield from self._warm_up()
         self.phase = "search"
-        for trial in STRATEGIES[self._options.search](self._space, self.board):
-            new = not self.board.known(trial.settings)
+        for trial in STRATEGIES[self._options.search](self._space, self.trials):
+            new = not self.trials.known(trial.settings)
             if self._turns_left < _FINALE + trial.more_turns + 1:
                 break
-            if new and len(self.board.samples) >= self._options.max_samples:
+            if new and len(self.trials.samples) >= self._options.max_samples:
                 break
             yield from self._try(trial)
         self.phase = "final"
@@ -151,7 +151,7 @@ class Tuner:
 
     def _try(self, trial: Trial) -> Course:
         """Measure until it is clear that the settings are not among the best."""
-        sample, best_s = self.board.sample(trial.settings), self._best_s()
+        sample, best_s = self.trials.sample(trial.settings), self._best_s()
         for _ in range(1 + trial.more_turns):
             measured = yield from self._turn(trial.settings, True)
             if measured is None:
@@ -166,7 +166,7 @@ class Tuner:
         outcome = yield Order(settings, num_steps)
         self._turns_left -= 1
         if outcome.problem:
-            self.board.sample(settings).problem = outcome.problem
+            self.trials.sample(settings).problem = outcome.problem
             self._tell(settings, None, False, 0, outcome.problem)
             self.num_steps -= num_steps  # none was made
             return None
@@ -179,7 +179,7 @@ class Tuner:
         """Measure the fastest beside the default again. What was best in the search may have been lucky."""
         default = self._space.default
         same = self._space.effect(default)
-        ranked = [each.settings for each in self.board.ranking() if self._space.effect(each.settings) != same]
+        ranked = [each.settings for each in self.trials.ranking() if self._space.effect(each.settings) != same]
         finalists = ranked[:_FINALISTS]
         turns_s: dict[Settings, list[float]] = {each: [] for each in (*finalists, default)}
         for number in range(_FINAL_ROUNDS if finalists else 0):
@@ -188,7 +188,7 @@ class Tuner:
             for settings in sorted(turns_s, key=lambda each: each != self._active):
                 yield from self._measure_again(settings, turns_s)
         scores = {each: statistics.median(values) for each, values in turns_s.items() if values}
-        self.default_s = scores.get(default, self.board.score_s(default))
+        self.default_s = scores.get(default, self.trials.score_s(default))
         self.best = min(scores, key=lambda each: scores[each], default=default)
         if self.best != default and scores[self.best] > (1 - _WORTH) * self.default_s:
             self.best = default
@@ -216,11 +216,11 @@ class Tuner:
         return statistics.median(steps_s) if self._period == 1 else statistics.fmean(steps_s)
 
     def _best_s(self) -> float:
-        ranking = self.board.ranking()
+        ranking = self.trials.ranking()
         return ranking[0].score_s if ranking else math.inf
 
     def _tell(self, settings: Settings, step_s: float | None, used: bool, num_steps: int, problem: str = "") -> None:
-        ranking = self.board.ranking()
+        ranking = self.trials.ranking()
         if ranking:
             self.best, self.best_s = ranking[0].settings, ranking[0].score_s
         self._told(Measurement(settings, step_s, self.phase, used, num_steps, problem))

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from bagua.bench.conditions import Condition
 
-__all__ = ["Hosts", "LabHosts", "LocalHosts", "worker_command"]
+__all__ = ["Hosts", "LabHosts", "LocalHosts", "rank_environment", "worker_command"]
 
 
 class LocalHosts:
@@ -103,6 +103,21 @@ class LabHosts:
     def close(self) -> None:
         """Take the cluster down."""
         self._cluster.close()
+
+
+def rank_environment(hosts: Hosts, num_hosts: int) -> dict[str, str]:
+    """What all ranks find in their environment: where to meet and where this package is, one thread each."""
+    package_parent = str(Path(__file__).resolve().parents[2])
+    return {
+        "WORLD_SIZE": str(num_hosts),
+        "BAGUA_BENCH_ADDRESS": hosts.address,
+        "BAGUA_BENCH_INTERFACE": hosts.interface,
+        "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH", "")])),
+        "OMP_NUM_THREADS": "1",
+        # Without these every large tensor that is freed goes back to the system and is paged in anew.
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+    }
 
 
 def worker_command(folder: Path) -> list[str]:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bagua.bench import entrants, models, net, overhead, plots, primitives, scaling, tables, tradeoff, wire
+from bagua.bench import (
+    contenders,
+    models,
+    net,
+    overhead,
+    plots,
+    primitives,
+    results_file,
+    scaling,
+    tables,
+    tradeoff,
+    wire,
+)
 from bagua.bench.merge import merged
 from bagua.bench.tradeoff import Plan
 from bagua.lab.errors import LabError
@@ -21,14 +32,14 @@ _EPILOG = """\
 conditions: BANDWIDTH[/LATENCY][/jitterTIME][/slowSPEED][/tcpNAME][/wireNAME], e.g. 1gbit/5ms, 250mbit/0ms, nolimit,
   1gbit/0ms/slow0.5 (the last host at half speed), 1gbit/0ms/tcpbbr (congestion control; cubic if none is named),
   1gbit/0ms/wirerelay (what carries the frames; docs/lab.md)
-entrants: {entrants}
-  Options of an algorithm go behind a colon: bytegrad:bucket_bytes=1000000,average=True;next_entrant
+contenders: {contenders}
+  Options of an algorithm go behind a colon: bytegrad:bucket_bytes=1000000,average=True;next_contender
 models: {models}
 """
 
 
 def _split(text: str) -> tuple[str, ...]:
-    """Entrants are separated by commas; by semicolons if one of them has options."""
+    """Contenders are separated by commas; by semicolons if one of them has options."""
     return tuple(word.strip() for word in text.split(";" if ";" in text or ":" in text else ",") if word.strip())
 
 
@@ -40,7 +51,7 @@ def _add_measured(parser: argparse.ArgumentParser, quick: str) -> None:
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--algorithms", metavar="NAMES", help="entrants; default: all that can run here")
+    parser.add_argument("--algorithms", metavar="NAMES", help="contenders; default: all that can run here")
     parser.add_argument("--model", metavar="NAME", help="layer shapes; default: layers25m")
     parser.add_argument("--compute-ms", type=float, metavar="MS", help="forward and backward together; default: 300")
     parser.add_argument("--forward-share", type=float, default=1 / 3, metavar="SHARE", help="part that is forward")
@@ -50,8 +61,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--again",
         type=int,
         metavar="N",
-        help="repeat entrants while a virtual machine's host took over 3%% of its cores, at most so often; default: 2, "
-        "and 0 with --quick, which has 5 minutes",
+        help="repeat a contender at most N times while a virtual machine's host took over 3%% of its cores; "
+        "default: 2 (0 with --quick, which has 5 minutes)",
     )
     parser.add_argument(
         "--optimizer",
@@ -59,13 +70,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         default="emulated",
         help="emulated: optimizers of the Adam kind do the arithmetic of SGD, as if an accelerator did theirs",
     )
-    parser.add_argument("--profile", metavar="NAME", default="", help="keep a timeline of two steps of this entrant")
+    parser.add_argument("--profile", metavar="NAME", default="", help="keep a timeline of two steps of this contender")
     parser.add_argument("--profile-dir", type=Path, metavar="DIR", default=Path("profile"), help="where it is kept")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    epilog = _EPILOG.format(entrants=", ".join(entrants.available()), models=", ".join(models.MODELS))
+    epilog = _EPILOG.format(contenders=", ".join(contenders.available()), models=", ".join(models.MODELS))
     parser = argparse.ArgumentParser(
         prog="bagua bench",
         description="Measure training steps, collectives and the engine's cost.",
@@ -74,13 +85,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     raw = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": epilog}
-    one = commands.add_parser("tradeoff", help="every entrant under every condition of the network", **raw)
-    _add_measured(one, "few conditions, few entrants, a small model: at most 5 minutes on 2 cores")
+    one = commands.add_parser("tradeoff", help="every contender under every condition of the network", **raw)
+    _add_measured(one, "few conditions, few contenders, a small model: at most 5 minutes on 2 cores")
     one.add_argument("--conditions", metavar="LIST", help=f"default: {tradeoff.FULL_CONDITIONS}")
     one.add_argument("--hosts", type=int, default=4, metavar="N", help="default: 4, with one rank each")
     _add_training(one)
     two = commands.add_parser("scaling", help="the same with 2 to 16 hosts, with a model of a tenth", **raw)
-    _add_measured(two, "2 and 4 hosts, few entrants, short")
+    _add_measured(two, "2 and 4 hosts, few contenders, short")
     two.add_argument("--conditions", metavar="LIST", help=f"default: {scaling.CONDITIONS}")
     two.add_argument("--hosts", type=_numbers, metavar="LIST", help="default: 2,4,8,16")
     _add_training(two)
@@ -149,11 +160,11 @@ def _tradeoff(args: argparse.Namespace, plans: Sequence[Plan]) -> int:
 def _plan(args: argparse.Namespace, hosts: Sequence[int]) -> list[Plan]:
     quick = args.quick
     default = tradeoff.QUICK_CONDITIONS if quick else tradeoff.FULL_CONDITIONS
-    names = _split(args.algorithms) if args.algorithms else _split(tradeoff.QUICK_ENTRANTS) if quick else _everyone()
+    names = _split(args.algorithms) if args.algorithms else _split(tradeoff.QUICK_CONTENDERS) if quick else _everyone()
     for name in names:
-        entrants.get(name)
+        contenders.get(name)
     if args.profile and args.profile not in names:
-        raise ValueError(f"--profile: {args.profile!r} is not among the entrants of this run")
+        raise ValueError(f"--profile: {args.profile!r} is not among the contenders of this run")
     for option in ("steps", "budget_s", "compute_ms"):
         value = getattr(args, option)
         if value is not None and not value > 0:
@@ -170,7 +181,7 @@ def _plan(args: argparse.Namespace, hosts: Sequence[int]) -> list[Plan]:
             raise ValueError(f"--hosts: expected a number >= 1, got {num}")
         plan = Plan(
             conditions=chosen,
-            entrants=names,
+            contenders=names,
             hosts=num,
             model=args.model or ("layers25m/10" if quick else "layers25m"),
             compute_ms=args.compute_ms or (100 if quick else 300),
@@ -188,7 +199,7 @@ def _plan(args: argparse.Namespace, hosts: Sequence[int]) -> list[Plan]:
 
 
 def _everyone() -> tuple[str, ...]:
-    return tuple(name for name in entrants.available() if not name.startswith(entrants.OFF))
+    return tuple(name for name in contenders.available() if not name.startswith(contenders.OFF))
 
 
 def _scaling_plans(args: argparse.Namespace) -> list[Plan]:
@@ -246,8 +257,7 @@ def _report(args: argparse.Namespace, report: dict[str, Any]) -> int:
 
 def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        results_file.write(args.json, report)
     _draw(args, report)
 
 

@@ -1,4 +1,4 @@
-"""One entrant on one rank: warm up, agree on a number of steps, run them against the clock."""
+"""One contender on one rank: warm up, agree on a number of steps, run them against the clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import bagua
 from bagua.bench import counters, models
 from bagua.bench.compute import Compute, EmulatedModel
-from bagua.bench.entrants import Entrant
+from bagua.bench.contenders import Contender
 from bagua.bench.training import Parts, Training
 
 __all__ = ["Job", "Measured", "measure"]
@@ -34,12 +34,12 @@ class Job:
         compute_ms, forward_share: see `Compute`.
         steps: most steps that are timed.
         budget_s: fewer are, down to 2 (or a whole period), if they would take longer.
-        round_s: of entrants that average in the background, at least so long is measured.
+        round_s: of contenders that average in the background, at least so long is measured.
         emulated: optimizers of the Adam kind do the arithmetic of SGD.
         timeout_s: of collectives.
-        cases: number and name of each entrant, to be run in this order.
+        cases: number and name of each contender, to be run in this order.
         switches: somebody changes the link between warm-up and measurement.
-        profile: name of the entrant of which a timeline is kept; empty for none.
+        profile: name of the contender of which a timeline is kept; empty for none.
     """
 
     kind: ClassVar[str] = "training"
@@ -91,30 +91,30 @@ class Measured:
 
 
 def measure(
-    entrant: Entrant, job: Job, control: dist.ProcessGroup, switch: Callable[[str], None], trace: str = ""
+    contender: Contender, job: Job, control: dist.ProcessGroup, switch: Callable[[str], None], trace: str = ""
 ) -> Measured:
-    """Run `entrant`; a collective of all ranks.
+    """Run `contender`; a collective of all ranks.
 
     Args:
         control: a group for what the ranks agree on.
         switch: called with "setup" and "measure", when the link may be changed; returns when it has been.
-        trace: file for a timeline, on one rank, of two more steps of the entrant that `job` wants one of.
+        trace: file for a timeline, on one rank, of two more steps of the contender that `job` wants one of.
     """
     rank = dist.get_rank()
     switch("setup")
     compute = Compute(job.compute_ms / 1000, job.forward_share)
     model = EmulatedModel(models.get(job.model), compute, seed=rank)
-    training = entrant.prepare(model, job.emulated)
+    training = contender.prepare(model, job.emulated)
     model.clock.scale = _WARMUP_SPEED
-    for _ in range(entrant.warmup_steps):
+    for _ in range(contender.warmup_steps):
         training.step()
     dist.barrier(control)
     switch("measure")
     model.clock.scale = 1.0
-    num_steps = _agree_on_steps(entrant, job, control, training)
+    num_steps = _agree_on_steps(contender, job, control, training)
     dist.barrier(control)
-    measured = _timed(training, model, num_steps, entrant.family == "bagua")
-    if job.profile == entrant.name:
+    measured = _timed(training, model, num_steps, contender.family == "bagua")
+    if job.profile == contender.name:
         _profile(training, trace)
     dist.barrier(control)
     switch("setup")
@@ -122,15 +122,15 @@ def measure(
     return measured
 
 
-def _agree_on_steps(entrant: Entrant, job: Job, control: dist.ProcessGroup, training: Training) -> int:
+def _agree_on_steps(contender: Contender, job: Job, control: dist.ProcessGroup, training: Training) -> int:
     """Steps to be timed: whole periods, as many as the budget allows. One step is made to see, where it may be."""
-    if entrant.period > 1:
-        return entrant.period
+    if contender.period > 1:
+        return contender.period
     step_s = training.step().step_s  # connections learn the link, too
     everyone: list[Any] = [None] * dist.get_world_size(control)
     dist.all_gather_object(everyone, step_s, control)
     slowest = max(everyone)
-    least = math.ceil(job.round_s / min(everyone)) if entrant.averaged else 2
+    least = math.ceil(job.round_s / min(everyone)) if contender.averaged else 2
     return max(min(job.steps, int(job.budget_s / slowest)), least, 2)
 
 

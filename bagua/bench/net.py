@@ -13,6 +13,7 @@ from statistics import median
 from time import monotonic
 from typing import Any
 
+from bagua.bench import results_file
 from bagua.bench.machine import describe_machine, now
 from bagua.bench.net_cases import CASES, GOALS, Case, Goal, Sample
 from bagua.bench.net_links import Namespaces, missing
@@ -66,8 +67,7 @@ def _measure_all(cases: Sequence[Case], rows: list[dict[str, Any]], args: argpar
         rows += _run_case(cases[index % len(cases)], env, congestion, args.scale)
         report = _report(rows, congestion)
         if args.json is not None:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+            results_file.write(args.json, report)
     return report
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from bagua.bench.layout import markdown_table
 from bagua.bench.net_cases import CASES
 
 __all__ = ["OTHERS", "markdown", "of_congestion"]
@@ -26,38 +27,36 @@ def markdown(report: Mapping[str, Any], judge: Callable[[Rows], list[dict[str, A
     parts = []
     for congestion in dict.fromkeys(row.get("congestion", otherwise) for row in report["runs"]):
         rows = of_congestion(report["runs"], congestion, otherwise)
-        lines = [f"TCP with {congestion}, {report['machine']['cores']} cores, {report['machine']['cpu']}:", ""]
-        parts.append("\n".join([*lines, *_runs(rows), "", *_goals(judge(rows))]))
+        heading = f"TCP with {congestion}, {report['machine']['cores']} cores, {report['machine']['cpu']}:"
+        parts += [heading, _runs(rows), _goals(judge(rows))]
     return "\n\n".join(parts)
 
 
-def _runs(rows: Rows) -> list[str]:
-    lines = [
-        "| link | plugin | runs | median, Gbit/s | range | typical tenth of a second | CPU s per GB |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def _runs(rows: Rows) -> str:
+    found: list[list[str]] = []
     links = {case.name: case.what for case in CASES}
     for case, variant in dict.fromkeys((row["case"], row["variant"]) for row in rows):
         mine = [row for row in rows if (row["case"], row["variant"]) == (case, variant)]
         counted = [row for row in mine if "gbit_s" in row and row["others_cpu"] <= OTHERS]
-        start = f"| {links.get(case, case)} | {variant} | "
+        start = [links.get(case, case), variant]
         if not counted:
-            lines.append(f"{start}0 of {len(mine)} | | | | |")
+            found.append([*start, f"0 of {len(mine)}", "", "", "", ""])
             continue
         rates = [row["gbit_s"] for row in counted]
         num = str(len(counted)) if len(counted) == len(mine) else f"{len(counted)} of {len(mine)}"
         typical = median(row["typical_gbit_s"] for row in counted)
         cpu = median(max(row["cpu_s_per_gb"]) for row in counted)
         spread = f"{min(rates):.2f} to {max(rates):.2f}"
-        lines.append(f"{start}{num} | {median(rates):.2f} | {spread} | {typical:.2f} | {cpu:.2f} |")
-    return lines
+        found.append([*start, num, f"{median(rates):.2f}", spread, f"{typical:.2f}", f"{cpu:.2f}"])
+    head = ("link", "plugin", "runs", "median, Gbit/s", "range", "typical tenth of a second", "CPU s per GB")
+    return markdown_table(head, found)
 
 
-def _goals(goals: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = ["| goal | wanted | reached | |", "|---|---|---|---|"]
+def _goals(goals: Sequence[Mapping[str, Any]]) -> str:
+    found: list[list[str]] = []
     for goal in goals:
         bound = "at most" if goal["at_most"] else "at least"
         value = "not measured" if goal["value"] is None else f"{goal['value']:.3g}"
         verdict = "" if goal["met"] is None else "yes" if goal["met"] else "missed"
-        lines.append(f"| {goal['goal']} | {bound} {goal['wanted']:g} | {value} | {verdict} |")
-    return lines
+        found.append([goal["goal"], f"{bound} {goal['wanted']:g}", value, verdict])
+    return markdown_table(("goal", "wanted", "reached", ""), found)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +33,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua
+from bagua.bench import progress, results_file, turns
+from bagua.bench.layout import Columns
 from bagua.bench.machine import describe_machine, now
+from bagua.bench.spawned import run_ranks
 
 NUM_LAYERS = 150  # a weight and a bias each: 300 parameters
 RATIO_TARGET, ENGINE_MS_TARGET = 1.02, 1.0
@@ -135,33 +137,26 @@ def compare(baseline: Step, candidate: Step, pairs: int, steps: int) -> list[Pai
 
     for step in (baseline, candidate) * 2:
         block(step)
-    times = []
     gc.collect()
     gc.disable()
     try:
-        for pair in range(pairs):
-            if pair % 2:
-                second = block(candidate)
-                times.append((block(baseline), second))
-            else:
-                times.append((block(baseline), block(candidate)))
+        return turns.pairs(lambda: block(baseline), lambda: block(candidate), pairs)
     finally:
         gc.enable()
-    return times
 
 
 def summarise(case: Case, ranks: int, baseline: str, times: Sequence[Pair], steps: int) -> Result:
     """Return the medians of `times`."""
-    low, middle, high = statistics.quantiles([after.wall / before.wall for before, after in times], n=4)
+    ratio = turns.quartiles([after.wall / before.wall for before, after in times])
     return Result(
         case=case.name,
         ranks=ranks,
         baseline=baseline,
         baseline_ms=statistics.median(before.wall for before, _ in times),
         bagua_ms=statistics.median(after.wall for _, after in times),
-        ratio=middle,
-        ratio_p25=low,
-        ratio_p75=high,
+        ratio=ratio.median,
+        ratio_p25=ratio.low,
+        ratio_p75=ratio.high,
         cpu_ratio=statistics.median(after.cpu / before.cpu for before, after in times),
         extra_cpu_ms=statistics.median(after.cpu - before.cpu for before, after in times),
         extra_cpu_ms_of_minima=min(after.cpu for _, after in times) - min(before.cpu for before, _ in times),
@@ -173,6 +168,8 @@ def summarise(case: Case, ranks: int, baseline: str, times: Sequence[Pair], step
 def measure(case: Case, pairs: int, steps: int) -> Result:
     """Measure `case` in this process, which may be one of several ranks; all ranks must call it."""
     size = dist.get_world_size()
+    if dist.get_rank() == 0:
+        progress.show(f"{case.name}, {size} rank{'s' * (size > 1)}")
     plain = make_model(case.width)
     ours = copy.deepcopy(plain)
     optimizer = torch.optim.SGD(ours.parameters(), lr=1e-4)
@@ -201,40 +198,42 @@ def measure_alone(quick: bool) -> list[Result]:
         bagua.destroy_process_group()
 
 
-def _rank_main(rank: int, port: int, size: int, quick: bool, answers: Any) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    bagua.init_process_group("gloo", store=store, rank=rank, world_size=size)
+def _rank_main(rank: int, quick: bool, answers: Any) -> None:
     pairs = 3 if quick else 40
     results = [measure(LAYERS, pairs, 1), measure(TINY, pairs, 2)]
-    bagua.destroy_process_group()
     if rank == 0:
         answers.put(results)
 
 
 def measure_ranks(quick: bool, size: int = 2) -> list[Result]:
     """Two processes: Bagua beside DistributedDataParallel."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = mp.get_context("spawn").SimpleQueue()
-    job = (store.port, size, quick, answers)
-    context = mp.start_processes(_rank_main, job, size, join=False, daemon=True, start_method="spawn")
-    assert context is not None
-    while not context.join():
-        continue
+    run_ranks(_rank_main, size, quick, answers)
     return answers.get()
+
+
+_COLUMNS = Columns(
+    ("case", 24),
+    ("ranks", 6),
+    ("against", 12),
+    ("its ms", 11),
+    ("Bagua ms", 10),
+    ("ratio", 8),
+    ("quartiles", 15),
+    ("CPU ratio", 11),
+    ("extra CPU ms", 14),
+    ("least", 8),
+)
 
 
 def table(results: Sequence[Result]) -> str:
     """Return the results as text."""
-    head = ["case", "ranks", "against", "its ms", "Bagua ms", "ratio", "quartiles"]
-    head += ["CPU ratio", "extra CPU ms", "least"]
-    widths = (24, 6, 12, 11, 10, 8, 15, 11, 14, 8)
-    rows = [head]
+    rows = []
     for r in results:
         cells = [r.case, str(r.ranks), r.baseline, f"{r.baseline_ms:.2f}", f"{r.bagua_ms:.2f}"]
         cells += [f"{r.ratio:.3f}", f"{r.ratio_p25:.3f}-{r.ratio_p75:.3f}", f"{r.cpu_ratio:.3f}"]
         rows.append([*cells, f"{r.extra_cpu_ms:.2f}", f"{r.extra_cpu_ms_of_minima:.2f}"])
-    return "\n".join("".join(map(str.rjust, row, widths)) for row in rows)
+    return _COLUMNS.table(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -248,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     machine = describe_machine()
     results = measure_alone(args.quick) + measure_ranks(args.quick)
+    progress.clear()
     print(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_1min']:.1f}")
     print(f"torch {machine['torch']}, one thread per rank")
     print(table(results))
@@ -270,6 +270,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             "engine_ms": engine_ms,
             "results": [asdict(result) for result in results],
         }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        results_file.write(args.json, report, indent=2)
     return 0

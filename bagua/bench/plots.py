@@ -7,9 +7,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bagua.bench import conditions
+from bagua.bench import canvas, conditions
 
 __all__ = ["plot_report"]
+
+
+# Colours and shapes that are told apart without colour vision too; a figure has no more lines than these.
+_COLOURS = ("black", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8b4513")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
+_FIRST = (
+    "ddp",
+    "ddp_powersgd",
+    "post_local_sgd",
+    "bytegrad",
+    "int4",
+    "qadam_1bit",
+    "power_sgd",
+    "local_sgd",
+    "diloco",
+)
 
 
 class _Figure(NamedTuple):
@@ -37,7 +53,6 @@ def plot_report(report: dict[str, Any], folder: Path) -> list[Path]:
     """
     rows = [row for row in report["rows"] if not row["error"]]
     figures = {"scaling": _of_scaling, "primitives": _of_primitives}.get(report["kind"], _of_tradeoff)(rows)
-    folder.mkdir(parents=True, exist_ok=True)
     return [path for figure in figures for path in _draw(figure, report, folder)]
 
 
@@ -99,43 +114,59 @@ def _of_primitives(rows: Sequence[dict[str, Any]]) -> list[_Figure]:
 
 
 def _draw(figure: _Figure, report: dict[str, Any], folder: Path) -> list[Path]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style: Any = {"font.size": 9, "font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "bagua"}
-    with plt.rc_context(style):
-        canvas, axes = plt.subplots(figsize=(10, 5.5), layout="constrained")
-        for index, name in enumerate(dict.fromkeys(row["entrant"] for _, row in figure.points)):
+    with canvas.drawing() as plt:
+        picture, axes = plt.subplots(figsize=(10, 5.5), layout="constrained")
+        names = _chosen(figure)
+        for name, colour, marker in zip(names, _COLOURS, _MARKERS, strict=False):
             series = sorted((x, row) for x, row in _unique(figure.points, name).items())
-            peer = series[0][1].get("family", "bagua") != "bagua" or name.startswith("torch")
-            line = "--" if peer else "-"
-            color = "black" if name in ("ddp", "torch all_reduce") else f"C{index % 10}"
-            marker = "osv^DPX*<>"[index // 10 % 3 + 3 * (index % 3)]
+            baseline = series[0][1].get("family", "bagua") != "bagua" or name.startswith("torch")
             ys = [row["step_ms"] for _, row in series]
-            axes.plot([x for x, _ in series], ys, line, marker=marker, markersize=4, color=color, label=name)
+            axes.plot(
+                [x for x, _ in series],
+                ys,
+                "--" if baseline else "-",
+                marker=marker,
+                markersize=6,
+                color=colour,
+                label=name,
+            )
         axes.set_yscale("log")
         if figure.log:
             axes.set_xscale("log")
         ticks = sorted({x for x, _ in figure.points})
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-        low, high = (limit(row["step_ms"] for _, row in figure.points) for limit in (min, max))
-        steps = [digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5)]
+        drawn = [row["step_ms"] for _, row in figure.points if row["entrant"] in names]
+        low, high = min(drawn), max(drawn)
+        steps = [digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 3, 5)]
         axes.set_ylim(low / 1.2, high * 1.2)
         axes.set_yticks(shown := [s for s in steps if low / 1.2 <= s <= high * 1.2], [f"{s:g}" for s in shown])
         axes.minorticks_off()
         axes.set_xlabel(figure.label)
         axes.set_ylabel("ms")
-        axes.grid(color="#e4e6ea")
-        axes.spines[["top", "right"]].set_visible(False)
+        canvas.tidy(axes)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, borderaxespad=0)
-        axes.set_title(f"{figure.title}\n{_subtitle(report)}", loc="left", fontsize=9)
-        paths = [folder / f"{figure.name}.{kind}" for kind in ("png", "svg")]
-        for path in paths:
-            canvas.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(canvas)
-    return paths
+        axes.set_title(f"{figure.title}\n{_subtitle(report)}\n{_honest(figure, names)}", loc="left", fontsize=9)
+        return canvas.save(picture, [folder / f"{figure.name}.{kind}" for kind in ("png", "svg")])
+
+
+def _chosen(figure: _Figure) -> list[str]:
+    """The contenders that are drawn: as many as there are colours, those of `_FIRST` before the others."""
+    names = list(dict.fromkeys(row["entrant"] for _, row in figure.points))
+    ranks = {name: number for number, name in enumerate(_FIRST)}
+    # One without all points of the others would be a shorter line, or a dot.
+    full = max(len(_unique(figure.points, name)) for name in names)
+    wanted = [name for name in names if len(_unique(figure.points, name)) == full]
+    wanted.sort(key=lambda name: ranks.get(name, len(ranks)))
+    kept = set(wanted[: len(_COLOURS)])
+    return [name for name in names if name in kept]
+
+
+def _honest(figure: _Figure, names: Sequence[str]) -> str:
+    """How many points a line joins, and how many contenders are not drawn."""
+    count = len({x for x, _ in figure.points})
+    left_out = len({row["entrant"] for _, row in figure.points}) - len(names)
+    words = f"{count} values measured, lines only join them"
+    return words + (f"; {left_out} more in the table" if left_out else "")
 
 
 def _unique(points: Sequence[tuple[float, dict[str, Any]]], name: str) -> dict[float, dict[str, Any]]:

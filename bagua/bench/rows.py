@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from bagua.bench import entrants
+from bagua.bench import contenders
 from bagua.bench.bounds import Moment, Timing, bound_s
 from bagua.bench.conditions import Condition
-from bagua.bench.entrants import ADAMS, OFF, Entrant
+from bagua.bench.contenders import ADAMS, OFF, Contender
 from bagua.bench.models import Model
 from bagua.bench.runner import Outcome
+from bagua.bench.turns import quartiles
 
 __all__ = ["DDP", "STOLEN", "Row", "rank_step_s", "rows_of", "stolen", "timings_of"]
 
@@ -24,13 +25,13 @@ BUSY = 0.9  # share of the machine's cores above which ranks may have waited for
 
 @dataclass(frozen=True)
 class Row:
-    """One entrant under one condition. Times are milliseconds per step.
+    """One contender under one condition. Times are milliseconds per step.
 
     Attributes:
-        condition, entrant, family: names.
+        condition, contender, family: names. In results files the key of the contender is "entrant".
         hosts: number of hosts, one rank each.
         model: its name.
-        step_ms: of the slowest rank, or of the middle one for entrants that do not wait; for a rank the median of its
+        step_ms: of the slowest rank, or of the middle one for contenders that do not wait; for a rank the median of its
             steps, or their mean where steps differ by design.
         p25_ms, p75_ms: quartiles of all ranks' steps.
         rank_ms: of each rank.
@@ -55,7 +56,7 @@ class Row:
     """
 
     condition: str
-    entrant: str
+    contender: str
     family: str
     hosts: int
     model: str
@@ -85,8 +86,8 @@ class Row:
     notices: tuple[str, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON, with the keys that results files have had from the start."""
+        return {"entrant" if key == "contender" else key: value for key, value in asdict(self).items()}
 
 
 def stolen(ranks: Sequence[Mapping[str, Any]]) -> float:
@@ -94,19 +95,19 @@ def stolen(ranks: Sequence[Mapping[str, Any]]) -> float:
     return statistics.fmean(rank["stolen"] for rank in ranks) if ranks else 0.0
 
 
-def rank_step_s(entrant: Entrant, measured: Mapping[str, Any]) -> float:
+def rank_step_s(contender: Contender, measured: Mapping[str, Any]) -> float:
     """Seconds of a step of one rank."""
     steps = measured["steps"]
-    return statistics.fmean(steps) if entrant.averaged else statistics.median(steps)
+    return statistics.fmean(steps) if contender.averaged else statistics.median(steps)
 
 
 def timings_of(outcomes: Sequence[Outcome], name: str) -> list[Timing]:
-    """C, F and S of each rank, means over all runs of `name`, an entrant without communication."""
+    """C, F and S of each rank, means over all runs of `name`, a contender without communication."""
     runs = [outcome.ranks for outcome in outcomes if outcome.name == name and not outcome.error]
-    entrant = entrants.get(name)
+    contender = contenders.get(name)
     return [
         Timing(
-            statistics.fmean(rank_step_s(entrant, each) for each in ranks),
+            statistics.fmean(rank_step_s(contender, each) for each in ranks),
             statistics.fmean(each["forward_s"] for each in ranks),
             statistics.fmean(each["optimizer_s"] for each in ranks),
         )
@@ -115,22 +116,22 @@ def timings_of(outcomes: Sequence[Outcome], name: str) -> list[Timing]:
 
 
 def rows_of(condition: Condition, model: Model, hosts: int, outcomes: Sequence[Outcome]) -> list[Row]:
-    """One row for each entrant, in order; entrants that ran several times get the median."""
+    """One row for each contender, in order; contenders that ran several times get the median."""
     rows: list[Row] = []
     ddp = _steps_s(outcomes, DDP)
     names = list(dict.fromkeys(outcome.name for outcome in outcomes))
     for name in names:
-        entrant = entrants.get(name)
-        base = Row(condition.name, name, entrant.family, hosts, model.name)
+        contender = contenders.get(name)
+        base = Row(condition.name, name, contender.family, hosts, model.name)
         runs = [each for each in outcomes if each.name == name]
         good = [each for each in runs if not each.error]
         if not good:
-            rows.append(Row(**{**base.as_dict(), "error": runs[0].error}))
+            rows.append(replace(base, error=runs[0].error))
             continue
-        own = f"{OFF}_{entrant.optimizer}" if entrant.optimizer in ADAMS else OFF
+        own = f"{OFF}_{contender.optimizer}" if contender.optimizer in ADAMS else OFF
         timings = timings_of(outcomes, own) or timings_of(outcomes, OFF)
-        facts = {**base.as_dict(), **_facts(entrant, good), **_machine(good)}
-        traffic = entrant.traffic(model, hosts)
+        facts = {**_facts(contender, good), **_machine(good)}
+        traffic = contender.traffic(model, hosts)
         if facts["bytes_per_host"] is None:
             facts |= {"bytes_per_host": traffic.bytes_per_host / traffic.every, "bytes_from": "formula"}
         step_s = facts["step_ms"] / 1000
@@ -147,7 +148,7 @@ def rows_of(condition: Condition, model: Model, hosts: int, outcomes: Sequence[O
                 "efficiency": least_s / step_s,
                 "exposed_ms": 1000 * (step_s - timing.step_s),
             }
-        rows.append(Row(**facts))
+        rows.append(replace(base, **facts))
     return rows
 
 
@@ -159,25 +160,25 @@ def _which(timings: Sequence[Timing], moment: Moment) -> Timing:
 
 def _steps_s(outcomes: Sequence[Outcome], name: str) -> list[float]:
     return [
-        _pace([rank_step_s(entrants.get(name), each) for each in outcome.ranks], entrants.get(name))
+        _pace([rank_step_s(contenders.get(name), each) for each in outcome.ranks], contenders.get(name))
         for outcome in outcomes
         if outcome.name == name and not outcome.error
     ]
 
 
-def _pace(ranks_s: Sequence[float], entrant: Entrant) -> float:
+def _pace(ranks_s: Sequence[float], contender: Contender) -> float:
     """Of all ranks: the slowest where they wait for one another sooner or later, else the middle one."""
-    return max(ranks_s) if entrant.synchronous else statistics.median(ranks_s)
+    return max(ranks_s) if contender.synchronous else statistics.median(ranks_s)
 
 
-def _facts(entrant: Entrant, runs: Sequence[Outcome]) -> dict[str, Any]:
-    steps = sorted(1000 * step for run in runs for rank in run.ranks for step in rank["steps"])
-    ranks_s = [[rank_step_s(entrant, rank) for rank in run.ranks] for run in runs]
-    low, _, high = statistics.quantiles(steps, n=4) if len(steps) > 1 else steps * 3
+def _facts(contender: Contender, runs: Sequence[Outcome]) -> dict[str, Any]:
+    steps = [1000 * step for run in runs for rank in run.ranks for step in rank["steps"]]
+    ranks_s = [[rank_step_s(contender, rank) for rank in run.ranks] for run in runs]
+    spread = quartiles(steps)
     facts: dict[str, Any] = {
-        "step_ms": 1000 * statistics.median(_pace(run, entrant) for run in ranks_s),
-        "p25_ms": low,
-        "p75_ms": high,
+        "step_ms": 1000 * statistics.median(_pace(run, contender) for run in ranks_s),
+        "p25_ms": spread.low,
+        "p75_ms": spread.high,
         "rank_ms": tuple(1000 * statistics.median(each) for each in zip(*ranks_s, strict=True)),
         "num_steps": sum(len(run.ranks[0]["steps"]) for run in runs),
         "notices": tuple(runs[0].ranks[0]["extra"].get("notices", ())),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 import time
@@ -12,17 +11,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bagua.bench.hosts import Hosts, worker_command
+from bagua.bench import results_file
+from bagua.bench.hosts import Hosts, rank_environment, worker_command
 from bagua.bench.measure import Job
 from bagua.bench.primitives import Transfers
-from bagua.bench.worker import TRACE, write_json
+from bagua.bench.worker import TRACE
 
 __all__ = ["Outcome", "run_cases"]
 
 _POLL_S = 0.02
 _START_S = 120.0
 _GRACE_S = 2.0  # for the other ranks' messages, once one has failed
-_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
 
 class Outcome(NamedTuple):
@@ -41,19 +40,15 @@ class _Watch:
 
     def __init__(self, hosts: Hosts, folder: Path, content: dict[str, Any], num_hosts: int) -> None:
         self.hosts, self.folder = hosts, folder
-        write_json(folder / "job.json", content)
-        env = {
-            "WORLD_SIZE": str(num_hosts),
-            "BAGUA_BENCH_ADDRESS": hosts.address,
-            "BAGUA_BENCH_INTERFACE": hosts.interface,
-            "PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")])),
-            "OMP_NUM_THREADS": "1",
-            # Without these every large tensor that is freed goes back to the system and is paged in anew.
-            "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-            "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
-        }
+        results_file.write(folder / "job.json", content, indent=None)
         # Ranks meet in a store of their own; other systems only look whether these are there.
-        env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": hosts.address, "MASTER_PORT": "29500"}
+        env = {
+            **rank_environment(hosts, num_hosts),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": hosts.address,
+            "MASTER_PORT": "29500",
+        }
         self.log = (folder / "log.txt").open("w")
         self.processes: list[subprocess.Popen[Any]] = hosts.start(worker_command(folder), env, self.log)
         self._switched = 0
@@ -73,7 +68,7 @@ class _Watch:
                 if self._before is not None:
                     self.report, self._before = self.hosts.report().since(self._before), None
                 self.hosts.set_phase(phase)
-            write_json(self.folder / f"done-{self._switched}.json", True)
+            results_file.write(self.folder / f"done-{self._switched}.json", True, indent=None)
 
     def failure(self) -> str:
         """The first rank's complaint, if a worker has ended badly; empty otherwise."""
@@ -143,9 +138,9 @@ def _run_some(
         folder = Path(name)
         watch = _Watch(hosts, folder, {"kind": job.kind, **asdict(job)}, num_hosts)
         try:
-            for place, (number, entrant) in enumerate(job.cases):
+            for place, (number, contender) in enumerate(job.cases):
                 limit_s = timeout_s + (_START_S if place == 0 else 0)
-                done.append(_await(watch, number, entrant, limit_s))
+                done.append(_await(watch, number, contender, limit_s))
                 told(done[-1])
                 if done[-1].error:
                     break
@@ -154,7 +149,7 @@ def _run_some(
     return done
 
 
-def _await(watch: _Watch, number: int, entrant: str, limit_s: float) -> Outcome:
+def _await(watch: _Watch, number: int, contender: str, limit_s: float) -> Outcome:
     deadline, result = time.monotonic() + limit_s, watch.folder / f"result-{number}.json"
     while not result.exists():
         watch.attend()
@@ -162,12 +157,12 @@ def _await(watch: _Watch, number: int, entrant: str, limit_s: float) -> Outcome:
         if not error and time.monotonic() > deadline:
             error = f"not done within {limit_s:.0f} s"
         if error and not result.exists():
-            return Outcome(number, entrant, [], error)
+            return Outcome(number, contender, [], error)
         time.sleep(_POLL_S)
     trace = watch.folder / TRACE.format(number)
     return Outcome(
         number,
-        entrant,
+        contender,
         json.loads(result.read_text()),
         report=watch.report,
         trace=trace.read_text() if trace.exists() else "",

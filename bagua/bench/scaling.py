@@ -1,4 +1,4 @@
-"""The same entrants on more and more hosts."""
+"""The same contenders on more and more hosts."""
 
 from __future__ import annotations
 

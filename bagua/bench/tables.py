@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bagua.bench.layout import Columns, markdown_table
+
 __all__ = ["HEAD", "cells", "document", "line", "markdown", "table", "text"]
 
 HEAD = (
-    "entrant",
+    "contender",
     "step ms",
     "quartiles",
     "x DDP",
@@ -20,8 +22,10 @@ HEAD = (
     "waits",
     "",
 )
+PRIMITIVE_HEAD = ("collective", "KB", "ms", "bound ms", "of the wire", "")
 _DROPS = 1e-4  # of frames, from which the table says it
-_WIDTHS = (36, 9, 15, 7, 9, 11, 9, 11, 6, 6)
+_STEPS = Columns(*zip((*HEAD[:-1], "", ""), (-36, 9, 15, 7, 9, 11, 9, 11, 6, 6, 2, 0), strict=True))
+_PRIMITIVES = Columns(*zip((*PRIMITIVE_HEAD[:-1], "", ""), (-32, 12, 12, 12, 12, 2, 0), strict=True))
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -54,8 +58,7 @@ def _number(value: float | None, digits: int) -> str:
 
 def line(row: Sequence[str]) -> str:
     """One line for a terminal."""
-    first, *rest = [word.rjust(width) for word, width in zip(row, _WIDTHS, strict=False)]
-    return "".join([first.strip().ljust(_WIDTHS[0]), *rest, "  ", row[-1]]).rstrip()
+    return _STEPS.row([*row[:-1], "", row[-1]] if len(row) == len(HEAD) else row)
 
 
 def text(rows: Sequence[dict[str, Any]]) -> str:
@@ -83,10 +86,8 @@ def _groups(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, An
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; numbers to the right."""
-    lines = [" | ".join(head), " | ".join(["---", *["---:"] * (len(head) - 2), "---"])]
-    lines += [" | ".join(word.replace("|", "\\|") for word in row) for row in rows]
-    return "\n".join(f"| {each} |" for each in lines)
+    """A Markdown table; numbers, which all but the first and the last column hold, to the right."""
+    return markdown_table(head, rows, range(1, len(head) - 1))
 
 
 def document(report: dict[str, Any]) -> str:
@@ -118,9 +119,6 @@ def _primitives(rows: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(blocks)
 
 
-PRIMITIVE_HEAD = ("collective", "KB", "ms", "bound ms", "of the wire", "")
-
-
 def primitive_cells(row: dict[str, Any]) -> list[str]:
     """The cells of one row of `primitives`."""
     size = f"{row['size_bytes'] / 1024:.0f}"
@@ -132,5 +130,4 @@ def primitive_cells(row: dict[str, Any]) -> list[str]:
 
 def primitive_line(words: Sequence[str]) -> str:
     """One line of `primitives` for a terminal."""
-    first, *rest = words
-    return (first.ljust(32) + "".join(word.rjust(12) for word in rest[:-1]) + "  " + rest[-1]).rstrip()
+    return _PRIMITIVES.row([*words[:-1], "", words[-1]])

@@ -1,4 +1,4 @@
-"""Every entrant under every condition: step times, bytes, and how near they come to what physics allows."""
+"""Every contender under every condition: step times, bytes, and how near they come to what physics allows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import bagua
-from bagua.bench import bounds, conditions, entrants, machine, models, tables
+from bagua.bench import bounds, conditions, contenders, machine, models, tables
 from bagua.bench.conditions import Condition
-from bagua.bench.entrants import ADAMS, OFF
+from bagua.bench.contenders import ADAMS, OFF
 from bagua.bench.hosts import Hosts, LabHosts, LocalHosts
 from bagua.bench.measure import Job
 from bagua.bench.rows import DDP, STOLEN, Row, rank_step_s, rows_of, stolen
 from bagua.bench.runner import Outcome, run_cases
 from bagua.lab.supervisor import DEFAULT_CONGESTION
 
-__all__ = ["FULL_CONDITIONS", "QUICK_CONDITIONS", "QUICK_ENTRANTS", "Plan", "calmest", "cases_for", "check", "run"]
+__all__ = ["FULL_CONDITIONS", "QUICK_CONDITIONS", "QUICK_CONTENDERS", "Plan", "calmest", "cases_for", "check", "run"]
 
 # The bandwidths at 0 ms and the latencies at 1 Gbit/s make the two figures; then the corners, jitter, a straggler.
 FULL_CONDITIONS = (
@@ -29,7 +29,7 @@ FULL_CONDITIONS = (
     "1gbit/2ms/jitter2ms,1gbit/0ms/slow0.5"
 )
 QUICK_CONDITIONS = "1gbit/0ms,1gbit/5ms,100mbit/0ms"
-QUICK_ENTRANTS = (
+QUICK_CONTENDERS = (
     "ddp,ddp_fp16,ddp_powersgd,gradient_allreduce,bytegrad,qadam_1bit,low_precision_decentralized,async,local_sgd"
 )
 _BYTES_PER_ELEMENT = 4
@@ -42,15 +42,15 @@ class Plan:
 
     Attributes:
         conditions: to be run, in this order.
-        entrants: names, in the order of the table.
+        contenders: names, in the order of the table.
         hosts: how many, one rank each.
         local: plain processes instead of an emulated cluster.
-        again: how often entrants are repeated at most that the machine's own host has disturbed.
+        again: how often contenders are repeated at most that the machine's own host has disturbed.
         others: see `Job`.
     """
 
     conditions: tuple[Condition, ...]
-    entrants: tuple[str, ...]
+    contenders: tuple[str, ...]
     hosts: int
     model: str
     compute_ms: float
@@ -66,7 +66,7 @@ class Plan:
 def cases_for(names: Sequence[str], emulated: bool) -> list[str]:
     """The order of a condition: no communication and DDP at both ends, so that drift of the machine shows in both."""
     middle = [name for name in names if name not in (OFF, DDP)]
-    adams = [f"{OFF}_{entrants.get(n).optimizer}" for n in names if entrants.get(n).optimizer in ADAMS]
+    adams = [f"{OFF}_{contenders.get(n).optimizer}" for n in names if contenders.get(n).optimizer in ADAMS]
     extra = [] if emulated else list(dict.fromkeys(adams))
     base = [DDP] if DDP in names else []
     return [OFF, *base, *(name for name in middle if name not in extra), *extra, *base, OFF]
@@ -86,7 +86,7 @@ def check(plan: Plan) -> list[str]:
             f"model {plan.model!r} on {plan.hosts} hosts may need {needed / 1e9:.0f} GB of memory, "
             f"{there / 1e9:.0f} GB are free; take {plan.model.removesuffix('/10')}/10 or fewer hosts"
         )
-    return [f"{name}: {entrants.get(name).missing}" for name in plan.entrants if entrants.get(name).missing]
+    return [f"{name}: {contenders.get(name).missing}" for name in plan.contenders if contenders.get(name).missing]
 
 
 def run(plan: Plan, folder: Path | None, told: Callable[[str], None], keep: Callable[[dict[str, Any]], None]) -> None:
@@ -98,7 +98,7 @@ def run(plan: Plan, folder: Path | None, told: Callable[[str], None], keep: Call
         keep: called with the report, as far as it goes, after each condition.
     """
     rows: list[Row] = []
-    names = [name for name in plan.entrants if not entrants.get(name).missing]
+    names = [name for name in plan.contenders if not contenders.get(name).missing]
     for number, condition in enumerate(plan.conditions, 1):
         told(f"\n{condition.name} ({number} of {len(plan.conditions)})\n{tables.line(tables.HEAD[:2])}")
         rows += _run_condition(plan, condition, names, folder, told)
@@ -109,6 +109,7 @@ def report(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
     """The content of a results file."""
     model = models.get(plan.model)
     settings = {**asdict(plan), "conditions": [_plain(each, plan.local) for each in plan.conditions]}
+    settings["entrants"] = settings.pop("contenders")  # the key of results files
     return {
         "kind": "tradeoff",
         "date": machine.now(),
@@ -154,8 +155,8 @@ def _run_condition(
         if outcome.error:
             told(f"{outcome.name:<36}        -  {place} {outcome.error}")
         else:
-            entrant = entrants.get(outcome.name)
-            fastest = min(rank_step_s(entrant, each) for each in outcome.ranks)
+            contender = contenders.get(outcome.name)
+            fastest = min(rank_step_s(contender, each) for each in outcome.ranks)
             told(f"{outcome.name:<36}{1000 * fastest:9.0f}  {place}")
 
     def measured(cases: Sequence[tuple[int, str]]) -> list[Outcome]:
@@ -176,7 +177,7 @@ def calmest(
 ) -> list[Outcome]:
     """Measure `cases`; those from which a virtual machine's host took cores once more, and so on.
 
-    What counts is how much was taken, whatever the step times, so no entrant is favoured.
+    What counts is how much was taken, whatever the step times, so no contender is favoured.
 
     Args:
         measured: runs cases (number and name) and returns their outcomes.

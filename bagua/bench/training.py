@@ -91,7 +91,7 @@ class _OneBitLamb(bagua.optim.OneBitLamb):
 
 
 class _ZeroOneAdam(bagua.optim.ZeroOneAdam):
-    def _step_batch(self, group: dict[str, Any], batch: Batch, kind: Any, size: float) -> None:
+    def _step_batch(self, group: dict[str, Any], batch: Batch, kind: Any, size: float, drift: float) -> None:
         _descend(group, batch)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: saved whole or not at all, and resumed with the same bits."""
+"""Checkpoints: written atomically, and resumed with the same bits."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def agree(team: Team, what: str, report: Any, problem: BaseException | None) -> 
         CommunicationError: a rank did not come.
     """
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
-    messages = [decode(message) for message in team.meet(what, encode({"report": report, "problem": said}))]
+    messages = [decode(message) for message in team.all_gather_bytes(what, encode({"report": report, "problem": said}))]
     for rank, message in enumerate(messages):
         if message["problem"] is not None:
             raise CheckpointError(f"{what}: rank {rank} of {team.size}: {message['problem']}") from problem

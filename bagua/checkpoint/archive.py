@@ -98,7 +98,7 @@ def save(
     except Exception as error:  # the other ranks must hear of it
         problem = error
     owners = share(team, what, items, problem)
-    number, name = decode(team.tell(what, encode([number, path.name]) if team.rank == 0 else None))
+    number, name = decode(team.broadcast_bytes(what, encode([number, path.name]) if team.rank == 0 else None))
     writers = {name: partial(write_file, value=item.value) for name, item in items.items()}
     kinds = {name: item.kind for name, item in items.items()}
     return _complete(folder, (number, name), writers, kinds, owners, step, keep, team, what)

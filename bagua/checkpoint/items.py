@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bagua.checkpoint.errors import CheckpointError
-from bagua.engine.attachment import attachments
+from bagua.engine.hooks import attachments
 
 __all__ = ["ALGORITHM", "RNG", "Item", "algorithm_item", "check_objects", "collect", "is_stateful", "kind_of"]
 

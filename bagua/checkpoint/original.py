@@ -4,7 +4,7 @@
       latest_checkpointed_iteration.txt                  the iteration, or "release"
       iter_0000120/mp_rank_00_model_states.pt            iteration, model, optimizer, lr_scheduler; rank 0's
       iter_0000120/expert_<id>_mp_rank_00_model_states.pt              each expert of a mixture of experts
-      iter_0000120/expp_rank_<rank>_mp_rank_00_optim_states.pt         its optimizer, by rank
+      iter_0000120/expert_parallel_rank_<rank>_mp_rank_00_optim_states.pt   with experts: the optimizer, by rank
       iter_0000120/bagua/...                             not the original's: the state that resuming needs, by rank
 
 Source: bagua/torch_api/checkpoint/checkpointing.py of the original, by its behaviour.
@@ -25,13 +25,13 @@ from bagua.checkpoint.agree import agree, team_of
 from bagua.checkpoint.archive import load, save
 from bagua.checkpoint.directory import find, sync_directory, write_file
 from bagua.checkpoint.errors import CheckpointError
+from bagua.checkpoint.experts import split_experts, to_local, with_number
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _OURS = "bagua"
 _STATES = "mp_rank_00_model_states.pt"
-_EXPERT = re.compile(r"(.*\.bagua_moe\.experts\.bagua_experts\.)(\d+)(\..*)")
 
 
 def save_checkpoint(
@@ -47,28 +47,37 @@ def save_checkpoint(
         lr_scheduler: its scheduler, or None.
 
     Raises:
-        ValueError: `iteration` is none; or `model` holds experts, which only `load_checkpoint` knows.
+        ValueError: `iteration` is none; or layers of `model` hold different numbers of experts.
         CheckpointError: a rank could not write; the tracker still points to the checkpoint before.
 
     Differs: written whole or not at all; the algorithm's state is saved, and every rank's own weights where ranks
-        differ; experts are not written.
+        differ.
     """
     if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
         raise ValueError(f"iteration: expected an integer >= 0, got {iteration!r}")
-    if any(_EXPERT.fullmatch(name) for name in model.state_dict()):
-        raise ValueError("model: a mixture of experts of the original's; it can be loaded, and saved with torch only")
     team, root = team_of(None), Path(checkpoints_path)
     folder, what = root / f"iter_{iteration:07d}", f"saving iteration {iteration} to {checkpoints_path}"
     objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
     given = {name: value for name, value in objects.items() if value is not None}
     save(folder / _OURS, given, step=iteration, keep=1)
     problem: BaseException | None = None
+    try:
+        states = {name: value.state_dict() for name, value in given.items()}
+        states["model"], experts = split_experts(states["model"], team.rank)
+        if experts:
+            mine = {f"expert_{number}_{_STATES}": expert for number, expert in experts.items()}
+            mine[_optimizer_file(team.rank)] = {"optimizer": states.pop("optimizer", None)}
+            for name, value in mine.items():
+                _write(folder / name, value)
+        if team.rank == 0:
+            _write(folder / _STATES, {"iteration": iteration, **states})
+    except (OSError, ValueError, CheckpointError) as error:
+        problem = error
+    agree(team, what, None, problem)
     if team.rank == 0:
         try:
-            states = {name: value.state_dict() for name, value in given.items()}
-            _replace(folder / _STATES, lambda path: write_file(path, {"iteration": iteration, **states}))
             _replace(root / _TRACKER, lambda path: _write_text(path, str(iteration)))
-        except (OSError, CheckpointError) as error:
+        except OSError as error:
             problem = error
     agree(team, what, None, problem)
 
@@ -146,20 +155,27 @@ def _read(folder: Path, model: nn.Module, rank: int) -> dict[str, Any]:
     parts = _load(folder / _STATES)
     if not isinstance(parts, dict) or not isinstance(parts.get("model"), dict):
         raise CheckpointError(f"{folder / _STATES}: holds no model")
-    local = sorted({int(match[2]) for name in model.state_dict() if (match := _EXPERT.fullmatch(name))})
-    if not local:
+    numbers = with_number(model.state_dict(), rank)
+    if not numbers:
         return parts
-    for expert in local:
-        number = rank * len(local) + expert
+    for number, local in numbers:
         for name, tensor in _load(folder / f"expert_{number}_{_STATES}").items():
-            match = _EXPERT.fullmatch(name)
-            if match is None or int(match[2]) != number:
+            mine = to_local(name, number, local)
+            if mine is None:
                 raise CheckpointError(f"{folder}: the file of expert {number} holds {name!r}")
-            parts["model"][f"{match[1]}{expert}{match[3]}"] = tensor
-    optimizer = folder / f"expp_rank_{rank}_mp_rank_00_optim_states.pt"
+            parts["model"][mine] = tensor
+    optimizer = folder / _optimizer_file(rank)
     if optimizer.exists() and (state := _load(optimizer)["optimizer"]) is not None:
         parts["optimizer"] = state
     return parts
+
+
+def _optimizer_file(rank: int) -> str:
+    return f"expert_parallel_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def _write(path: Path, value: Any) -> None:
+    _replace(path, lambda beside: write_file(beside, value))
 
 
 def _load(path: Path) -> Any:

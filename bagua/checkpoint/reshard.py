@@ -123,7 +123,7 @@ def load_algorithm(engine: Engine, copies: Sequence[dict[str, Any]], where: str)
     fresh = engine.state_dict()
     states = {(entry["exchange"], entry["bucket"], entry["part"]): entry for entry in fresh["states"]}
     exchanges = {
-        (repr(exchange), bucket, part): (exchange, (bucket, part)) for exchange, bucket, part in engine._states
+        (repr(exchange), bucket, part): (exchange, (bucket, part)) for exchange, bucket, part in engine.memory.states
     }
     olds: dict[tuple[str, int, int], list[dict[str, Tensor]]] = {}
     for copy in copies:
@@ -131,7 +131,7 @@ def load_algorithm(engine: Engine, copies: Sequence[dict[str, Any]], where: str)
             olds.setdefault((entry["exchange"], entry["bucket"], entry["part"]), []).append(entry["tensors"])
     for key, entry in states.items():
         exchange, (bucket, part) = exchanges[key]
-        lo, hi = engine._parts(exchange, bucket)[part]
+        lo, hi = engine.dispatcher.parts(exchange, bucket)[part]
         weights = engine.buckets[bucket].flat[lo:hi]
         entry["tensors"] = _state(exchange, olds.get(key, []), entry["tensors"], weights, engine, where)
     fresh["tensors"] = _tensors(engine, copies, fresh["tensors"], where)

@@ -10,6 +10,7 @@ from torch import nn
 
 from bagua.checkpoint.agree import agree
 from bagua.checkpoint.errors import CheckpointError
+from bagua.checkpoint.experts import check_optimizer, is_expert, spread_experts
 from bagua.checkpoint.items import RNG, algorithm_item, kind_of, set_random_state
 from bagua.checkpoint.reshard import (
     for_other_size,
@@ -18,8 +19,9 @@ from bagua.checkpoint.reshard import (
     mean_optimizer,
 )
 from bagua.comm.team import Team
-from bagua.engine.attachment import attachments
-from bagua.engine.state import check_header
+from bagua.engine.hooks import attachments
+from bagua.engine.startup.rank_local import rank_local_names
+from bagua.engine.state_dict import check_header
 
 __all__ = ["Found", "restore", "wanted"]
 
@@ -98,10 +100,17 @@ def _put(found: Found, objects: Mapping[str, Any], team: Team, rng: bool) -> dic
         for name, copies in found.parts.items()
         if found.kinds[name] == "data"
     }
+    experts: dict[str, dict[str, Any]] = {}
+    if not same:  # before anything has changed
+        modules = [module for _, module in _of_kind(objects, "module")]
+        for name, optimizer in _of_kind(objects, "optimizer"):
+            check_optimizer(name, optimizer, modules, found.size, found.where)
+        for name, module in _of_kind(objects, "module"):
+            experts[name] = spread_experts(found.parts[name], module, team.rank, team.size, f"{found.where}: {name}")
     for name, module in _of_kind(objects, "module"):
         copies = found.parts[name]
         parameters = {path for path, _ in module.named_parameters(remove_duplicate=False)}  # tied ones by every name
-        module.load_state_dict(copies[0] if same else mean_module(copies, parameters))
+        module.load_state_dict(copies[0] if same else _other_size(copies, parameters, experts[name], module))
     for name, optimizer in _of_kind(objects, "optimizer"):
         copies = found.parts[name]
         optimizer.load_state_dict(copies[0] if same else mean_optimizer(copies))
@@ -119,6 +128,14 @@ def _put(found: Found, objects: Mapping[str, Any], team: Team, rng: bool) -> dic
     if rng and same and RNG in found.parts:
         set_random_state(found.parts[RNG][0])
     return data
+
+
+def _other_size(copies: list[Any], parameters: set[str], experts: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    if not experts:
+        return mean_module(copies, parameters)
+    own = rank_local_names(module)
+    lean = [{name: value for name, value in copy.items() if not is_expert(name)} for copy in copies]
+    return {**mean_module(lean, parameters - own), **experts}
 
 
 def _of_kind(objects: Mapping[str, Any], kind: str) -> Iterable[tuple[str, Any]]:

@@ -37,6 +37,7 @@ def examine() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda_devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
         "nccl": ".".join(map(str, nccl)) if nccl else None,
+        "codec_backend": _codec_backends(),
         "libraries": {name: (package / file).exists() for name, file in _LIBRARIES.items()},
         "bagua_net": {"would_load": verdict.loads, "reason": verdict.reason, **_plugin_facts()},
         "max_open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -60,6 +61,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in _lines(found):
             print(line)
     return 0 if all(found["libraries"].values()) else 1
+
+
+def _codec_backends() -> dict[str, str | None]:
+    """The kernels that codecs use, by device; None where there is no such device, or what is wrong."""
+    import torch
+
+    from bagua.codecs import backend
+
+    found: dict[str, str | None] = {}
+    for device, there in (("cpu", True), ("cuda", torch.cuda.is_available())):
+        try:
+            found[device] = backend(device) if there else None
+        except (ValueError, RuntimeError) as error:
+            found[device] = f"none: {error}"
+    return found
 
 
 def _nccl_version() -> tuple[int, ...] | None:
@@ -93,11 +109,13 @@ def _read(path: str) -> str | None:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     built = ", ".join(f"{name}: {'built' if there else 'MISSING'}" for name, there in found["libraries"].items())
+    codecs = ", ".join(f"{device} {name}" for device, name in found["codec_backend"].items() if name is not None)
     net = found["bagua_net"]
     versions = f"Python {found['python']}, torch {found['torch']}, NCCL {found['nccl'] or 'none'}"
     lines = [
         f"{versions}; {found['cuda_devices']} CUDA devices",
         f"compiled libraries: {built}",
+        f"codec backend: {codecs}",
         f"open files: at most {found['max_open_files']}; TCP congestion control: {found['congestion_control']}",
         f"NCCL would load Bagua-Net: {'yes' if net['would_load'] else 'no'}: {net['reason']}",
     ]

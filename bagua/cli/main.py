@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+
+from bagua.signals import end_by_exception
 
 __all__ = ["main"]
 
@@ -22,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        the command's exit code; 2 for a command that does not exist.
+        the command's exit code; 2 for a command that does not exist; 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
@@ -38,7 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in _COMMANDS:
         print(f"bagua: unknown command {name!r}\n\n{_usage()}", file=sys.stderr)
         return 2
-    return importlib.import_module(_COMMANDS[name][1]).main(rest)
+    # Commands do not use NumPy; without it torch warns in every process that imports it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    try:
+        with end_by_exception():
+            return importlib.import_module(_COMMANDS[name][1]).main(rest)
+    except KeyboardInterrupt:
+        print(f"bagua {name}: interrupted", file=sys.stderr)
+        return 130
 
 
 def _usage() -> str:

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 
 import torch
 
-from . import int4_torch, minmax_torch, sign_torch
-from .kernels import Backend
-from .native import ISAS, native_backends
+from bagua.codecs import eden_torch, int4_torch, minmax_torch, sign_torch
+from bagua.codecs.kernels import Backend
+from bagua.codecs.native import ISAS, native_backends
+
+__all__ = ["ENV", "available_backends", "backend", "kernels", "use_backend"]
 
 ENV = "BAGUA_CODEC_BACKEND"
 _NAMES = ("torch", "native", *(f"native-{isa}" for isa in ISAS), "triton")
@@ -30,15 +32,16 @@ _TORCH = Backend(
         minmax_torch.LAYOUT.name: minmax_torch.MinMaxTorch(),
         int4_torch.LAYOUT.name: int4_torch.Int4Torch(),
         sign_torch.LAYOUT.name: sign_torch.SignTorch(),
+        **{f"eden{bits}": eden_torch.EdenTorch(bits) for bits in eden_torch.BITS},
     },
     staged=True,
 )
 
 
 def backend(device: torch.device | str = "cpu") -> str:
-    """Name of the kernels that tensors on ``device`` use: "torch", "native-" and an instruction set, or "triton".
+    """Name of the kernels that tensors on `device` use: "torch", "native-" and an instruction set, or "triton".
 
-    Chosen at first use. CPU: the environment variable ``BAGUA_CODEC_BACKEND`` if set, else the fastest there is.
+    Chosen at first use. CPU: the environment variable `BAGUA_CODEC_BACKEND` if set, else the fastest there is.
     CUDA: Triton if it is installed and the variable is not "torch".
 
     Raises:
@@ -58,7 +61,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Within the block, tensors of all threads use this backend; for tests and benchmarks.
 
     "native" ones are for CPU tensors and leave the others to torch. "triton" is for CUDA tensors; with
-    ``TRITON_INTERPRET=1`` for CPU tensors too, which is slow and shows that the kernels are right.
+    `TRITON_INTERPRET=1` for CPU tensors too, which is slow and shows that the kernels are right.
 
     Raises:
         ValueError, RuntimeError: as `backend`.
@@ -73,7 +76,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def kernels(device: torch.device) -> Backend:
-    """The kernels for tensors on ``device``."""
+    """The kernels for tensors on `device`."""
     if device.type == "cpu":
         return _active or _chosen()
     if _forced and _active is not None:
@@ -144,13 +147,13 @@ def _triton() -> tuple[Backend | None, str]:
     if importlib.util.find_spec("triton") is None:
         return None, "Triton is not installed"
     try:
-        from .triton_backend import BACKEND
+        from bagua.codecs.triton_backend import BACKEND
     except Exception as error:  # whatever a broken or too old Triton raises at import
         return None, f"Triton cannot be used: {error}"
     return BACKEND, ""
 
 
 def _triton_runs_on_cpu() -> bool:
-    from .triton_backend import interpreted
+    from bagua.codecs.triton_backend import interpreted
 
     return interpreted() or torch.cuda.is_available()

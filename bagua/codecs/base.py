@@ -14,9 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .checks import check_dtype, check_fp32, check_rows, check_wire
+from bagua.codecs.checks import check_dtype, check_fp32, check_rows, check_wire
 
-#: Elements that a CPU loop over chunks handles at once: the scratch of one chunk stays in a core's cache.
+__all__ = ["CPU_CHUNK", "Codec", "chunks", "pad4", "sum_dtype"]
+
+# Elements that a CPU loop over chunks handles at once: the scratch of one chunk stays in a core's cache.
 CPU_CHUNK = 1 << 18
 
 
@@ -24,26 +26,28 @@ CPU_CHUNK = 1 << 18
 class Codec(ABC):
     """Flat rows of floating-point numbers to bytes and back; pure, stateless, safe in many threads at once.
 
-    A codec is a frozen dataclass: it can be compared, hashed, printed and passed to ``dataclasses.replace``.
+    A codec is a frozen dataclass: it can be compared, hashed, printed and passed to `dataclasses.replace`.
     Each row is encoded on its own: its bytes depend neither on the other rows nor on how many there are.
 
-    To write one, set the three class variables and implement ``wire_bytes``, ``_encode`` and ``_decode``;
-    a linear codec also implements ``wire_dtype``. The underscored methods get checked, detached arguments.
+    To write one, set the three class variables and implement `wire_bytes`, `_encode` and `_decode`;
+    a linear codec also implements `wire_dtype`. The underscored methods get checked, detached arguments.
     """
 
     name: ClassVar[str]
     """Name in the registry."""
     linear: ClassVar[bool]
-    """decode(sum of wires) == sum of decodes, so wires may ride an all-reduce in ``wire_dtype``."""
+    """decode(sum of wires) == sum of decodes, so wires may ride an all-reduce in `wire_dtype`."""
     lossless: ClassVar[bool]
     """decode(encode(x)) == x bit for bit."""
+    unbiased: ClassVar[bool] = False
+    """The mean of decode(encode(x)) over the codec's random choices is x; error feedback is off by default then."""
 
     @abstractmethod
     def wire_bytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
-        """Exact bytes of one encoded row of ``n`` elements of ``dtype``; a multiple of 4."""
+        """Exact bytes of one encoded row of `n` elements of `dtype`; a multiple of 4."""
 
     def wire_dtype(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
-        """The dtype in which wires of ``dtype`` rows may be viewed and summed.
+        """The dtype in which wires of `dtype` rows may be viewed and summed.
 
         Raises:
             TypeError: the codec is not linear.
@@ -51,11 +55,11 @@ class Codec(ABC):
         raise TypeError(f"codec {self.name!r} is not linear: its wires cannot be summed")
 
     def encode(self, x_RN: Tensor, out: Tensor | None = None) -> Tensor:
-        """Encodes each row.
+        """Encode each row.
 
         Shapes:
             x_RN: [R, N], float32, float16, bfloat16 or float64, last dim contiguous, any row stride.
-            out, result: [R, W] uint8 with W = ``wire_bytes(N, x_RN.dtype)``; rows start 4-byte aligned.
+            out, result: [R, W] uint8 with W = `wire_bytes(N, x_RN.dtype)`; rows start 4-byte aligned.
 
         Bytes:
             R * W.
@@ -70,17 +74,17 @@ class Codec(ABC):
         return out
 
     def decode(self, wire_RW: Tensor, n: int, out: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Decodes each row.
+        """Decode each row.
 
         Shapes:
-            wire_RW: [R, W] uint8 as made by ``encode``; rows start 4-byte aligned.
+            wire_RW: [R, W] uint8 as made by `encode`; rows start 4-byte aligned.
             out, result: [R, n], last dim contiguous.
 
         Args:
             wire_RW: the encoded rows.
             n: elements of a row.
             out: where to write; its dtype is the dtype of the result.
-            dtype: dtype of the result if ``out`` is None. A wire whose size depends on the dtype that was
+            dtype: dtype of the result if `out` is None. A wire whose size depends on the dtype that was
                 encoded (identity) must be decoded to that dtype.
 
         Raises:
@@ -102,9 +106,9 @@ class Codec(ABC):
         return out
 
     def decode_mean(self, wire_RW: Tensor, n: int, out: Tensor, weight: float) -> Tensor:
-        """``out = weight * sum over rows of decode(wire_RW)``, without the decoded rows in memory.
+        """`out = weight * sum over rows of decode(wire_RW)`, without the decoded rows in memory.
 
-        Summed in fp32 (fp64 if ``out`` is), in the order of the rows; ``out`` must not overlap the wire.
+        Summed in fp32 (fp64 if `out` is), in the order of the rows; `out` must not overlap the wire.
 
         Shapes:
             wire_RW: [R, W] uint8, R >= 1; out, result: [n] contiguous.
@@ -126,15 +130,15 @@ class Codec(ABC):
         return out
 
     def encode_with_feedback(self, x_RN: Tensor, residual_RN: Tensor, out: Tensor | None = None) -> Tensor:
-        """Encodes ``e = x_RN + residual_RN``; then ``residual_RN = e - decode(result)``, 0 where that is not finite.
+        """Encode `e = x_RN + residual_RN`; then `residual_RN = e - decode(result)`, 0 where that is not finite.
 
         So what is lost now is sent later, and an overflow does not come back for ever. The sum and the difference
-        are taken in the dtype of ``x_RN``. The same bits as add, encode, decode and subtract one after the other.
+        are taken in the dtype of `x_RN`. The same bits as add, encode, decode and subtract one after the other.
 
         Shapes:
             x_RN: as in `encode`; not changed.
-            residual_RN: [R, N], of the dtype and device of ``x_RN``, last dim contiguous; changed in place. It must
-                overlap neither ``x_RN`` nor ``out``.
+            residual_RN: [R, N], of the dtype and device of `x_RN`, last dim contiguous; changed in place. It must
+                overlap neither `x_RN` nor `out`.
             out, result: as in `encode`.
 
         Bytes:
@@ -158,12 +162,12 @@ class Codec(ABC):
     def decode_mean_encode(
         self, wire_RW: Tensor, n: int, weight: float, residual_N: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Encodes ``weight * sum over rows of decode(wire_RW)``, with ``residual_N`` with error feedback.
+        """Encode `weight * sum over rows of decode(wire_RW)`, with `residual_N` with error feedback.
 
         The same bits as `decode_mean` in fp32 and then `encode` or `encode_with_feedback`.
 
         Shapes:
-            wire_RW: [R, W] uint8, R >= 1, of fp32 rows of ``n`` elements.
+            wire_RW: [R, W] uint8, R >= 1, of fp32 rows of `n` elements.
             residual_N: [n] fp32 contiguous; changed in place.
             out, result: [1, W] uint8, rows 4-byte aligned. Nothing may overlap.
 
@@ -189,7 +193,7 @@ class Codec(ABC):
         return None
 
     def part_lerps(self, device: torch.device) -> bool:
-        """Whether `encode_part` and `decode_part` take a ``lerp``."""
+        """Whether `encode_part` and `decode_part` take a `lerp`."""
         return False
 
     def encode_part(
@@ -201,20 +205,20 @@ class Codec(ABC):
         residual_M: Tensor | None = None,
         lerp: tuple[Tensor, float] | None = None,
     ) -> None:
-        """Encodes elements ``start`` to ``start + M`` of a row of ``n`` into their places, with feedback if asked to.
+        """Encode elements `start` to `start + M` of a row of `n` into their places, with feedback if asked to.
 
         A row that is encoded in parts, in any order, has the bytes of one that is encoded at once.
 
         Args:
-            lerp: encode ``torch.lerp(x_M, *lerp)`` instead, without it in memory. Its tensor is like ``x_M``.
+            lerp: encode `torch.lerp(x_M, *lerp)` instead, without it in memory. Its tensor is like `x_M`.
 
         Shapes:
             x_M, residual_M: [M] fp32 contiguous; as in `encode_with_feedback`.
-            wire_W: [W] uint8, W = ``wire_bytes(n)``, 4-byte aligned.
+            wire_W: [W] uint8, W = `wire_bytes(n)`, 4-byte aligned.
 
         Raises:
             ValueError: a part that begins or ends within a block, or a shape that is not as above.
-            TypeError: the codec cannot: `part_numel` is None, or there is a ``lerp`` and not `part_lerps`.
+            TypeError: the codec cannot: `part_numel` is None, or there is a `lerp` and not `part_lerps`.
         """
         m = self._check_part("x_M", x_M, wire_W, start, n)
         if residual_M is not None:
@@ -233,11 +237,11 @@ class Codec(ABC):
         soon: bool = True,
         lerp: tuple[Tensor, float] | None = None,
     ) -> None:
-        """Decodes elements ``start`` to ``start + M`` of a row of ``n``; shapes and errors as in `encode_part`.
+        """Decode elements `start` to `start + M` of a row of `n`; shapes and errors as in `encode_part`.
 
         Args:
-            soon: ``out_M`` is read again soon. If not, a large part is written past the caches.
-            lerp: ``out_M`` becomes ``torch.lerp(decoded, *lerp)``.
+            soon: `out_M` is read again soon. If not, a large part is written past the caches.
+            lerp: `out_M` becomes `torch.lerp(decoded, *lerp)`.
         """
         if self._check_part("out_M", out_M, wire_W, start, n):
             self._decode_part(wire_W, start, n, _plain(out_M), soon, self._check_lerp(lerp, out_M))
@@ -265,14 +269,14 @@ class Codec(ABC):
     def encode_difference(
         self, x_N: Tensor, me_N: Tensor, peers_PN: Tensor, weights: Sequence[float], out: Tensor | None = None
     ) -> Tensor:
-        """A step of gossip: encodes how far ``x_N`` and the peers are from ``me_N``, and moves both by what is sent.
+        """A step of gossip: encodes how far `x_N` and the peers are from `me_N`, and moves both by what is sent.
 
         d = (x - me) + sum over k of weights[k] (peers[k] - me); then me += decode(encode(d)) and x = me. The same bits
         on all backends.
 
         Shapes:
             x_N, me_N: [N], of one dtype, contiguous; changed in place.
-            peers_PN: [P, N], of that dtype, last dim contiguous, P = ``len(weights)`` >= 0.
+            peers_PN: [P, N], of that dtype, last dim contiguous, P = `len(weights)` >= 0.
             out, result: [1, W] uint8, rows 4-byte aligned. Nothing may overlap.
 
         Bytes:
@@ -299,7 +303,7 @@ class Codec(ABC):
         return out
 
     def decode_add(self, wire_RW: Tensor, out: Tensor) -> Tensor:
-        """``out += decode(wire_RW)``, row by row; adds the very numbers that `encode_difference` adds to ``me_N``.
+        """`out += decode(wire_RW)`, row by row; adds the very numbers that `encode_difference` adds to `me_N`.
 
         Shapes:
             wire_RW: [R, W] uint8; out, result: [R, N], last dim contiguous; it must not overlap the wire.
@@ -324,14 +328,14 @@ class Codec(ABC):
 
     @abstractmethod
     def _encode(self, x_RN: Tensor, wire_RW: Tensor) -> None:
-        """Fills ``wire_RW``, the padding too."""
+        """Fill `wire_RW`, the padding too."""
 
     @abstractmethod
     def _decode(self, wire_RW: Tensor, out_RN: Tensor) -> None:
-        """Fills ``out_RN``."""
+        """Fill `out_RN`."""
 
     def _decode_mean(self, wire_RW: Tensor, out_N: Tensor, weight: float) -> None:
-        """Fills ``out_N``; the default decodes row by row into scratch of ``n`` elements."""
+        """Fill `out_N`; the default decodes row by row into scratch of `n` elements."""
         row_1N = torch.empty((1, out_N.shape[0]), dtype=out_N.dtype, device=out_N.device)
         total_N = torch.zeros_like(out_N, dtype=sum_dtype(out_N.dtype))
         for wire_W in wire_RW:
@@ -356,7 +360,7 @@ class Codec(ABC):
         raise NotImplementedError
 
     def _encode_feedback(self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor) -> None:
-        """Fills ``wire_RW`` and ``residual_RN``; the default needs scratch of the size of ``x_RN``."""
+        """Fill `wire_RW` and `residual_RN`; the default needs scratch of the size of `x_RN`."""
         e_RN = residual_RN.add_(x_RN)
         self._encode(e_RN, wire_RW)
         decoded_RN = torch.empty(x_RN.shape, dtype=x_RN.dtype, device=x_RN.device)
@@ -366,7 +370,7 @@ class Codec(ABC):
     def _decode_mean_encode(
         self, wire_RW: Tensor, n: int, weight: float, residual_N: Tensor | None, out_1W: Tensor
     ) -> None:
-        """Fills ``out_1W`` and ``residual_N``; the default needs scratch of ``n`` elements."""
+        """Fill `out_1W` and `residual_N`; the default needs scratch of `n` elements."""
         mean_N = torch.empty(n, dtype=torch.float32, device=wire_RW.device)
         self._decode_mean(wire_RW, mean_N, weight)
         if residual_N is None:
@@ -377,7 +381,7 @@ class Codec(ABC):
     def _encode_difference(
         self, x_N: Tensor, me_N: Tensor, peers_PN: Tensor, weights: Sequence[float], wire_1W: Tensor
     ) -> None:
-        """Fills ``wire_1W``, ``me_N`` and ``x_N``; the default needs scratch of twice ``n`` elements."""
+        """Fill `wire_1W`, `me_N` and `x_N`; the default needs scratch of twice `n` elements."""
         d_N = x_N - me_N
         for peer_N, weight in zip(peers_PN, weights, strict=True):
             d_N.add_((peer_N - me_N).mul_(weight))  # not with alpha=, which may round once instead of twice
@@ -386,7 +390,7 @@ class Codec(ABC):
         x_N.copy_(me_N.add_(d_N))
 
     def _decode_add(self, wire_RW: Tensor, out_RN: Tensor) -> None:
-        """Adds to ``out_RN``; the default needs scratch of ``n`` elements."""
+        """Add to `out_RN`; the default needs scratch of `n` elements."""
         row_N = torch.empty_like(out_RN[0], memory_format=torch.contiguous_format)
         for wire_W, out_N in zip(wire_RW, out_RN, strict=True):
             self._decode_mean(wire_W[None], row_N, 1.0)
@@ -394,22 +398,22 @@ class Codec(ABC):
 
 
 def _plain(x: Tensor) -> Tensor:
-    """``x`` without its history; a `detach` costs 1 to 2 us, and parts are many."""
+    """`x` without its history; a `detach` costs 1 to 2 us, and parts are many."""
     return x.detach() if x.requires_grad else x
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` are summed."""
+    """The dtype in which values of `dtype` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def chunks(n: int, block: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Ranges that cover ``n`` elements, whole blocks each: one range, except on CPU."""
+    """Ranges that cover `n` elements, whole blocks each: one range, except on CPU."""
     size = max(CPU_CHUNK // block, 1) * block if device.type == "cpu" else max(n, 1)
     for lo in range(0, n, size):
         yield lo, min(lo + size, n)
 
 
 def pad4(num_bytes: int) -> int:
-    """``num_bytes`` rounded up to a multiple of 4."""
+    """`num_bytes` rounded up to a multiple of 4."""
     return (num_bytes + 3) // 4 * 4

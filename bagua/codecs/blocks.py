@@ -10,16 +10,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import backends
-from .base import Codec, chunks, pad4
-from .layout import Layout
+from bagua.codecs import backends
+from bagua.codecs.base import Codec, chunks, pad4
+from bagua.codecs.layout import Layout
+
+__all__ = ["BlockCodec"]
 
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
     """A wire row is the headers of all blocks, then the codes of all elements, then zeros that pad it.
 
-    What is done to one block is in the kernels of ``layout``, on fp32: rows of other dtypes go through fp32.
+    What is done to one block is in the kernels of `layout`, on fp32: rows of other dtypes go through fp32.
 
     Args:
         block: elements of a block; None: the whole row is one block.
@@ -33,16 +35,16 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def __post_init__(self) -> None:
-        """Raises ValueError unless ``block`` suits the layout: every whole block fills whole bytes."""
+        """Raise ValueError unless `block` suits the layout: every whole block fills whole bytes."""
 
     def wire_bytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
         """Exact bytes of one row, see `Codec.wire_bytes`."""
         return pad4(self._at(n, n)[1])
 
     def _at(self, i: int, n: int) -> tuple[int, int]:
-        """Bytes of a row of ``n`` elements where header and codes of the block that begins at ``i`` are."""
+        """Bytes of a row of `n` elements where header and codes of the block that begins at `i` are."""
         block, header = self.block or max(n, 1), self.layout.header_bytes
-        return -(-i // block) * header, -(-n // block) * header + -(-i * self.layout.code_bits // 8)
+        return -(-i // block) * header, -(-n // block) * header + self.layout.code_bytes(i)
 
     def _encode(self, x_RN: Tensor, wire_RW: Tensor) -> None:
         backend, n = backends.kernels(x_RN.device), x_RN.shape[1]
@@ -157,7 +159,7 @@ class BlockCodec(Codec):
                 out_C.copy_(y_C)
 
     def _parts(self, x: Tensor, staged: bool) -> Iterable[tuple[int, int]]:
-        """Ranges of whole blocks of ``x``: one range, unless scratch is needed."""
+        """Ranges of whole blocks of `x`: one range, unless scratch is needed."""
         n = x.shape[-1]
         if not staged and x.dtype == torch.float32:
             return ((0, n),)
@@ -165,5 +167,5 @@ class BlockCodec(Codec):
 
 
 def _fp32_like(x: Tensor) -> Tensor:
-    """``x`` itself if it is fp32, else scratch of its shape."""
+    """`x` itself if it is fp32, else scratch of its shape."""
     return x if x.dtype == torch.float32 else torch.empty(x.shape, dtype=torch.float32, device=x.device)

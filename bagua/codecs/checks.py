@@ -5,17 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = ["FLOAT_DTYPES", "check_dtype", "check_fp32", "check_rows", "check_wire"]
+
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def check_dtype(what: str, dtype: torch.dtype) -> None:
-    """Raises ValueError unless ``dtype`` is one of the four floating dtypes that codecs take."""
+    """Raise ValueError unless `dtype` is one of the four floating dtypes that codecs take."""
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"{what} must be float32, float16, bfloat16 or float64, got {dtype}")
 
 
 def check_rows(what: str, x_RN: Tensor) -> None:
-    """Raises ValueError unless ``x_RN`` is [R, N], floating, with a contiguous last dim."""
+    """Raise ValueError unless `x_RN` is [R, N], floating, with a contiguous last dim."""
     check_dtype(what, x_RN.dtype)
     if x_RN.dim() != 2:
         raise ValueError(f"{what} must have 2 dims [rows, elements], got shape {list(x_RN.shape)}")
@@ -24,7 +26,7 @@ def check_rows(what: str, x_RN: Tensor) -> None:
 
 
 def check_fp32(what: str, x_N: Tensor, n: int, device: torch.device) -> None:
-    """Raises ValueError unless ``x_N`` is a contiguous fp32 [n] on ``device``."""
+    """Raise ValueError unless `x_N` is a contiguous fp32 [n] on `device`."""
     if x_N.dtype != torch.float32 or tuple(x_N.shape) != (n,) or x_N.device != device or not x_N.is_contiguous():
         raise ValueError(
             f"{what} must be a contiguous float32 [{n}] on {device}, got {x_N.dtype} {list(x_N.shape)} with strides "
@@ -33,7 +35,7 @@ def check_fp32(what: str, x_N: Tensor, n: int, device: torch.device) -> None:
 
 
 def check_wire(what: str, wire_RW: Tensor, rows: int | None, width: int, device: torch.device | None = None) -> None:
-    """Raises ValueError unless ``wire_RW`` is uint8 [rows, width] with contiguous, 4-byte aligned rows."""
+    """Raise ValueError unless `wire_RW` is uint8 [rows, width] with contiguous, 4-byte aligned rows."""
     if wire_RW.dtype != torch.uint8:
         raise ValueError(f"{what} must be uint8, got {wire_RW.dtype}")
     if wire_RW.dim() != 2 or wire_RW.shape[1] != width or (rows is not None and wire_RW.shape[0] != rows):

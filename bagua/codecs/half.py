@@ -8,17 +8,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Codec, pad4
-from .checks import check_dtype
-from .mean import mean_of_rows
+from bagua.codecs.base import Codec, pad4
+from bagua.codecs.checks import check_dtype
+from bagua.codecs.mean import mean_of_rows
+
+__all__ = ["Bf16", "Fp16"]
 
 
 @dataclass(frozen=True)
 class _Half(Codec):
-    """A cast to ``half``. Wires may be summed as tensors of that dtype.
+    """A cast to `half`. Wires may be summed as tensors of that dtype.
 
     Bytes:
-        ``2 * n``, padded to a multiple of 4.
+        `2 * n`, padded to a multiple of 4.
     """
 
     linear: ClassVar[bool] = True

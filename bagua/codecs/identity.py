@@ -8,9 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Codec, pad4
-from .checks import check_dtype, check_rows
-from .mean import mean_of_rows
+from bagua.codecs.base import Codec, pad4
+from bagua.codecs.checks import check_dtype, check_rows
+from bagua.codecs.mean import mean_of_rows
+
+__all__ = ["Identity"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Identity(Codec):
     """The bytes of the elements themselves.
 
     Bytes:
-        ``n * itemsize``, padded to a multiple of 4. A wire must be decoded to the dtype that was encoded.
+        `n * itemsize`, padded to a multiple of 4. A wire must be decoded to the dtype that was encoded.
     """
 
     name: ClassVar[str] = "identity"
@@ -35,7 +37,7 @@ class Identity(Codec):
         return dtype
 
     def encode(self, x_RN: Tensor, out: Tensor | None = None) -> Tensor:
-        """Encodes each row, see `Codec.encode`; without ``out`` as a view of ``x_RN`` where possible."""
+        """Encode each row, see `Codec.encode`; without `out` as a view of `x_RN` where possible."""
         check_rows("x_RN", x_RN)
         itemsize = x_RN.element_size()
         aligned = all(bytes_ % 4 == 0 for bytes_ in (x_RN.shape[1] * itemsize, x_RN.stride(0) * itemsize))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .blocks import BlockCodec
-from .int4_torch import LAYOUT
-from .layout import Layout
+from bagua.codecs.blocks import BlockCodec
+from bagua.codecs.int4_torch import LAYOUT
+from bagua.codecs.layout import Layout
+
+__all__ = ["Int4"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Int4(BlockCodec):
         block: elements of a block, positive and even; smaller costs bytes and gains accuracy.
 
     Bytes:
-        ``4 * ceil(n / block) + ceil(n / 2)``, padded to a multiple of 4.
+        `4 * ceil(n / block) + ceil(n / 2)`, padded to a multiple of 4.
 
     Source:
         Blockwise absmax quantisation as in arXiv:2110.02861, section 2.1, with linear levels.
@@ -39,6 +41,6 @@ class Int4(BlockCodec):
     block: int = 128
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless ``block`` is positive and even."""
+        """Raise ValueError unless `block` is positive and even."""
         if type(self.block) is not int or self.block < 1 or self.block % 2:
             raise ValueError(f"block must be a positive multiple of 2, got {self.block!r}")

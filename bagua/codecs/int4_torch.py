@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layout import Layout, anywhere, header_floats
+from bagua.codecs.layout import Layout, anywhere, header_floats
+
+__all__ = ["LAYOUT", "Int4Torch"]
 
 LAYOUT = Layout("int4", header_bytes=4, code_bits=4)
 
@@ -20,7 +22,7 @@ class Int4Torch:
     """Encode and decode whole blocks (the last may be ragged) on any device, see `kernels.Kernels`."""
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
-        """Writes the largest magnitude and the codes of each block."""
+        """Write the largest magnitude and the codes of each block."""
         for header, x_RKB, codes_RKH in LAYOUT.blocks(x_RC, wire_RW, head, codes, block):
             most_RK1 = x_RKB.abs().amax(-1, keepdim=True)
             lost_RK1, tiny_RK1 = ~most_RK1.isfinite(), most_RK1 < _TINY
@@ -56,7 +58,7 @@ class Int4Torch:
 
 
 def _unpack(codes: Tensor, out: Tensor) -> Tensor:
-    """Writes the codes -7..7 to ``out``: first all low nibbles, then the high ones."""
+    """Write the codes -7..7 to `out`: first all low nibbles, then the high ones."""
     half = codes.shape[-1]
     signed = codes.view(torch.int8)
     out[..., :half].copy_((codes << 4).view(torch.int8) >> 4)

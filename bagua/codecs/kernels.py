@@ -8,12 +8,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+__all__ = ["Backend", "DifferenceKernels", "FusedKernels", "Kernels", "LerpKernels", "TopKKernels"]
+
 
 class Kernels(Protocol):
     """The functions of a block codec, on fp32.
 
-    ``head`` and ``codes`` are the bytes of a wire row where the header and the codes of the first block begin.
-    All blocks have ``block`` elements, but the last may be ragged.
+    `head` and `codes` are the bytes of a wire row where the header and the codes of the first block begin.
+    All blocks have `block` elements, but the last may be ragged.
 
     Shapes:
         x_RC, out_RC: [R, C] fp32, last dim contiguous; wire_RW: [R, W] uint8; out_C: [C] fp32.
@@ -27,7 +29,7 @@ class Kernels(Protocol):
 class FusedKernels(Kernels, Protocol):
     """The same, and what is done together with them, on whole rows; see the methods of `Codec`.
 
-    ``decode_away`` is ``decode`` into memory that nobody reads soon.
+    `decode_away` is `decode` into memory that nobody reads soon.
 
     Shapes:
         x_RN, residual_RN: [R, N] fp32, last dim contiguous; residual_N: [N] fp32 contiguous; out_1W: [1, W] uint8.
@@ -73,7 +75,7 @@ class DifferenceKernels(Protocol):
 
 
 class LerpKernels(Protocol):
-    """Parts of a row that are mixed with another tensor on their way, as ``torch.lerp`` does, bit for bit.
+    """Parts of a row that are mixed with another tensor on their way, as `torch.lerp` does, bit for bit.
 
     Shapes:
         x_M, other_M, residual_M, out_M: [M] fp32 contiguous; wire_1W: [1, W] uint8.

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+__all__ = ["Layout", "anywhere", "header_floats"]
+
 
 @dataclass(frozen=True)
 class Layout:
-    """The fixed sizes of a block codec; ``name`` is that of its kernels."""
+    """The fixed sizes of a block codec; `name` is that of its kernels."""
 
     name: str
     header_bytes: int  # of a block; fp32 numbers
     code_bits: int  # of an element; 8, 4 or 1
 
     def code_bytes(self, n: int) -> int:
-        """Bytes of the codes of ``n`` elements that begin at a block."""
+        """Bytes of the codes of `n` elements that begin at a block."""
         return -(-n * self.code_bits // 8)
 
     def blocks(
@@ -38,7 +40,7 @@ class Layout:
 
 
 def header_floats(header: Tensor, count: int) -> Tensor:
-    """[R, K, count] fp32: the headers of ``count`` numbers each."""
+    """[R, K, count] fp32: the headers of `count` numbers each."""
     aligned = header.clone(memory_format=torch.contiguous_format)
     return aligned.view(torch.float32).unflatten(1, (-1, count))
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import backends
-from .base import chunks, sum_dtype
+from bagua.codecs import backends
+from bagua.codecs.base import chunks, sum_dtype
+
+__all__ = ["mean_of_rows"]
 
 
 def mean_of_rows(rows_RN: Tensor, out_N: Tensor, weight: float) -> None:
-    """``out_N = weight * sum of rows_RN`` in fp32 (fp64 if ``out_N`` is), summed in the order of the rows.
+    """`out_N = weight * sum of rows_RN` in fp32 (fp64 if `out_N` is), summed in the order of the rows.
 
     Shapes: rows_RN: [R, N] of any floating dtype and row stride, last dim contiguous; out_N: [N] contiguous.
     """

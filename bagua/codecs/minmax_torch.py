@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layout import Layout, anywhere, header_floats
+from bagua.codecs.layout import Layout, anywhere, header_floats
+
+__all__ = ["LAYOUT", "MinMaxTorch"]
 
 LAYOUT = Layout("minmax_uint8", header_bytes=8, code_bits=8)
 
@@ -20,7 +22,7 @@ class MinMaxTorch:
     """Encode and decode whole blocks (the last may be ragged) on any device, see `kernels.Kernels`."""
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
-        """Writes header and codes of each block."""
+        """Write header and codes of each block."""
         for header, x_RKB, codes_RKB in LAYOUT.blocks(x_RC, wire_RW, head, codes, block):
             # Two reductions: torch.aminmax over a dim is 10 times slower on CPU. -0 + 0.0 is +0.
             lo_RK1, hi_RK1 = x_RKB.amin(-1, keepdim=True) + 0.0, x_RKB.amax(-1, keepdim=True) + 0.0

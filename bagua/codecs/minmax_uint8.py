@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .blocks import BlockCodec
-from .layout import Layout
-from .minmax_torch import LAYOUT
+from bagua.codecs.blocks import BlockCodec
+from bagua.codecs.layout import Layout
+from bagua.codecs.minmax_torch import LAYOUT
+
+__all__ = ["MinMaxUInt8"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class MinMaxUInt8(BlockCodec):
         block: elements of a block; smaller costs bytes and gains accuracy. None: the whole row is one block.
 
     Bytes:
-        ``n + 8 * ceil(n / block)``, padded to a multiple of 4.
+        `n + 8 * ceil(n / block)`, padded to a multiple of 4.
 
     Source:
         ByteGrad's MinMaxUInt8 of the original Bagua (arXiv:2107.01499, section 3.3), which has one range
@@ -41,6 +43,6 @@ class MinMaxUInt8(BlockCodec):
     block: int | None = 1024
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless ``block`` is a positive int or None."""
+        """Raise ValueError unless `block` is a positive int or None."""
         if self.block is not None and (type(self.block) is not int or self.block < 1):
             raise ValueError(f"block must be a positive int or None (the whole row), got {self.block!r}")

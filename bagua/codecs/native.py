@@ -1,4 +1,4 @@
-"""The compiled kernels in ``_native.so``, called through ctypes.
+"""The compiled kernels in `_native.so`, called through ctypes.
 
 ctypes releases the GIL during a call, and a call uses one thread: for more, call from more threads.
 """
@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .kernels import Backend
+from bagua.codecs.kernels import Backend
+
+__all__ = ["ISAS", "LIBRARY", "NativeKernels", "NativeLerp", "NativeMean", "NativeTopK", "native_backends"]
 
 LIBRARY = Path(__file__).with_name("_native.so")
 ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
-_ABI = 5
-_BLOCK_CODECS = ("int4", "minmax_uint8", "sign")
+_ABI = 6
+_BLOCK_CODECS = ("eden1", "eden2", "eden3", "eden4", "int4", "minmax_uint8", "sign")
 _SCRATCH = 2048  # elements, as in blocks.h
 _SAMPLE = 1 << 14  # as in top_k.cpp
 # Bytes of an output from which caching it is of no use, and the same if nobody reads it soon.
@@ -47,17 +49,17 @@ class NativeKernels:
         self._decode_add = _function(library, f"{layout}_decode_add_{isa}", "ppssss" + "pps")
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
-        """Writes header and codes of each block."""
+        """Write header and codes of each block."""
         rows, n = x_RC.shape
         wire, stride = wire_RW.data_ptr(), wire_RW.stride(0)
         self._encode(x_RC.data_ptr(), x_RC.stride(0), rows, n, block, wire + head, wire + codes, stride)
 
     def decode(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None:
-        """Decodes each block."""
+        """Decode each block."""
         self._decode_to(wire_RW, head, codes, block, out_RC, _STREAM_FROM)
 
     def decode_away(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None:
-        """Decodes each block, past the caches if there are enough."""
+        """Decode each block, past the caches if there are enough."""
         self._decode_to(wire_RW, head, codes, block, out_RC, _STREAM_AWAY_FROM)
 
     def _decode_to(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor, stream_from: int) -> None:
@@ -67,7 +69,7 @@ class NativeKernels:
         self._decode(wire + head, wire + codes, stride, rows, n, block, *out, stream_from)
 
     def decode_mean(self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor) -> None:
-        """Decodes, sums and scales in one pass."""
+        """Decode, sums and scales in one pass."""
         rows, n = wire_RW.shape[0], out_C.shape[0]
         wire, stride = wire_RW.data_ptr(), wire_RW.stride(0)
         self._decode_mean(wire + head, wire + codes, stride, rows, n, block, weight, out_C.data_ptr())
@@ -75,7 +77,7 @@ class NativeKernels:
     def encode_feedback(
         self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor, head: int, codes: int, block: int
     ) -> None:
-        """Adds, encodes and keeps what was lost, block by block."""
+        """Add, encodes and keeps what was lost, block by block."""
         rows, n = x_RN.shape
         wire, stride = wire_RW.data_ptr(), wire_RW.stride(0)
         x, residual = (x_RN.data_ptr(), x_RN.stride(0)), (residual_RN.data_ptr(), residual_RN.stride(0))
@@ -92,7 +94,7 @@ class NativeKernels:
         residual_N: Tensor | None,
         out_1W: Tensor,
     ) -> None:
-        """Decodes, sums, scales and encodes, block by block."""
+        """Decode, sums, scales and encodes, block by block."""
         wire, stride, out = wire_RW.data_ptr(), wire_RW.stride(0), out_1W.data_ptr()
         scratch_B = torch.empty(min(block, n), dtype=torch.float32)
         residual = None if residual_N is None else residual_N.data_ptr()
@@ -119,7 +121,7 @@ class NativeKernels:
         self._encode_difference(x_N.data_ptr(), me_N.data_ptr(), *peers, *sizes, wire + head, wire + codes)
 
     def decode_add(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RN: Tensor) -> None:
-        """Decodes and adds, block by block."""
+        """Decode and adds, block by block."""
         rows, n = out_RN.shape
         wire, stride = wire_RW.data_ptr(), wire_RW.stride(0)
         scratch = _scratch(n, block)
@@ -145,7 +147,7 @@ class NativeLerp:
         codes: int,
         block: int,
     ) -> None:
-        """Mixes and encodes, with feedback if there is a residual, block by block."""
+        """Mix and encodes, with feedback if there is a residual, block by block."""
         n, wire = x_M.shape[0], wire_1W.data_ptr()
         scratch = _scratch(n, block)
         residual = None if residual_M is None else residual_M.data_ptr()
@@ -163,7 +165,7 @@ class NativeLerp:
         out_M: Tensor,
         away: bool,
     ) -> None:
-        """Decodes and mixes, block by block."""
+        """Decode and mixes, block by block."""
         n, wire = out_M.shape[0], wire_1W.data_ptr()
         scratch = _scratch(n, block)
         mixed = other_M.data_ptr(), weight, scratch.data_ptr()
@@ -199,7 +201,7 @@ class NativeTopK:
         self._decode_mean = _function(library, f"top_k_decode_mean_{isa}", "pssssfpp", ctypes.c_int32)
 
     def encode(self, x_RN: Tensor, wire_RW: Tensor, block: int, k: int, k_rest: int) -> None:
-        """Writes indices and values of the k largest of each block."""
+        """Write indices and values of the k largest of each block."""
         rows, n = x_RN.shape
         per_sample = min(block, n) / _SAMPLE
         most = max(k, k_rest)
@@ -210,7 +212,7 @@ class NativeTopK:
         self._encode(*source, scratch.data_ptr(), capacity, wire, stride)
 
     def decode_mean(self, wire_RW: Tensor, weight: float, out_N: Tensor) -> None:
-        """Sums and scales in tiles.
+        """Sum and scales in tiles.
 
         Raises:
             ValueError: the indices of a row are not ascending in 0..n-1: the wire is damaged.

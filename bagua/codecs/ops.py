@@ -1,6 +1,6 @@
-"""The codecs as operators of torch: ``torch.ops.bagua.minmax_uint8_encode(x_RN, 1024)``.
+"""The codecs as operators of torch: `torch.ops.bagua.minmax_uint8_encode(x_RN, 1024)`.
 
-For code that goes through ``torch.compile``, ``torch.export`` or a dispatch mode; the library itself calls the codecs.
+For code that goes through `torch.compile`, `torch.export` or a dispatch mode; the library itself calls the codecs.
 Each codec has five operators, its options come last. They return new tensors and have no derivatives:
 
     {codec}_encode(Tensor x_RN, options) -> Tensor
@@ -13,30 +13,29 @@ Each codec has five operators, its options come last. They return new tensors an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .base import Codec
-from .checks import check_rows
-from .half import Bf16, Fp16
-from .identity import Identity
-from .int4 import Int4
-from .minmax_uint8 import MinMaxUInt8
-from .sign import Sign
-from .top_k import TopK
+from bagua.codecs.base import Codec
+from bagua.codecs.checks import check_rows
+from bagua.codecs.registry import registry
+from bagua.codecs.top_k import TopK
 
-#: The options of each codec as the operators' schemas declare them.
-OPTIONS: Mapping[Callable[..., Codec], str] = {
-    Identity: "",
-    Bf16: "",
-    Fp16: "",
-    MinMaxUInt8: ", int? block=1024",
-    Int4: ", int block=128",
-    Sign: ", int block=2048",
-    TopK: ", float ratio=0.01, int? block=None",
-}
+__all__ = ["OPTIONS"]
+
+_KINDS = {"bool": "bool", "float": "float", "int": "int", "int | None": "int?", "str": "str"}  # in a schema
+
+
+def _schema(codec: type[Codec]) -> str:
+    """The options of a codec as a schema declares them: ", int? block=1024"."""
+    return "".join(f", {_KINDS[str(option.type)]} {option.name}={option.default}" for option in fields(codec))
+
+
+# The options of each of the library's codecs as the operators' schemas declare them.
+OPTIONS: Mapping[Callable[..., Codec], str] = {registry[name]: _schema(registry[name]) for name in registry.builtin()}
 
 _library = torch.library.Library("bagua", "FRAGMENT")
 

@@ -2,60 +2,75 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
-from .base import Codec
-from .half import Bf16, Fp16
-from .identity import Identity
-from .int4 import Int4
-from .minmax_uint8 import MinMaxUInt8
-from .sign import Sign
-from .top_k import TopK
+from bagua.codecs.base import Codec
+from bagua.codecs.eden import Eden
+from bagua.codecs.half import Bf16, Fp16
+from bagua.codecs.identity import Identity
+from bagua.codecs.int4 import Int4
+from bagua.codecs.minmax_uint8 import MinMaxUInt8
+from bagua.codecs.sign import Sign
+from bagua.codecs.top_k import TopK
+from bagua.registry import Registry
 
-_factories: dict[str, Callable[..., Codec]] = {}
+__all__ = ["available", "get", "register", "registry"]
+
+registry: Registry[Codec] = Registry("codec", Codec)
+_factories: dict[str, Callable[..., Codec]] = {}  # registered in the deprecated form
+_C = TypeVar("_C", bound=type[Codec])
 
 
-def register(name: str, factory: Callable[..., Codec]) -> None:
-    """Makes ``get(name, **options)`` call ``factory(**options)``.
+@overload
+def register(codec: _C, /) -> _C: ...
+@overload
+def register(name: str, factory: Callable[..., Codec], /) -> None: ...
+def register(codec: _C | str, factory: Callable[..., Codec] | None = None, /) -> _C | None:
+    """Make `codec`, a subclass of `Codec`, known under its `name`; usable as a decorator.
+
+    Deprecated: `register(name, factory)` makes `get(name, **options)` call `factory(**options)`.
+
+    Returns:
+        The class.
 
     Raises:
-        ValueError: the name is empty or taken by another factory.
+        TypeError: not a subclass of `Codec`.
+        ValueError: it has no name, or the name is taken by another class.
     """
-    if not name or not isinstance(name, str):
-        raise ValueError(f"name must be a non-empty string, got {name!r}")
-    if _factories.get(name, factory) is not factory:
-        raise ValueError(f"codec name {name!r} is taken by {_factories[name]!r}")
-    _factories[name] = factory
+    if not isinstance(codec, str):
+        return registry.register(codec)
+    warnings.warn("codecs.register(name, factory): register a class with a `name` instead", FutureWarning, 2)
+    if factory is None or not codec:
+        raise ValueError(f"register: expected a non-empty name and a factory, got {codec!r} and {factory!r}")
+    if codec in registry or _factories.get(codec, factory) is not factory:
+        raise ValueError(f"codec {codec!r} is already registered")
+    _factories[codec] = factory
+    return None
 
 
-def get(name_or_instance: str | Codec, **options: Any) -> Codec:
-    """A codec by its name, or the instance itself.
+def get(codec: str | Codec, /, **options: Any) -> Codec:
+    """Return the codec of that name with `options`, or `codec` itself.
+
+    Raises:
+        TypeError: neither a name nor a codec.
+        ValueError: the name or an option is unknown, an option has a wrong value, or options were given beside an
+            instance.
+    """
+    if isinstance(codec, str) and codec in _factories:
+        return _factories[codec](**options)
+    return registry.get(codec, **options)
+
+
+def available(*, builtin_only: bool = False) -> tuple[str, ...]:
+    """Return the registered names, sorted.
 
     Args:
-        name_or_instance: a name of `available()` or a codec.
-        **options: passed on to the codec's constructor; only with a name.
-
-    Raises:
-        ValueError: the name is unknown, the codec refuses the options, or options came with an instance.
+        builtin_only: leave out what other packages and `bagua.contrib` have registered.
     """
-    if isinstance(name_or_instance, Codec):
-        if options:
-            raise ValueError(f"options {sorted(options)} need a name, got the codec {name_or_instance!r}")
-        return name_or_instance
-    factory = _factories.get(name_or_instance) if isinstance(name_or_instance, str) else None
-    if factory is None:
-        raise ValueError(f"unknown codec {name_or_instance!r}; known: {', '.join(available())}")
-    try:
-        return factory(**options)
-    except TypeError as error:
-        raise ValueError(f"codec {name_or_instance!r}: {error}") from error
+    return tuple(sorted(registry.builtin() if builtin_only else [*registry, *_factories]))
 
 
-def available() -> tuple[str, ...]:
-    """The registered names, sorted."""
-    return tuple(sorted(_factories))
-
-
-for _codec in (Identity, Bf16, Fp16, MinMaxUInt8, Int4, Sign, TopK):
-    register(_codec.name, _codec)
+for _codec in (Identity, Bf16, Fp16, MinMaxUInt8, Int4, Sign, Eden, TopK):
+    registry.register(_codec)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .blocks import BlockCodec
-from .layout import Layout
-from .sign_torch import LAYOUT
+from bagua.codecs.blocks import BlockCodec
+from bagua.codecs.layout import Layout
+from bagua.codecs.sign_torch import LAYOUT
+
+__all__ = ["Sign"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Sign(BlockCodec):
             magnitudes differ along the row.
 
     Bytes:
-        ``4 * ceil(n / block) + ceil(n / 8)``, padded to a multiple of 4.
+        `4 * ceil(n / block) + ceil(n / 8)`, padded to a multiple of 4.
 
     Source:
         EF-signSGD (arXiv:1901.09847, algorithm 1: sign(p) * ||p||_1 / d), here for each block instead of each
@@ -43,6 +45,6 @@ class Sign(BlockCodec):
     block: int = 2048
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless ``block`` is a positive multiple of 8."""
+        """Raise ValueError unless `block` is a positive multiple of 8."""
         if type(self.block) is not int or self.block < 1 or self.block % 8:
             raise ValueError(f"block must be a positive multiple of 8, got {self.block!r}")

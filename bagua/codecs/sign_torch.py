@@ -10,7 +10,9 @@ import functools
 import torch
 from torch import Tensor
 
-from .layout import Layout, anywhere, header_floats
+from bagua.codecs.layout import Layout, anywhere, header_floats
+
+__all__ = ["LAYOUT", "SignTorch", "lane_sum", "pack_bits"]
 
 LAYOUT = Layout("sign", header_bytes=4, code_bits=1)
 
@@ -23,16 +25,16 @@ class SignTorch:
     """Encode and decode whole blocks (the last may be ragged) on any device, see `kernels.Kernels`."""
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
-        """Writes the mean magnitude and the sign bits of each block."""
+        """Write the mean magnitude and the sign bits of each block."""
         for header, x_RKB, codes_RKB in LAYOUT.blocks(x_RC, wire_RW, head, codes, block):
-            sum_RK1 = _sum_of_magnitudes(x_RKB)
+            sum_RK1 = lane_sum(x_RKB.abs())
             scale_RK1 = sum_RK1 / torch.full_like(sum_RK1, x_RKB.shape[-1])
             lost_RK1 = ~scale_RK1.isfinite()
             negative_RKB = x_RKB.signbit()
             if anywhere(lost_RK1):
                 negative_RKB = negative_RKB & ~lost_RK1
                 scale_RK1.masked_fill_(lost_RK1, float("nan"))
-            codes_RKB.copy_(_pack(negative_RKB))
+            codes_RKB.copy_(pack_bits(negative_RKB))
             header.copy_(scale_RK1.view(torch.uint8).flatten(1))
 
     def decode(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None:
@@ -51,13 +53,13 @@ class SignTorch:
             total_KB.mul_(weight)
 
 
-def _sum_of_magnitudes(x_RKB: Tensor) -> Tensor:
+def lane_sum(x_RKB: Tensor) -> Tensor:
     """[R, K, 1]: element i in partial sum i % 64, in order; then sum k takes in sum k + half for half = 32, ..., 1."""
-    magnitude_RKB, size = x_RKB.abs(), x_RKB.shape[-1]
+    size = x_RKB.shape[-1]
     sums_RKL = x_RKB.new_zeros((*x_RKB.shape[:2], _LANES))
     for i in range(0, size, _LANES):
         lanes = min(_LANES, size - i)
-        sums_RKL[..., :lanes].add_(magnitude_RKB[..., i : i + lanes])
+        sums_RKL[..., :lanes].add_(x_RKB[..., i : i + lanes])
     half = _LANES // 2
     while half:
         sums_RKL = sums_RKL[..., :half] + sums_RKL[..., half : 2 * half]
@@ -65,7 +67,7 @@ def _sum_of_magnitudes(x_RKB: Tensor) -> Tensor:
     return sums_RKL
 
 
-def _pack(bits_RKB: Tensor) -> Tensor:
+def pack_bits(bits_RKB: Tensor) -> Tensor:
     """[..., B] bool as [..., ceil(B / 8)] uint8, the first in the lowest bit."""
     rest = -bits_RKB.shape[-1] % 8
     padded = torch.nn.functional.pad(bits_RKB, (0, rest)) if rest else bits_RKB.contiguous()

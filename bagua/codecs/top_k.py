@@ -10,9 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import backends
-from .base import Codec, chunks, sum_dtype
-from .layout import anywhere
+from bagua.codecs import backends
+from bagua.codecs.base import Codec, chunks, sum_dtype
+from bagua.codecs.layout import anywhere
+
+__all__ = ["TopK"]
 
 _SAMPLE = 1 << 15  # elements of a row that are looked at to guess which of all matter
 _SMALL = 1 << 16  # rows below it are sorted out at once
@@ -35,7 +37,7 @@ class TopK(Codec):
         block: elements of which each keeps its own largest; None: the whole row.
 
     Bytes:
-        ``8 * k``, with blocks 8 times the sum of their k; more than the elements themselves if ratio > 1/2.
+        `8 * k`, with blocks 8 times the sum of their k; more than the elements themselves if ratio > 1/2.
 
     Raises:
         ValueError: an option is not as above, or a row is longer than int32 counts.
@@ -52,7 +54,7 @@ class TopK(Codec):
     block: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless 0 < ratio <= 1 and ``block`` is a positive int or None."""
+        """Raise ValueError unless 0 < ratio <= 1 and `block` is a positive int or None."""
         if type(self.ratio) not in (float, int) or not 0 < self.ratio <= 1:
             raise ValueError(f"ratio must be a number with 0 < ratio <= 1, got {self.ratio!r}")
         if self.block is not None and (type(self.block) is not int or self.block < 1):
@@ -172,7 +174,7 @@ def _guess(x_B: Tensor, k: int) -> int:
 
 
 def _above(x_B: Tensor, least: int) -> Tensor:
-    """[C] int64: where the magnitude is at least ``least``, ascending."""
+    """[C] int64: where the magnitude is at least `least`, ascending."""
     if least == 0:
         return torch.arange(x_B.shape[0], device=x_B.device)
     found = []
@@ -183,7 +185,7 @@ def _above(x_B: Tensor, least: int) -> Tensor:
 
 
 def _where(mask_C: Tensor) -> Tensor:
-    """``mask.nonzero()``, faster where little is set: eight at a time first."""
+    """`mask.nonzero()`, faster where little is set: eight at a time first."""
     if mask_C.shape[0] % 8:
         return mask_C.nonzero()[:, 0]
     words = mask_C.view(torch.int64).nonzero()

@@ -1,4 +1,4 @@
-"""Launches the Triton kernels. Importing this module imports Triton."""
+"""Launch the Triton kernels. Importing this module imports Triton."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -10,8 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from . import int4_torch, minmax_torch, sign_torch, triton_int4, triton_minmax, triton_sign
-from .kernels import Backend, Kernels
+from bagua.codecs import eden_torch, int4_torch, minmax_torch, sign_torch, triton_int4, triton_minmax, triton_sign
+from bagua.codecs.kernels import Backend, Kernels
+
+__all__ = ["BACKEND", "TritonKernels", "interpreted"]
 
 _LONGEST = 8192  # elements of a block that a program holds; longer ones are for torch
 _AT_ONCE = 2048  # elements of a tile
@@ -26,24 +28,27 @@ class TritonKernels:
     """The kernels of one block codec on CUDA tensors, see `kernels.FusedKernels`.
 
     Args:
-        module: holds the kernels ``encode`` and ``decode``.
+        module: holds the kernels `encode` and `decode`.
         tile: blocks of a program, and elements of its tiles in each, from the size of a block.
         reference: takes the blocks that are too long.
+        longest: elements of a block that a program holds; 0 leaves all to the reference.
     """
 
-    def __init__(self, module: Any, tile: Callable[[int], tuple[int, int]], reference: Kernels) -> None:
-        self._module, self._tile, self._reference = module, tile, reference
+    def __init__(
+        self, module: Any, tile: Callable[[int], tuple[int, int]], reference: Kernels, longest: int = _LONGEST
+    ) -> None:
+        self._module, self._tile, self._reference, self._longest = module, tile, reference, longest
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
-        """Writes header and codes of each block."""
-        if block > _LONGEST:
+        """Write header and codes of each block."""
+        if block > self._longest:
             self._reference.encode(x_RC, wire_RW, head, codes, block)
         else:
             self._run_encode(x_RC, None, None, 0.0, wire_RW, head, codes, block, x_RC.shape[1])
 
     def decode(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None:
-        """Decodes each block."""
-        if block > _LONGEST:
+        """Decode each block."""
+        if block > self._longest:
             self._reference.decode(wire_RW, head, codes, block, out_RC)
         else:
             self._run_decode(wire_RW, head, codes, block, 0.0, out_RC, mean=False)
@@ -53,8 +58,8 @@ class TritonKernels:
         self.decode(wire_RW, head, codes, block, out_RC)
 
     def decode_mean(self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor) -> None:
-        """Decodes, sums and scales in one pass."""
-        if block > _LONGEST:
+        """Decode, sums and scales in one pass."""
+        if block > self._longest:
             self._reference.decode_mean(wire_RW, head, codes, block, weight, out_C)
         else:
             self._run_decode(wire_RW, head, codes, block, weight, out_C[None], mean=True)
@@ -62,8 +67,8 @@ class TritonKernels:
     def encode_feedback(
         self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor, head: int, codes: int, block: int
     ) -> None:
-        """Adds, encodes and keeps what was lost in one pass."""
-        if block > _LONGEST:
+        """Add, encodes and keeps what was lost in one pass."""
+        if block > self._longest:
             self._reference.encode(residual_RN.add_(x_RN), wire_RW, head, codes, block)
             decoded_RN = torch.empty(x_RN.shape, device=x_RN.device)
             self._reference.decode(wire_RW, head, codes, block, decoded_RN)
@@ -82,9 +87,9 @@ class TritonKernels:
         residual_N: Tensor | None,
         out_1W: Tensor,
     ) -> None:
-        """Decodes, sums, scales and encodes in one pass."""
+        """Decode, sums, scales and encodes in one pass."""
         residual_1N = None if residual_N is None else residual_N[None]
-        if block > _LONGEST:
+        if block > self._longest:
             mean_1N = torch.empty((1, n), device=wire_RW.device)
             self._reference.decode_mean(wire_RW, head, codes, block, weight, mean_1N[0])
             if residual_1N is None:
@@ -111,26 +116,28 @@ class TritonKernels:
         source = wire if from_RW is None else _Wire(from_RW)
         x, residual = (wire.floats if t is None else t for t in (x_RN, residual_RN))  # any: it is not read
         num_blocks, grid, tile = self._tiles(n, block, wire_RW.shape[0])
-        self._module.encode[grid](
-            *(x, x.stride(0), residual, residual.stride(0)),
-            *(source.bytes, source.floats, source.stride, source.rows, weight),
-            *(wire.bytes, wire.floats, wire.stride, head, codes, n, block, num_blocks),
-            MEAN=from_RW is not None,
-            FEEDBACK=residual_RN is not None,
-            **tile,
-        )
+        with torch.cuda.device_of(wire_RW):  # Triton launches on the current device, wherever the tensors are
+            self._module.encode[grid](
+                *(x, x.stride(0), residual, residual.stride(0)),
+                *(source.bytes, source.floats, source.stride, source.rows, weight),
+                *(wire.bytes, wire.floats, wire.stride, head, codes, n, block, num_blocks),
+                MEAN=from_RW is not None,
+                FEEDBACK=residual_RN is not None,
+                **tile,
+            )
 
     def _run_decode(
         self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_RN: Tensor, mean: bool
     ) -> None:
         wire, (rows, n) = _Wire(wire_RW), out_RN.shape
         num_blocks, grid, tile = self._tiles(n, block, rows)
-        self._module.decode[grid](
-            *(wire.bytes, wire.floats, wire.stride, wire.rows, weight),
-            *(out_RN, out_RN.stride(0), head, codes, n, block, num_blocks),
-            MEAN=mean,
-            **tile,
-        )
+        with torch.cuda.device_of(wire_RW):
+            self._module.decode[grid](
+                *(wire.bytes, wire.floats, wire.stride, wire.rows, weight),
+                *(out_RN, out_RN.stride(0), head, codes, n, block, num_blocks),
+                MEAN=mean,
+                **tile,
+            )
 
     def _tiles(self, n: int, block: int, rows: int) -> tuple[int, tuple[int, int], dict[str, Any]]:
         """Number of blocks, grid, and the kernel's constants."""
@@ -166,5 +173,6 @@ _BLOCKS = {
     minmax_torch.LAYOUT.name: TritonKernels(triton_minmax, _whole, minmax_torch.MinMaxTorch()),
     int4_torch.LAYOUT.name: TritonKernels(triton_int4, _halves, int4_torch.Int4Torch()),
     sign_torch.LAYOUT.name: TritonKernels(triton_sign, _steps, sign_torch.SignTorch()),
+    **{f"eden{bits}": TritonKernels(None, _whole, eden_torch.EdenTorch(bits), longest=0) for bits in eden_torch.BITS},
 }
 BACKEND = Backend("triton", blocks=_BLOCKS, fused=_BLOCKS)

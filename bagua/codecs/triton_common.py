@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+__all__ = ["DOWN", "INFINITY_BITS", "MAGIC", "MAGIC_BITS", "MOST", "UP", "is_finite", "rounded"]
+
 UP = tl.constexpr(2.0**100)
 DOWN = tl.constexpr(2.0**-100)  # below it 255 / range and 7 / absmax may overflow
 MOST = tl.constexpr(3.4028234663852886e38)

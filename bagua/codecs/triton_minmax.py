@@ -6,7 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_common import DOWN, MOST, UP, is_finite, rounded
+from bagua.codecs.triton_common import DOWN, MOST, UP, is_finite, rounded
+
+__all__ = ["decode", "encode"]
 
 
 @triton.jit
@@ -66,7 +68,7 @@ def encode(
     K: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Encodes x, or the mean of decoded rows; with the residual if there is one."""
+    """Encode x, or the mean of decoded rows; with the residual if there is one."""
     row = tl.program_id(1).to(tl.int64)
     b_K = tl.program_id(0).to(tl.int64) * K + tl.arange(0, K)
     e_B = tl.arange(0, B)
@@ -121,7 +123,7 @@ def decode(
     K: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Decodes each row, or their mean."""
+    """Decode each row, or their mean."""
     row = tl.program_id(1).to(tl.int64)
     b_K = tl.program_id(0).to(tl.int64) * K + tl.arange(0, K)
     e_B = tl.arange(0, B)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_common import is_finite
+from bagua.codecs.triton_common import is_finite
+
+__all__ = ["decode", "encode"]
 
 _L = tl.constexpr(64)  # partial sums
 
@@ -63,7 +65,7 @@ def encode(
     K: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Encodes x, or the mean of decoded rows; with the residual if there is one."""
+    """Encode x, or the mean of decoded rows; with the residual if there is one."""
     row = tl.program_id(1).to(tl.int64)
     b_K = tl.program_id(0).to(tl.int64) * K + tl.arange(0, K)
     mask_K = b_K < num_blocks
@@ -124,7 +126,7 @@ def decode(
     K: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Decodes each row, or their mean."""
+    """Decode each row, or their mean."""
     row = tl.program_id(1).to(tl.int64)
     b_K = tl.program_id(0).to(tl.int64) * K + tl.arange(0, K)
     mask_K = b_K < num_blocks

@@ -93,7 +93,7 @@ def all_to_all_v_(group: Group, tensor: Tensor, counts: Sequence[int], displs: S
 def _exchange_parts(group: Group, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
     """Send `sends[r]` to rank r, receive `receives[r]` from it; parts may be empty. They do not overlap."""
     rank, size = group.rank, group.size
-    if group.backend == "gloo" or size == 1:
+    if group.backend != "nccl" or size == 1:
         receives[rank].copy_(sends[rank])
         to = [(rank + k) % size for k in range(1, size)]
         collectives.swap(

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from bagua.comm.groups import Group
 
-__all__ = ["all_gather_rows", "all_reduce_", "all_to_all_rows", "broadcast_", "reduce_", "swap"]
+__all__ = ["REDUCE_OPS", "all_gather_rows", "all_reduce_", "all_to_all_rows", "broadcast_", "reduce_", "swap"]
 
-_OPS: dict[str, Any] = {
+REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "product": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN,
@@ -43,7 +43,7 @@ def all_reduce_(group: Group, x_N: Tensor, op: str = "sum") -> Tensor:
     if group.size == 1:
         return x_N
     options = dist.AllreduceOptions()
-    options.reduceOp = _OPS[op]
+    options.reduceOp = REDUCE_OPS[op]
     group.pg.allreduce([x_N], options).wait()
     wire = 2 * _nbytes(x_N) * (group.size - 1) / group.size
     group.meter.add(wire, wire)
@@ -76,7 +76,7 @@ def reduce_(group: Group, x_N: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
     if group.size == 1:
         return x_N
     options = dist.ReduceOptions()
-    options.reduceOp = _OPS[op]
+    options.reduceOp = REDUCE_OPS[op]
     options.rootRank = dst
     options.rootTensor = 0
     group.pg.reduce([x_N], options).wait()
@@ -128,6 +128,8 @@ def swap(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[t
 
     A peer may appear more than once; its transfers then match in the order given on either side.
     """
+    if not sends and not receives:
+        return  # NCCL returns no work for an empty batch
     if group.backend == "nccl":
         group.pg._start_coalescing()
     works = [group.recv(tensor, peer, tag) for tag, (peer, tensor) in _tagged(receives)]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from bagua.comm.groups import Group
 from bagua.comm.primitives import barrier
-from bagua.comm.team import Team, decode, encode, node_key
+from bagua.comm.team import Counters, Team, decode, encode, node_key
 from bagua.errors import CommunicationError
 
 __all__ = ["Communicator", "RankSet", "default_rank_set", "new_rank_set", "rank_set_of"]
@@ -28,6 +28,8 @@ _CPU = torch.device("cpu")
 
 class Communicator:
     """Some ranks that talk to each other, over gloo for CPU tensors and over NCCL for CUDA tensors.
+
+    If the default process group carries CUDA tensors over gloo, so does a communicator, through host memory.
 
     Attributes:
         rank: my rank among them.
@@ -41,6 +43,7 @@ class Communicator:
         self.ranks, self.rank, self.name, self.stream = ranks, rank, name, stream
         self._store, self._timeout = store, timeout
         self._groups: dict[str, Group] = {}
+        self._counters: dict[str, Counters] = {}
         self._aborted = False
         self.group(_CPU)
 
@@ -64,13 +67,19 @@ class Communicator:
             raise ValueError(f"device: tensors on {device} cannot be communicated, only on cpu and cuda")
         group = self._groups.get(device.type)
         if group is None:
-            group = self._groups[device.type] = self.team("nccl" if device.type == "cuda" else "gloo").open("all").world
+            team = self.team(device)
+            group = self._groups[device.type] = team.open("all").world
+            if device.type == "cpu":
+                barrier(group)  # after it all members are connected, and have read what each had written for that
+                team.delete_retired()
         return group
 
-    def team(self, backend: str = "gloo") -> Team:
-        """The members as a team that can meet in the store."""
-        store = dist.PrefixStore(backend, self._store)
-        return Team(self.rank, self.size, store, self._timeout, backend, self.name)
+    def team(self, device: torch.device = _CPU) -> Team:
+        """The members as a team that shares the store, with groups for tensors on `device`."""
+        backend, staged = ("gloo", False) if device.type == "cpu" else _on_gpus(device)
+        prefix = f"{device.type} {backend}" if staged else backend
+        store, counters = dist.PrefixStore(prefix, self._store), self._counters.setdefault(prefix, Counters())
+        return Team(self.rank, self.size, store, self._timeout, backend, self.name, counters=counters, staged=staged)
 
     @contextmanager
     def on(self, device: torch.device, what: str) -> Iterator[Group]:
@@ -191,7 +200,7 @@ class RankSet:
             world = self.world()
             assert world is not None
             team = world.team()
-            keys = [decode(message) for message in team.meet("discovery of nodes", encode(node_key()))]
+            keys = [decode(message) for message in team.all_gather_bytes("discovery of nodes", encode(node_key()))]
             self._nodes = team.discover_nodes(keys)
         return self._nodes
 
@@ -243,19 +252,29 @@ def new_rank_set(ranks: Sequence[int] | None = None, stream: Any = None) -> Rank
 def rank_set_of(process_group: Any, stream: Any = None) -> RankSet:
     """Return the ranks of a `torch.distributed` group as a set; every member must do so equally often.
 
+    On a rank that is no member, which torch does not tell who the members are, the set is empty.
+
     Raises:
         RuntimeError: `torch.distributed` is not initialised.
         TypeError: not a `ProcessGroup`.
-        ValueError: this rank is not a member.
     """
-    _world()
+    world = _world()
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"group: rank {dist.get_rank()} is not a member of the group")
+        return RankSet((), *_base(world, "a group of others"), stream)
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(f"group: expected a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
     ranks = dist.get_process_group_ranks(process_group)
     name = f"torch {process_group.group_name}/{_next_serial(process_group)}"
     return RankSet(ranks, *_base(process_group, name), stream, process_group)
+
+
+def _on_gpus(device: torch.device) -> tuple[str, bool]:
+    """Backend for CUDA tensors, and whether it takes them through host memory: gloo where the default group says so."""
+    try:
+        name = str(_world()._get_backend(device).name()).lower()
+    except RuntimeError:  # the default group is for CPU tensors only
+        name = "nccl"
+    return ("gloo", True) if name == "gloo" else ("nccl", False)
 
 
 def _next_serial(process_group: Any) -> int:

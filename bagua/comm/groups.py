@@ -56,6 +56,21 @@ class Group:
     tag: int = 0
     direct: bool = False
 
+    def leave(self, abort: bool) -> None:
+        """Give the connections up. gloo closes them when nobody holds the backend any more.
+
+        Args:
+            abort: on NCCL, end kernels that still wait for a peer. Without it they are awaited, and so are the peers:
+                all members leave. To drop an NCCL backend without a word would abort it as well, with a warning,
+                and break off what other ranks still receive.
+        """
+        pg, self.pg, self.p2p = self.pg, None, None
+        if pg is not None and self.backend == "nccl":
+            if abort:
+                pg.abort()
+            else:
+                pg.shutdown()
+
     def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         """Begin to send a tensor; returns the work to wait for."""
         return (self.p2p or self.pg).send([tensor], peer, self.tag + tag)
@@ -88,6 +103,13 @@ class Groups:
         for mine, theirs in ((self.world, other.world), (self.inter, other.inter), (self.intra, other.intra)):
             if mine is not None and theirs is not None:
                 mine.p2p, mine.tag = theirs.pg, lane * _TAGS
+
+    def leave(self, abort: bool) -> None:
+        """Give up the connections and the scratch memory; see `Group.leave`."""
+        for group in (self.world, self.intra, self.inter):
+            if group is not None:
+                group.leave(abort)
+        self.buffers.clear()
 
     @property
     def rank(self) -> int:

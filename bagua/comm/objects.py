@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bagua.comm import collectives
 from bagua.comm.arguments import as_bytes, check_rank
 from bagua.comm.groups import Group
+from bagua.comm.known_classes import describe, rebuild
 
 __all__ = ["broadcast_object", "pack", "unpack"]
 
@@ -32,7 +33,8 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
 _SEQUENCE_NAMES = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
 _ACCEPTED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, dict, "
-    "torch tensors and numpy arrays, nested at will"
+    "torch tensors and numpy arrays, dtypes, devices, dates, times, namespaces, and named tuples and enumerations "
+    "of modules, nested at will"
 )
 
 
@@ -44,12 +46,14 @@ def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
     Args:
         group: over CPU tensors.
         obj: on `src`, plain data: None, bool, int, float, complex, str, bytes, list, tuple, set, dict,
-            tensors and numpy arrays, nested at will. Ignored elsewhere.
+            tensors and numpy arrays; dtypes, devices, dates, times, argparse's and simple namespaces; named tuples and
+            members of enumerations whose class all ranks have imported from a module. Nested at will. Ignored
+            elsewhere.
         src: the rank whose object it is.
 
     Raises:
         TypeError: on all ranks, if rank `src`'s object holds anything else.
-        ValueError: `src` is no rank of the group.
+        ValueError: `src` is no rank of the group; or, on a rank that has not imported it, names a class.
     """
     check_rank(group, "src", src)
     problem: TypeError | None = None
@@ -136,6 +140,9 @@ def _outline(value: Any, blobs: list[bytes], where: str) -> Any:
                 len(blobs[-1]),
             ]
         }
+    found = describe(value, lambda part, place: _outline(part, blobs, place), where)
+    if found is not None:
+        return found
     raise TypeError(f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be sent; accepted are {_ACCEPTED}")
 
 
@@ -171,7 +178,7 @@ class _Reader:
             return self._tensor(*content)
         if kind in ("array", "scalar"):
             return self._array(*content, scalar=kind == "scalar")
-        raise KeyError(kind)
+        return rebuild(kind, content, self.build)
 
     def _take(self, nbytes: int) -> bytes:
         raw = self._message[self._next : self._next + nbytes]

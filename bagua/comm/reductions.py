@@ -203,7 +203,7 @@ def _reduce_scatter(group: Group, x_RC: Tensor, out_C: Tensor, op: str) -> None:
     integer_mean = op == "avg" and x_RC.dtype in _INTEGERS
     if group.size > 1 and group.backend != "gloo" and not integer_mean and _is_native(group, x_RC.dtype, op):
         options = dist.ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp(collectives._OPS[op])
+        options.reduceOp = dist.ReduceOp(collectives.REDUCE_OPS[op])
         result_C = torch.empty_like(out_C)
         group.pg._reduce_scatter_base(result_C, x_RC.view(-1), options).wait()
         wire = x_RC[0].numel() * x_RC.element_size() * (group.size - 1)

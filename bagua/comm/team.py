@@ -1,4 +1,4 @@
-"""The ranks that train one model together: how they meet, and how their lanes get groups of their own."""
+"""The ranks that train one model together: collectives on bytes in the store, and process groups for lanes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -16,11 +17,16 @@ import torch
 import torch.distributed as dist
 
 from bagua.comm.groups import Group, Groups
+from bagua.comm.staged import Staged
+from bagua.comm.store import BoundedStore, RendezvousStore
 from bagua.errors import CommunicationError
 
 __all__ = ["Team", "node_key"]
 
-_POLL_S = (0.0005, 0.05)  # first and longest sleep between two looks into the store
+_POLL_S = 0.05
+_ALERT_S = 0.5  # between two alerts of a rank that waits
+_GRACE_S = 3.0  # for what remains to be asked when the time of a wait is over
+_MAX_BROADCASTS = 8  # messages of `broadcast_bytes` in the store, until an all-gather lets them be deleted
 
 
 @dataclass(eq=False)
@@ -28,12 +34,15 @@ class Counters:
     """Numbers for store keys, alike on all ranks because what they count is collective.
 
     Attributes:
-        posted: this rank's keys of meetings that are still in the store.
+        collectives: number of all-gathers and broadcasts of bytes so far.
+        broadcasts: number of broadcasts since the last all-gather.
+        retired: this rank's keys, which no rank reads any more once it has begun the next all-gather.
     """
 
-    meetings: int = 0
+    collectives: int = 0
     lanes: int = 0
-    posted: list[str] = field(default_factory=list)
+    broadcasts: int = 0
+    retired: list[str] = field(default_factory=list)
 
 
 # By process group, not by its name: a later group of the same name has another store and starts at zero.
@@ -53,17 +62,18 @@ def node_key() -> str:
 
 @dataclass(eq=False)
 class Team:
-    """All ranks of a process group, with a store to meet in and a factory of groups for lanes.
+    """All ranks of a process group, with a store that they share and a factory of process groups for lanes.
 
     Attributes:
         rank: my rank.
         size: number of ranks.
-        store: a `torch.distributed` store that all members share, under a prefix of this team's own.
+        store: a `torch.distributed` store that all members share, under a prefix of this team's own. Its calls end.
         timeout: how long to wait for a rank.
         backend: "gloo", "nccl", or "local" (ranks that take turns in one process).
         name: the parent group's name, for messages.
         node: what `node_key()` says on this rank.
         counters: shared by all teams of the same process group.
+        staged: gloo groups carry CUDA tensors, through host memory.
     """
 
     rank: int
@@ -74,6 +84,11 @@ class Team:
     name: str = "default"
     node: str = field(default_factory=node_key)
     counters: Counters = field(default_factory=Counters)
+    staged: bool = False
+
+    def __post_init__(self) -> None:
+        if self.store is not None and not isinstance(self.store, BoundedStore):
+            self.store = BoundedStore(self.store, self.timeout.total_seconds())
 
     @classmethod
     def of(cls, process_group: Any, device: torch.device) -> Team:
@@ -108,34 +123,48 @@ class Team:
         name = str(backend.name()).lower()
         if name not in ("gloo", "nccl"):
             raise ValueError(f"process_group: backend {name!r} is not supported, only gloo and nccl are")
-        if device.type == "cuda" and name != "nccl":
-            raise ValueError(f"process_group: CUDA parameters need the nccl backend, the group has {name}")
         group_name = str(pg.group_name)
         store = dist.PrefixStore(f"bagua/{group_name}", dist.distributed_c10d._get_default_store())
         counters = _counters.setdefault(pg, Counters())
-        return cls(pg.rank(), pg.size(), store, backend.options._timeout, name, group_name, counters=counters)
+        staged = device.type == "cuda" and name == "gloo"
+        timeout = backend.options._timeout
+        return cls(pg.rank(), pg.size(), store, timeout, name, group_name, counters=counters, staged=staged)
 
-    def meet(self, what: str, payload: bytes) -> list[bytes]:
-        """Exchange small messages through the store; returns everyone's, by rank. Collective over the team.
+    def all_gather_bytes(self, what: str, payload: bytes) -> list[bytes]:
+        """All-gather small messages through the store; returns those of all ranks, by rank. Collective over the team.
 
         Raises:
             CommunicationError: ranks did not come within `timeout`; names them.
         """
         if self.size == 1:
             return [payload]
-        serial = self._next_meeting()
-        keys = [f"meet/{serial}/{rank}" for rank in range(self.size)]
+        counters, deadline = self.counters, self._deadline()
+        serial = self._next_serial()
+        keys = [f"all_gather/{serial}/{rank}" for rank in range(self.size)]
+        # A rank that begins this all-gather has read the results of all earlier collectives.
+        retired, counters.retired, counters.broadcasts = counters.retired, [keys[self.rank]], 0
         self._store(what, lambda: self.store.set(keys[self.rank], payload))
-        posted = self.counters.posted
-        posted.append(keys[self.rank])
-        if len(posted) > 2:  # all have come to the last meeting, hence have read everything of the one before
-            old = posted.pop(0)
-            self._store(what, lambda: self.store.delete_key(old))
-        self._wait(keys, what)
-        return [bytes(each) for each in self._store(what, lambda: self.store.multi_get(keys))]
+        self._wait(keys, what, deadline)
+        gathered = [bytes(each) for each in self._store(what, lambda: self._until(deadline).multi_get(keys))]
+        self._delete(retired)
+        return gathered
 
-    def tell(self, what: str, payload: bytes | None) -> bytes:
-        """Give everyone rank 0's `payload`. Collective over the team; ranks other than 0 pass None.
+    def all_gather_bytes_once(self, what: str, name: str, payload: bytes, alert: Callable[[], object]) -> list[bytes]:
+        """As `all_gather_bytes`, under a name that is used once; a rank may skip it and go on to other collectives.
+
+        Args:
+            alert: called now and then while this rank waits; may raise.
+        """
+        if self.size == 1:
+            return [payload]
+        keys, deadline = [f"all_gather_once/{name}/{rank}" for rank in range(self.size)], self._deadline()
+        self._store(what, lambda: self.store.set(keys[self.rank], payload))
+        self._wait(keys, what, deadline, alert)
+        self.retire([keys[self.rank]])
+        return [bytes(each) for each in self._store(what, lambda: self._until(deadline).multi_get(keys))]
+
+    def broadcast_bytes(self, what: str, payload: bytes | None) -> bytes:
+        """Broadcast rank 0's `payload` through the store. Collective over the team; ranks other than 0 pass None.
 
         Raises:
             CommunicationError: rank 0 did not post it within `timeout`.
@@ -143,26 +172,75 @@ class Team:
         if self.size == 1:
             assert payload is not None
             return payload
-        serial = self._next_meeting()
-        key = f"tell/{serial}/0"
+        self.counters.broadcasts += 1
+        if self.counters.broadcasts > _MAX_BROADCASTS:
+            return self.all_gather_bytes(what, payload or b"")[0]
+        deadline, key = self._deadline(), f"broadcast/{self._next_serial()}/0"
         if self.rank == 0:
+            assert payload is not None
+            self.counters.retired.append(key)
             self._store(what, lambda: self.store.set(key, payload))
-        self._wait([key], what)
-        return bytes(self._store(what, lambda: self.store.get(key)))
+            return payload
+        self._wait([key], what, deadline)
+        return bytes(self._store(what, lambda: self._until(deadline).get(key)))
 
-    def missing(self, key: str, seconds: float) -> list[int]:
+    def retire(self, keys: Sequence[str]) -> None:
+        """Have keys of this team's store deleted when all ranks have begun the next all-gather."""
+        self.counters.retired += keys
+
+    def delete_retired(self) -> None:
+        """Delete them now: the caller knows that all ranks have done with them.
+
+        Raises:
+            CommunicationError: the store is out of reach.
+        """
+        retired, self.counters.retired = self.counters.retired, []
+        self._delete(retired)
+
+    def missing_ranks(self, key: str, seconds: float) -> list[int]:
         """Post a sign of life under `key` and return the ranks that give none within `seconds`. Never raises."""
+        return self._find_missing(key, seconds)[0]
+
+    def describe_missing(self, key: str, seconds: float = _GRACE_S) -> str:
+        """What `missing_ranks` finds, as the end of an error message; "" if all other ranks have failed, or none."""
+        gone, problem = self._find_missing(key, seconds)
+        if problem is not None:
+            return f"; {problem}"
+        if not gone or (len(gone) == self.size - 1 and self.size > 2):  # nobody else failed: the fault is here
+            return ""
+        return f"; no sign of rank {', '.join(map(str, gone))}: gone, or late"
+
+    @contextmanager
+    def naming_missing_ranks(self, what: str, key: str, groups: Groups) -> Iterator[None]:
+        """Within it, collectives that fail raise `CommunicationError` with the ranks that are gone.
+
+        Args:
+            what: is done, for messages.
+            key: new in the store and the same on all ranks.
+            groups: that they use. An error drops them, which closes their connections, so that peers fail soon too.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            groups.leave(abort=True)
+            if not is_loss(error):
+                raise
+            gone = self.describe_missing(key)
+            raise CommunicationError(f"{what} on rank {self.rank} of {self.size}: {error}{gone}") from error
+
+    def _find_missing(self, key: str, seconds: float) -> tuple[list[int], CommunicationError | None]:
         waiting = set(range(self.size))
         try:
-            self.store.set(f"{key}/{self.rank}", b"1")
+            store = self.store.within(seconds)
+            store.set(f"{key}/{self.rank}", b"1")
             deadline = time.monotonic() + seconds
             while True:
-                waiting = {rank for rank in waiting if not self.store.check([f"{key}/{rank}"])}
+                waiting = {rank for rank in waiting if not store.check([f"{key}/{rank}"])}
                 if not waiting or time.monotonic() > deadline:
-                    return sorted(waiting)
-                time.sleep(_POLL_S[1])
-        except (RuntimeError, OSError):  # the store lives in rank 0
-            return sorted(waiting) if 0 not in waiting else [0] if self.rank else []
+                    return sorted(waiting), None
+                time.sleep(_POLL_S)
+        except CommunicationError as error:  # the store lives in rank 0
+            return sorted(waiting) if 0 not in waiting else [0] if self.rank else [], error
 
     def next_lane(self) -> str:
         """Return a name for a new lane, the same on all ranks if they ask equally often."""
@@ -194,47 +272,64 @@ class Team:
         rank, size = ranks.index(self.rank), len(ranks)
         if size == 1:
             return Group(None, rank, size, ranks, self.backend)
-        store = dist.PrefixStore(f"group/{name}", self.store)
         if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self.timeout
-            pg = dist.ProcessGroupNCCL(store, rank, size, options)
+            pg = dist.ProcessGroupNCCL(self.store.under(f"group/{name}").unbounded, rank, size, options)
         else:
+            rendezvous = RendezvousStore(self.store.under(f"group/{name}"))
             try:
-                pg = dist.ProcessGroupGloo(store, rank, size, self.timeout)
+                pg = dist.ProcessGroupGloo(rendezvous, rank, size, self.timeout)
             except RuntimeError as error:
-                raise CommunicationError(f"ranks {ranks}: connecting over gloo failed: {error}") from error
+                gone = self.describe_missing(f"unconnected/{name}")
+                raise CommunicationError(f"ranks {ranks}: connecting over gloo failed: {error}{gone}") from error
+            self.retire([f"group/{name}/{key}" for key in rendezvous.written])
+            pg = Staged(pg) if self.staged else pg
         return Group(pg, rank, size, ranks, self.backend, direct=direct and self.backend == "gloo" and size > 2)
 
-    def _next_meeting(self) -> int:
-        self.counters.meetings += 1
-        return self.counters.meetings
+    def _next_serial(self) -> int:
+        self.counters.collectives += 1
+        return self.counters.collectives
 
-    def _wait(self, keys: list[str], what: str) -> None:
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        pause = _POLL_S[0]
-        # Polling, not store.wait(): that holds the client's lock, and watchdogs and lanes need the store too.
-        while not self._store(what, lambda: self.store.check(keys)):
-            if time.monotonic() > deadline:
-                absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                raise CommunicationError(
-                    f"{what}: rank {', '.join(map(str, absent))} did not come within "
-                    f"{self.timeout.total_seconds():g} s (this is rank {self.rank} of {self.size})"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_S[1])
+    def _deadline(self) -> float:
+        return time.monotonic() + self.timeout.total_seconds()
+
+    def _until(self, deadline: float) -> BoundedStore:
+        return self.store.within(max(deadline - time.monotonic(), _GRACE_S))
+
+    def _delete(self, keys: list[str]) -> None:
+        for key in keys:
+            self.store.delete_key(key)
+
+    def _wait(self, keys: list[str], what: str, deadline: float, alert: Callable[[], object] | None = None) -> None:
+        while True:
+            until = deadline if alert is None else min(deadline, time.monotonic() + _ALERT_S)
+            absent = self._store(what, lambda until=until: self.store.await_keys(keys, until))
+            if not absent or until == deadline:
+                break
+            if alert is not None:
+                alert()
+        if absent:
+            ranks = ", ".join(key.rpartition("/")[2] for key in absent)
+            raise CommunicationError(
+                f"{what}: rank {ranks} did not come within "
+                f"{self.timeout.total_seconds():g} s (this is rank {self.rank} of {self.size})"
+            )
 
     def _store(self, what: str, call: Any) -> Any:
         try:
             return call()
-        except (RuntimeError, OSError) as error:
-            raise CommunicationError(
-                f"{what}: the store is out of reach, rank 0 (which serves it) is probably gone: {error}"
-            ) from error
+        except CommunicationError as error:
+            raise CommunicationError(f"{what}: {error}") from error
+
+
+def is_loss(error: RuntimeError) -> bool:
+    """Whether it may come of a collective; running out of memory and the like do not."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
 def encode(message: Any) -> bytes:
-    """Bytes of a JSON-able message for `Team.meet`."""
+    """Bytes of a JSON-able message for `Team.all_gather_bytes`."""
     return json.dumps(message).encode()
 
 

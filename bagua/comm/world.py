@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua.comm import error_file, goodbye
+from bagua.comm import error_file, shutdown
 
-__all__ = ["destroy_process_group", "init_process_group"]
+__all__ = ["destroy_process_group", "init_process_group", "is_initialized"]
 
 _log = logging.getLogger("bagua")
 _ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -32,18 +32,23 @@ def default_backend() -> str:
 def init_process_group(backend: str | None = None, **kw: Any) -> None:
     """Initialise `torch.distributed` for this process.
 
-    Under `torchrun` or `bagua run` the environment tells rank and world size. With no such environment at all
-    the world is this one process. A second call is a no-op; after `destroy_process_group` a new one starts over.
+    It reads rank and world size from the environment that `torchrun` and `bagua run` set. Without a launcher the world
+    size is 1. A second call has no effect. After `destroy_process_group` you can call it again.
 
-    From then on the process leaves in order when the script ends (`bagua.comm.goodbye`), and an uncaught exception
-    is kept for the launcher (`bagua.comm.error_file`).
+    It also announces the end of the script to the other ranks and passes an uncaught exception to the launcher.
 
     Args:
-        backend: as in `torch.distributed.init_process_group`; default `cpu:gloo,cuda:nccl` as the hardware allows.
-        **kw: passed on (`timeout`, `device_id`, `init_method`, `store`, `rank`, `world_size`, ...).
+        backend: as in `torch.distributed.init_process_group`. Default: `cpu:gloo,cuda:nccl` if there is a GPU, else
+            `gloo`.
+        **kw: further arguments of `torch.distributed.init_process_group` (`timeout`, `device_id`, `init_method`, ...).
 
     Raises:
         ValueError: the environment is incomplete, or a second call asks for another backend.
+
+    Examples:
+        >>> from datetime import timedelta
+        >>> bagua.init_process_group(timeout=timedelta(minutes=5))
+        >>> rank = torch.distributed.get_rank()
     """
     global _generation
     if dist.is_initialized():
@@ -52,7 +57,7 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
                 f"backend: torch.distributed is already initialised with {dist.get_backend()!r}, not {backend!r}; "
                 "call bagua.destroy_process_group() first"
             )
-        goodbye.install()
+        shutdown.install()
         return
     error_file.install()  # first, so that the launcher learns of a failure below too
     backend = backend or default_backend()
@@ -78,14 +83,23 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
         prefix = dist.PrefixStore(f"bagua/{attempt}/{_generation}", store)
         dist.init_process_group(backend, store=prefix, rank=rank, world_size=world_size, **kw)
-    goodbye.install()
+    shutdown.install()
     _log.debug("rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
 
 
 def destroy_process_group() -> None:
-    """End `torch.distributed` in this process. Safe to call twice, and without `init_process_group`."""
+    """Shut down `torch.distributed` in this process. It has no effect if it is not initialised.
+
+    Examples:
+        >>> bagua.destroy_process_group()
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def is_initialized() -> bool:
+    """Whether `torch.distributed` has a default process group in this process."""
+    return dist.is_initialized()
 
 
 def _has_backend(backend: str) -> bool:

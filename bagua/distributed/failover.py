@@ -43,6 +43,8 @@ _PROBE_S = 2.0  # for a host to answer
 _POLL_S = (0.2, 0.6)  # between two looks at the hosts
 _LOOKS = 2  # in a row without an answer, until a host takes the lead
 _BEATS = 3  # torch's heartbeats can be almost two intervals apart
+_HERE_S = 15.0  # for all hosts of a meeting to say that they go on from it
+_HERE = "bagua/here"
 _log = logging.getLogger("bagua")
 _endpoints: dict[tuple[str, str], Endpoints] = {}
 
@@ -201,6 +203,7 @@ class FailoverRendezvous(RendezvousHandler):
         if (attempts := params.get_as_int("keep_alive_max_attempt", 3) or 3) < _BEATS:
             _tell(f"keep_alive_max_attempt={attempts} counts hosts that live as dead; give at least {_BEATS}")
         self._hosts = 0  # that took part in the last meeting
+        self._round = -1  # of the last meeting, as torch counts
         self._why = ""
 
     def get_backend(self) -> str:
@@ -222,6 +225,11 @@ class FailoverRendezvous(RendezvousHandler):
                 if self._inner is None:
                     self._inner = self._open(deadline)
                 info = self._inner.next_rendezvous()
+                if absent := _absent(info):
+                    _tell(f"{absent} of {info.world_size} hosts were lost while meeting; meeting again")
+                    self._lose("a host is gone that took part in the meeting")
+                    continue
+                self._round = _state_of(self._inner).round
                 if info.rank == 0:
                     before = f", {self._hosts} before" if self._hosts else ""
                     _tell(f"{info.world_size} of {self._params.max_nodes} hosts take part{before}")
@@ -242,7 +250,9 @@ class FailoverRendezvous(RendezvousHandler):
             self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """See base class. A lost store counts as a node that waits: the ranks are to meet anew, elsewhere."""
+        """See base class. Counts as nodes that wait, too, for which all are to meet anew: a lost store; hosts that meet
+        without this one, because it counted as dead while it was stopped or cut off.
+        """
         if self._inner is None:
             return 1
         try:
@@ -250,6 +260,10 @@ class FailoverRendezvous(RendezvousHandler):
         except RendezvousConnectionError as error:
             self._lose(error)
             self._why = "the host that served the rendezvous is lost"
+            return 1
+        state = _state_of(self._inner)
+        if not waiting and not (state.complete and state.round == self._round):
+            self._why = "this host counted as lost"
             return 1
         if waiting:
             self._why = f"{waiting} {'host wants' if waiting == 1 else 'hosts want'} to take part"
@@ -260,7 +274,10 @@ class FailoverRendezvous(RendezvousHandler):
         return self._params.run_id
 
     def shutdown(self) -> bool:
-        """See base class."""
+        """See base class. An agent that has lost the store, or hosts while it met them, may begin again: not for it."""
+        if isinstance(sys.exc_info()[1], RendezvousConnectionError | DistError):
+            self._lose(sys.exc_info()[1])
+            return True
         return self._inner is None or self._inner.shutdown()
 
     def _open(self, deadline: float) -> RendezvousHandler:
@@ -269,12 +286,34 @@ class FailoverRendezvous(RendezvousHandler):
         backend = C10dRendezvousBackend(store, f"{self._params.run_id}.{number}")
         return create_handler(store, backend, self._params)
 
-    def _lose(self, error: BaseException) -> None:
-        _log.warning("rendezvous: the store is lost, another host's will be used (%s)", error)
+    def _lose(self, why: object) -> None:
+        _log.warning("rendezvous: this host leaves the meeting and looks for a store that is there (%s)", why)
         inner, self._inner = self._inner, None
         stop: Any = getattr(inner, "_stop_heartbeats", None)
         if stop is not None:
             stop()
+
+
+def _absent(info: RendezvousInfo) -> int:
+    """How many hosts of a meeting do not say that they go on from it: one may die between the two.
+
+    Raises:
+        DistError: the store is lost.
+    """
+    keys = [f"{_HERE}/{rank}" for rank in range(info.world_size)]
+    info.store.set(keys[info.rank], "1")
+    deadline = time.monotonic() + _HERE_S
+    while not info.store.check(keys):
+        if time.monotonic() > deadline:
+            return sum(not info.store.check([key]) for key in keys)
+        time.sleep(_POLL_S[0])
+    return 0
+
+
+def _state_of(handler: RendezvousHandler) -> Any:
+    """What the hosts have in common, as torch's handler saw it last."""
+    holder: Any = getattr(handler, "_state_holder")  # noqa: B009  (private, and the base class has none)
+    return holder.state
 
 
 def _unreachable(host: str, bound: str) -> str | None:

@@ -17,7 +17,7 @@ _WHOLE_SECOND_S = 0.999
 
 
 class FirstFailure(ChildFailedError):
-    """torchrun's summary, led by the failure that came first and not by one that followed from it.
+    """torchrun's summary, whose root cause is the failure that came first and not one that followed from it.
 
     torchrun compares times in whole seconds, so that among ranks which fail together the lowest one wins, and
     a rank that was killed counts from the moment its end was noticed, after its peers had lost their

@@ -54,6 +54,12 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
     add("autotune_warmup_time", env, type=_seconds, metavar="S", help="training time before tuning begins")
     add("is_output_autotune_log", check_env, help="write each measurement to a CSV file for temporary files")
     add("bagua_service_port", env, type=int, help="accepted, without effect: there is no server any more")
+    group.add_argument(
+        *option("use_env"),
+        action="store_true",
+        default=True,
+        help="accepted: ranks find LOCAL_RANK in their environment in any case",
+    )
     add("enable_bagua_net", check_env, help="have NCCL load Bagua-Net, which uses several TCP flows a connection")
 
 

@@ -8,6 +8,7 @@ Differs: from the original, in that on one node without `--master_port` a free p
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     apply_bagua_arguments(parser, args)
     report_without_effect(parser, args, _WITHOUT_EFFECT)
     _translate(args)
+    if args.rdzv_backend == "static" and not args.standalone:  # otherwise nodes are numbered as they come
+        os.environ["NODE_RANK"] = str(args.node_rank)
     return start(args, parser.prog)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from torch.distributed.run import determine_local_world_size, run
 from bagua.distributed import failover
 from bagua.distributed.failures import FirstFailure
 from bagua.elastic import memory
+from bagua.signals import end_by_exception
 
 __all__ = ["start"]
 
@@ -31,6 +33,9 @@ def start(args: Namespace, prog: str) -> int:
     # Shared with the launcher's own store, a restarted gloo group finds the addresses of the attempt before
     # it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    _keep_nohup(args)
+    _silence_numpy()
+    _set_threads(args, prog)
     nested = "TORCHELASTIC_ERROR_FILE" in os.environ
     try:
         _elect(args)
@@ -40,7 +45,8 @@ def start(args: Namespace, prog: str) -> int:
     held = _hold_memory(args)
     try:
         # A launcher that was itself launched passes on, through `record`, the failure that came first.
-        (record(_run) if nested else _run)(args)
+        with end_by_exception():
+            (record(_run) if nested else _run)(args)
     except ChildFailedError as failure:
         print(failure, file=sys.stderr)
         return 1
@@ -48,6 +54,9 @@ def start(args: Namespace, prog: str) -> int:
         number = signal.Signals(interrupt.sigval)
         print(f"{prog}: ended by {number.name}; all ranks of this node have ended", file=sys.stderr)
         return 128 + number
+    except KeyboardInterrupt:  # before torchrun has installed its own handlers
+        print(f"{prog}: ended by SIGINT; no rank was started", file=sys.stderr)
+        return 128 + signal.SIGINT
     finally:
         if held is not None:
             del os.environ[memory.VARIABLE]
@@ -77,6 +86,35 @@ def _elect(args: Namespace) -> None:
         failover.parse_endpoints(args.rdzv_endpoint)
         failover.register()
         args.rdzv_backend = failover.BACKEND
+
+
+def _keep_nohup(args: Namespace) -> None:
+    """A launcher that was started with SIGHUP ignored, by nohup for one, survives the end of its terminal."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        handled = getattr(args, "signals_to_handle", "").split(",")
+        args.signals_to_handle = ",".join(name for name in handled if name != "SIGHUP")
+
+
+def _silence_numpy() -> None:
+    """Without NumPy torch warns at each import, in each rank. What the user has set in PYTHONWARNINGS goes first."""
+    if importlib.util.find_spec("numpy") is None:
+        given = os.environ.get("PYTHONWARNINGS")
+        rule = "ignore:Failed to initialize NumPy:UserWarning"
+        if rule not in (given or ""):
+            os.environ["PYTHONWARNINGS"] = f"{rule},{given}" if given else rule
+
+
+def _set_threads(args: Namespace, prog: str) -> None:
+    """torchrun's own default, one thread a rank where there are several, said in one line instead of six."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    try:
+        several = determine_local_world_size(args.nproc_per_node) > 1
+    except ValueError:
+        return  # torchrun says what is wrong with it
+    if several:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        print(f"{prog}: each rank uses one CPU thread; set OMP_NUM_THREADS for more", file=sys.stderr)
 
 
 def _hold_memory(args: Namespace) -> memory.Memory | None:

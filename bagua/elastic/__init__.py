@@ -1,4 +1,4 @@
-"""Elastic training: ranks come and go, and the training goes on from its last commit."""
+"""Elastic training: resume from the last commit when ranks or hosts join or leave."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bagua.elastic.leaving import shield
+    from bagua.elastic.preemption import shield
     from bagua.elastic.resharded import Resharded
     from bagua.elastic.resize import Resize
     from bagua.elastic.sampler import Sampler
@@ -20,7 +20,7 @@ _HOME = {  # name -> module that has it, imported at its first use
     "Restored": "bagua.elastic.state",
     "Sampler": "bagua.elastic.sampler",
     "State": "bagua.elastic.state",
-    "shield": "bagua.elastic.leaving",
+    "shield": "bagua.elastic.preemption",
 }
 
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from bagua.checkpoint.archive import save_packed
 from bagua.comm.team import Counters, Team
 from bagua.elastic.commit import Commit
@@ -31,7 +29,7 @@ class Disk:
 
     def __init__(self, team: Team, directory: Path, every: int, keep: int) -> None:
         # Meetings of a team of its own: those of the training go on meanwhile.
-        store = None if team.store is None else torch.distributed.PrefixStore(f"elastic/{team.next_lane()}", team.store)
+        store = None if team.store is None else team.store.under(f"elastic/{team.next_lane()}")
         self._team = replace(team, store=store, counters=Counters())
         self.directory, self._every, self._keep = directory, every, keep
         self._thread: threading.Thread | None = None

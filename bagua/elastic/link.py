@@ -29,7 +29,8 @@ class Link:
 
     def __init__(self, team: Team) -> None:
         self.team = team
-        self._group = team.open(f"elastic/{team.next_lane()}").world
+        self._key = f"elastic/{team.next_lane()}"
+        self._group = team.open(self._key).world
         self._device = torch.device("cuda") if team.backend == "nccl" else torch.device("cpu")
         self.nodes = team.discover_nodes(self.gather("nodes", team.node))
 
@@ -90,7 +91,9 @@ class Link:
         try:
             return call()
         except RuntimeError as error:
-            raise CommunicationError(f"{what}: a rank is gone ({error})") from error
+            self._group.pg = None  # closes the connections, so that the other ranks fail soon too
+            gone = self.team.describe_missing(f"failed/{self._key}")
+            raise CommunicationError(f"{what}: a rank is gone ({error}){gone}") from error
 
 
 def _tensor(data: bytes) -> Tensor:

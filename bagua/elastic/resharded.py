@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Sampler as _TorchSampler
 
-from bagua.elastic.share import rank_and_size, track
+from bagua.elastic.sampler_base import rank_and_size, track
 
 __all__ = ["Resharded"]
 

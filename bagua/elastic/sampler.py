@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import Sampler as _TorchSampler
 
-from bagua.elastic.share import rank_and_size, track
+from bagua.elastic.sampler_base import rank_and_size, track
 
 __all__ = ["Sampler"]
 

@@ -20,10 +20,10 @@ from bagua.checkpoint.items import check_objects, collect, kind_of
 from bagua.checkpoint.restore import restore
 from bagua.elastic.commit import Commit, digest, newest, owners_of, pack, unpack
 from bagua.elastic.disk import Disk
-from bagua.elastic.leaving import EXIT_CODE, Leaving
 from bagua.elastic.link import Link
+from bagua.elastic.memory_store import MemoryStore
+from bagua.elastic.preemption import EXIT_CODE, PreemptionHandler
 from bagua.elastic.resize import Resize
-from bagua.elastic.vault import Vault
 
 __all__ = ["Restored", "State"]
 
@@ -109,11 +109,11 @@ class State:
         self._checked = False
         self._team = team_of(process_group)
         self._link = Link(self._team)
-        self._vault = Vault(self._link)
+        self._memory = MemoryStore(self._link)
         self._disk = None if directory is None else Disk(self._team, Path(directory), disk_every, keep)
         self._grace_s = grace_s
-        self._leaving: Leaving | None = None
-        if not self._vault.present and self._team.rank == 0:
+        self._preemption: PreemptionHandler | None = None
+        if not self._memory.present and self._team.rank == 0:
             _log.warning("elastic: started without `bagua run`: commits outlive the ranks only on the disk")
 
     def __getattr__(self, name: str) -> Any:
@@ -146,7 +146,7 @@ class State:
             CommunicationError: a rank is gone.
             SystemExit: a rank has got SIGTERM; code 143.
         """
-        what, team, leave = f"commit {self.number + 1}", self._team, self._arm()
+        what, team, handler = f"commit {self.number + 1}", self._team, self._arm()
         data: dict[str, bytes] = {}
         kinds: dict[str, str] = {}
         problem: Exception | None = None
@@ -160,7 +160,7 @@ class State:
             "digests": sums,
             "nbytes": {name: len(each) for name, each in data.items()},
             "token": secrets.token_hex(8),
-            "leaving": leave.asked,
+            "preempted": handler.asked,
         }
         reports = self._link.gather(what, report)
         for rank, each in enumerate(reports):
@@ -168,13 +168,13 @@ class State:
                 raise CheckpointError(f"{what}: rank {rank} of {team.size}: {each['problem']}") from problem
         owners = owners_of([each["digests"] for each in reports])
         commit = Commit(self.number + 1, self._generation, reports[0]["token"], team.size, kinds, owners)
-        self._vault.store(commit, data, reports, what)
+        self._memory.store(commit, data, reports, what)
         self.number += 1
-        leaving = any(each["leaving"] for each in reports)
-        if self._disk is not None and (leaving or self._disk.due(commit.number)):
+        preempted = any(each["preempted"] for each in reports)
+        if self._disk is not None and (preempted or self._disk.due(commit.number)):
             self._disk.write(commit, data)
-        if leaving:
-            self._leave(leave)
+        if preempted:
+            self._leave(handler)
 
     def restore(self) -> Restored | None:
         """Put back the newest commit that the nodes or the disk hold. Collective; call it once, before training.
@@ -186,7 +186,7 @@ class State:
             CheckpointError: something does not go with the number of ranks that there are now, or files are damaged.
             CommunicationError: a rank did not come.
         """
-        slots = self._vault.contents() if self._vault.leads else []
+        slots = self._memory.contents() if self._memory.leads else []
         on_disk = 0 if self._disk is None or self._team.rank else max(steps(self._disk.directory), default=0)
         reports = self._link.gather("restore", {"slots": slots, "disk": on_disk})
         found = newest([(at, reports[node[0]]["slots"]) for at, node in enumerate(self._link.nodes)])
@@ -198,7 +198,7 @@ class State:
             return None
         if found is not None and found.commit.number >= on_disk:
             objects = {**self._objects, **self._user}
-            self._take(restore(self._vault.fetch(found, objects), objects, self._team, rng=True))
+            self._take(restore(self._memory.fetch(found, objects), objects, self._team, rng=True))
             restored = Restored(found.commit.number, found.commit.size, "memory")
         else:
             restored = self._from_disk(on_disk)
@@ -218,9 +218,9 @@ class State:
             if self._disk is not None:
                 self._disk.wait()
             self._link.close()
-        if self._leaving is not None:
-            self._leaving.close()
-        self._vault.close()
+        if self._preemption is not None:
+            self._preemption.close()
+        self._memory.close()
 
     def _pack(self) -> tuple[dict[str, bytes], dict[str, str]]:
         items = collect({**self._objects, **self._user})
@@ -242,20 +242,20 @@ class State:
     def _take(self, data: Mapping[str, Any]) -> None:
         self._user.update({name: value for name, value in data.items() if name in self._user})
 
-    def _arm(self) -> Leaving:
+    def _arm(self) -> PreemptionHandler:
         """From the first `restore` or `commit` on there is something to lose by a SIGTERM."""
-        if self._leaving is None:
-            self._leaving = Leaving(self._grace_s)
-        return self._leaving
+        if self._preemption is None:
+            self._preemption = PreemptionHandler(self._grace_s)
+        return self._preemption
 
-    def _leave(self, leaving: Leaving) -> None:
+    def _leave(self, handler: PreemptionHandler) -> None:
         if self._disk is not None:
             self._disk.wait()
         # The agents of other nodes may be about to stop their ranks as well, and a rank that ends by itself before
         # that counts as one that failed.
-        leaving.wait(_SIGNAL_S)
+        handler.wait(_SIGNAL_S)
         _log.info("elastic: rank %d leaves after commit %d", self._team.rank, self.number)
-        leaving.close()
+        handler.close()
         raise SystemExit(EXIT_CODE)
 
 

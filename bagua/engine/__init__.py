@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from bagua.engine.attach import abort, average, detach, distribute, load_state_dict, no_sync, resume, state_dict, stats
-from bagua.engine.joining import join
-from bagua.engine.quality import Guard, Quality
-from bagua.engine.scaler import GradScaler
+from bagua.engine.api import detach, distribute
+from bagua.engine.distributed_module import (
+    average_parameters,
+    load_state_dict,
+    no_sync,
+    pause,
+    resume,
+    state_dict,
+    stats,
+)
+from bagua.engine.earlier_names import abort, average
+from bagua.engine.grad_scaler import GradScaler
+from bagua.engine.guard import Guard, Quality
+from bagua.engine.join import join
+from bagua.engine.module_state import module_state_dict
 from bagua.engine.stats import Series, Stats, StepStats
 
 __all__ = [
@@ -17,11 +28,14 @@ __all__ = [
     "StepStats",
     "abort",
     "average",
+    "average_parameters",
     "detach",
     "distribute",
     "join",
     "load_state_dict",
+    "module_state_dict",
     "no_sync",
+    "pause",
     "resume",
     "state_dict",
     "stats",

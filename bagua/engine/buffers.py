@@ -7,8 +7,7 @@ from torch import nn
 
 from bagua.algorithms.base import Algorithm, Exactness
 from bagua.engine.engine import Engine
-from bagua.engine.params import ignored_names
-from bagua.engine.replicate import replicate_tensors
+from bagua.engine.startup.broadcast import replicate_tensors
 
 __all__ = ["broadcast_buffers", "check_broadcast"]
 
@@ -33,10 +32,11 @@ def broadcast_buffers(module: nn.Module, engine: Engine, src: int) -> None:
     Raises:
         RuntimeError: they are not those of `distribute`.
     """
-    ignored = ignored_names(module)
+    ignored = engine.inventory.ignored
     buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
     if buffers.keys() != engine.inventory.buffers.keys():
         changed = ", ".join(sorted(buffers.keys() ^ engine.inventory.buffers.keys()))
         raise RuntimeError(f"buffers came or went since bagua.distribute() ({changed}); call it again on all ranks")
     if buffers:
-        replicate_tensors(list(buffers.values()), engine.side_groups.world, engine.inventory.device, src)
+        with engine.dispatcher.side_exchange("buffers") as group:
+            replicate_tensors(list(buffers.values()), group, engine.inventory.device, src)

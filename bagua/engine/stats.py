@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 
 from bagua.autotune.progress import Progress
 from bagua.comm.groups import Meter
-from bagua.engine.lane import Ticket, _StreamTicket
-from bagua.engine.quality import Quality
+from bagua.engine.guard import Quality
+from bagua.engine.lanes.lane import StreamTicket, Ticket
 
 __all__ = ["Series", "Stats", "StepStats", "Tally"]
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """Communication of one step, or the sum over all steps.
+    """Communication cost of one step, or of all steps together.
 
     Attributes:
-        bytes_sent: bytes this rank sent.
-        bytes_received: bytes this rank received.
-        payload_bytes: size of the tensors that were exchanged, as they lie in memory.
-        dense_bytes: what a ring all-reduce of the same tensors, uncompressed, would have sent: 2 (R-1)/R of them.
-        comm_s: seconds in which at least one lane was busy.
-        exposed_s: seconds in which the training thread waited for a lane: communication not hidden by compute.
+        bytes_sent: bytes that this rank sent.
+        bytes_received: bytes that this rank received.
+        payload_bytes: size in memory of the exchanged tensors.
+        dense_bytes: bytes that an uncompressed ring all-reduce of the same tensors would send: 2 (R-1)/R of their size.
+        comm_s: seconds during which at least one lane was busy.
+        exposed_s: seconds during which training waited for communication, that is, communication without overlap.
         launches: number of exchanges.
     """
 
@@ -37,22 +37,22 @@ class StepStats:
 
     @property
     def compression_ratio(self) -> float:
-        """How many times fewer bytes were sent than by an uncompressed ring all-reduce; 1 if nothing was sent."""
+        """`dense_bytes / bytes_sent`: the saving over an uncompressed ring all-reduce; 1 if nothing was sent."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
     @property
     def bits_per_s(self) -> float:
-        """Bits sent per second in which a lane was busy."""
+        """Bits sent per second of `comm_s`."""
         return 8 * self.bytes_sent / self.comm_s if self.comm_s else 0.0
 
 
 @dataclass(frozen=True)
 class Series:
-    """Values that an algorithm reported under one name.
+    """Summary of the values that an algorithm reported under one name.
 
     Attributes:
-        count: how many.
-        last, mean, max: of all of them.
+        count: number of values.
+        last, mean, max: the last value, the mean and the maximum.
     """
 
     count: int = 0
@@ -69,20 +69,20 @@ class Series:
 
 @dataclass(frozen=True)
 class Stats:
-    """What `bagua.stats` returns: a snapshot.
+    """Snapshot of a module's communication on this rank, returned by `bagua.stats`.
 
     Attributes:
         algorithm: the algorithm with all its options.
-        steps: training steps completed.
-        num_buckets: 0 until the first synchronised backward pass has shown the order of gradients.
-        bucket_bytes: payload of each bucket.
-        scratch_bytes: memory held for wires and staging.
-        last: the last step that communicated.
-        total: all steps.
-        notices: options that cannot act here, and why, and what went otherwise than asked; each was logged once.
-        extra: what the algorithm reports beside, by name; see the algorithm.
-        quality: what compression lost when the `Guard` last measured it.
-        tuning: what is tuned and how far that is; None if nothing is.
+        steps: number of completed training steps.
+        num_buckets: number of buckets; 0 until the first synchronised backward pass has recorded the gradient order.
+        bucket_bytes: size of each bucket in bytes.
+        scratch_bytes: memory used for encoded data and staging.
+        last: cost of the last step that communicated.
+        total: cost of all steps.
+        notices: options without effect here and the reasons, fallbacks, and other deviations; each was logged once.
+        extra: further values that the algorithm reports, by name; see the algorithm.
+        quality: the last measurement of the `Guard`.
+        tuning: autotuning status and progress; None without autotuning.
     """
 
     algorithm: str
@@ -126,7 +126,7 @@ class Tally:
     _last: _Sum = field(default_factory=_Sum)
     _total: _Sum = field(default_factory=_Sum)
     _seen: tuple[int, int] = (0, 0)
-    _unread: list[_StreamTicket] = field(default_factory=list)
+    _unread: list[StreamTicket] = field(default_factory=list)
 
     def watch(self, meters: Sequence[Meter]) -> None:
         """Count the bytes of another lane too."""
@@ -143,7 +143,7 @@ class Tally:
         self._step.exposed_s += exposed_s
         busy: list[tuple[float, float]] = []
         for ticket in tickets:
-            if ticket.error is None and isinstance(ticket, _StreamTicket):
+            if ticket.error is None and isinstance(ticket, StreamTicket):
                 self._unread.append(ticket)  # its duration is known later; asking now would stop the CPU
             else:
                 busy.append((ticket.ended - ticket.seconds, ticket.ended))

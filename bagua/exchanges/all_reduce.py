@@ -12,8 +12,8 @@ from bagua.comm.collectives import all_reduce_
 from bagua.comm.groups import Groups
 from bagua.comm.pipelined import scatter_gather_rows
 from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.payload_source import PayloadSource
 from bagua.exchanges.scatter_gather import ScatterGather, chunk_numel
-from bagua.exchanges.source import Source
 
 __all__ = ["AllReduce"]
 
@@ -92,7 +92,7 @@ class AllReduce(Exchange):
         """On a CPU: the copy into the payload is then also the division, or the cast."""
         return x_N.device.type == "cpu" and x_N.is_floating_point()
 
-    def run_from(self, source: Source, state: State, groups: Groups, step: int) -> None:
+    def run_from(self, source: PayloadSource, state: State, groups: Groups, step: int) -> None:
         """As `run`, with the same bits."""
         x_N, group, codec = source.x_N, groups.world, self.codec
         n, factor = x_N.numel(), 1.0 / group.size if self.average else 1.0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from bagua.comm.groups import Groups
-from bagua.exchanges.source import Source
+from bagua.exchanges.payload_source import PayloadSource
 
 __all__ = ["Exchange", "State"]
 
@@ -66,12 +67,21 @@ class Exchange(ABC):
         """Whether `run_from` gains anything over `run` for a payload like `x_N`."""
         return False
 
-    def run_from(self, source: Source, state: State, groups: Groups, step: int) -> None:
+    def run_from(self, source: PayloadSource, state: State, groups: Groups, step: int) -> None:
         """As `run` of `source.x_N`, whose elements may still lie elsewhere."""
         n = source.x_N.numel()
         source.fill(0, n)
         self.run(source.x_N, state, groups, step)
         source.leave(0, n)
+
+    def memory(self, state: State, n: int, lo: int, hi: int, groups: Groups) -> Sequence[Tensor]:
+        """Views of what `state` remembers of elements `lo` to `hi` of a payload of `n`, such as errors to feed back.
+
+        The result of an exchange is thrown away for parameters that no rank used; what these views held before is then
+        put back, so that no error that was fed back is lost. By default every tensor of `n` elements is taken to hold
+        one for each element of the payload.
+        """
+        return [tensor.view(-1)[lo:hi] for tensor in state.values() if tensor.numel() == n]
 
     @abstractmethod
     def bytes_per_rank(self, n: int, size: int) -> float:

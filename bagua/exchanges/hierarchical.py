@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -72,6 +73,10 @@ class Hierarchical(Exchange):
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """The inner exchange's state on leaders, nothing elsewhere."""
         return self.inner.init(x_N, _among_leaders(groups)) if groups.inter is not None else {}
+
+    def memory(self, state: State, n: int, lo: int, hi: int, groups: Groups) -> Sequence[Tensor]:
+        """The inner exchange's, on leaders."""
+        return self.inner.memory(state, n, lo, hi, _among_leaders(groups)) if groups.inter is not None else []
 
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N]."""

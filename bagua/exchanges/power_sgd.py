@@ -15,7 +15,7 @@ from torch import Tensor
 from bagua.comm.groups import Groups
 from bagua.exchanges.all_reduce import AllReduce
 from bagua.exchanges.base import Exchange, State
-from bagua.exchanges.source import Source
+from bagua.exchanges.payload_source import PayloadSource
 
 __all__ = ["PowerSGD"]
 
@@ -129,6 +129,16 @@ class PowerSGD(Exchange):
             state["error"] = torch.zeros(layout.num_dense, dtype=dtype, device=device)
         return state
 
+    def memory(self, state: State, n: int, lo: int, hi: int, groups: Groups) -> Sequence[Tensor]:
+        """Right factors and errors of the matrices that the range meets, each whole."""
+        found: list[Tensor] = []
+        for each in self._layout.matrices if state else ():
+            if each.start < hi and lo < each.start + each.n * each.m:
+                found.append(state["right"][each.right : each.right + each.m * each.r])
+                if self.error_feedback:
+                    found.append(state["error"][each.dense : each.dense + each.n * each.m])
+        return found
+
     def reads(self, x_N: Tensor) -> bool:
         """Where matrices need not be converted."""
         return x_N.device.type == "cpu" and x_N.dtype == _work_dtype(x_N.dtype) and self.lossy
@@ -137,17 +147,17 @@ class PowerSGD(Exchange):
         """Shapes: x_N is [N], N the elements of all shapes; packed, P: all left factors, Q: right ones and rest."""
         self._run(x_N, None, state, groups, step)
 
-    def run_from(self, source: Source, state: State, groups: Groups, step: int) -> None:
+    def run_from(self, source: PayloadSource, state: State, groups: Groups, step: int) -> None:
         """As `run`, with the same bits: matrices are read where they lie."""
         x_N = source.x_N
-        if groups.world.size == 1 or source.passage is not None or not self.reads(x_N):
+        if groups.world.size == 1 or source.hook is not None or not self.reads(x_N):
             super().run_from(source, state, groups, step)
             return
         for start, stop in self._layout.rest:
             source.fill(start, stop)
         self._run(x_N, source, state, groups, step)
 
-    def _run(self, x_N: Tensor, source: Source | None, state: State, groups: Groups, step: int) -> None:
+    def _run(self, x_N: Tensor, source: PayloadSource | None, state: State, groups: Groups, step: int) -> None:
         group, buffers, layout = groups.world, groups.buffers, self._layout
         if group.size == 1 or x_N.numel() == 0:
             return
@@ -215,7 +225,7 @@ class PowerSGD(Exchange):
         return matrices
 
 
-def _read(source: Source, layout: _Layout) -> list[Tensor]:
+def _read(source: PayloadSource, layout: _Layout) -> list[Tensor]:
     """The matrices of a payload, each where it lies."""
     found: list[Tensor] = []
     for each in layout.matrices:

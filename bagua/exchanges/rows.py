@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bagua.codecs import Codec
 from bagua.comm.buffers import Buffers
-from bagua.exchanges.source import Source
+from bagua.exchanges.payload_source import PayloadSource
 
 __all__ = ["PartRows", "WholeRows", "takes_parts"]
 
@@ -91,7 +91,9 @@ class PartRows:
         residual_N, c, buffers: as for `WholeRows`.
     """
 
-    def __init__(self, codec: Codec, source: Source, residual_N: Tensor | None, c: int, buffers: Buffers) -> None:
+    def __init__(
+        self, codec: Codec, source: PayloadSource, residual_N: Tensor | None, c: int, buffers: Buffers
+    ) -> None:
         self._codec, self._source, self._residual_N, self._c, self._buffers = codec, source, residual_N, c, buffers
         self._x_N = source.x_N
         align = codec.part_numel(self._x_N.device)
@@ -141,8 +143,8 @@ class PartRows:
         source, codec, x_N = self._source, self._codec, self._x_N
         for row, wire_W in zip(range(lo, hi), wire_RW, strict=True):
             first, body, stop, last = self._ends(row)
-            # Unless a passage reads it, the next to do so is the optimizer.
-            whole = source.passage is None
+            # Unless a hook reads it, the next to do so is the optimizer.
+            whole = source.hook is None
             for a, b in ((first, body),) if whole else source.ranges(first, body, self._align, lerps=self._lerps):
                 found = source.mixed(a, b) if self._lerps else None
                 if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,8 @@ from bagua.codecs import Codec
 from bagua.comm.groups import Groups
 from bagua.comm.pipelined import scatter_gather_rows
 from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.payload_source import PayloadSource, Piece
 from bagua.exchanges.rows import PartRows, WholeRows, takes_parts
-from bagua.exchanges.source import Piece, Source
 
 __all__ = ["ScatterGather", "chunk_numel"]
 
@@ -68,6 +69,16 @@ class ScatterGather(Exchange):
         chunk = torch.zeros(chunk_numel(x_N.numel(), groups.size), dtype=torch.float32, device=x_N.device)
         return {"residual": torch.zeros_like(x_N), "chunk_residual": chunk}
 
+    def memory(self, state: State, n: int, lo: int, hi: int, groups: Groups) -> Sequence[Tensor]:
+        """Both residuals; that of the owned chunk where the range meets it."""
+        if not state:
+            return []
+        c, found = chunk_numel(n, groups.world.size), [state["residual"].view(-1)[lo:hi]]
+        first = groups.world.rank * c
+        if max(lo, first) < min(hi, first + c):
+            found.append(state["chunk_residual"][max(lo, first) - first : min(hi, first + c) - first])
+        return found
+
     def reads(self, x_N: Tensor) -> bool:
         """Where the codec can encode parts of a row without temporaries."""
         return takes_parts(self.codec, x_N)
@@ -77,18 +88,18 @@ class ScatterGather(Exchange):
         if groups.world.size == 1 or x_N.numel() == 0:
             return
         if self.reads(x_N):
-            self._run(Source(x_N, [Piece(0, x_N.numel(), x_N, 0)]), x_N, state, groups)
+            self._run(PayloadSource(x_N, [Piece(0, x_N.numel(), x_N, 0)]), x_N, state, groups)
         else:
             self._run(None, x_N, state, groups)
 
-    def run_from(self, source: Source, state: State, groups: Groups, step: int) -> None:
+    def run_from(self, source: PayloadSource, state: State, groups: Groups, step: int) -> None:
         """As `run`, with the same bits: rows are encoded from where the elements lie."""
         if groups.world.size > 1 and source.x_N.numel() and self.reads(source.x_N):
             self._run(source, source.x_N, state, groups)
         else:
             super().run_from(source, state, groups, step)
 
-    def _run(self, source: Source | None, x_N: Tensor, state: State, groups: Groups) -> None:
+    def _run(self, source: PayloadSource | None, x_N: Tensor, state: State, groups: Groups) -> None:
         group, buffers, codec = groups.world, groups.buffers, self.codec
         rank, size, n, device = group.rank, group.size, x_N.numel(), x_N.device
         c = chunk_numel(n, size)

@@ -1,4 +1,4 @@
-"""Bagua's exchanges within torch's own wrappers: `DistributedDataParallel` and FSDP2."""
+"""Use Bagua's exchanges inside torch's own wrappers: `DistributedDataParallel` and FSDP2."""
 
 from __future__ import annotations
 

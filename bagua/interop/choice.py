@@ -55,7 +55,7 @@ def open_groups(team: Team, chosen: Algorithm | Exchange, what: str) -> tuple[Gr
         RankMismatchError: ranks chose differently.
         CommunicationError: a rank did not come.
     """
-    told = [decode(message) for message in team.meet(what, encode([repr(chosen), team.node]))]
+    told = [decode(message) for message in team.all_gather_bytes(what, encode([repr(chosen), team.node]))]
     for rank, (other, _) in enumerate(told):
         if other != told[0][0]:
             raise RankMismatchError(f"{what}: rank {rank} has {other}, rank 0 has {told[0][0]}")

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua.algorithms import Algorithm
-from bagua.comm.goodbye import before_exit
+from bagua.comm.shutdown import before_exit
 from bagua.comm.team import Team
-from bagua.engine.lane import make_lane
+from bagua.engine.lanes.lane import make_lane
 from bagua.errors import CommunicationError
 from bagua.exchanges import Exchange, State
 from bagua.interop.choice import choose, open_groups
 
 __all__ = ["DDPHook", "ddp_hook"]
 
-_ROLL_CALL_S = 3.0  # how long a failed rank waits for the others to fail too, before it names those that did not
+_SIGN_OF_LIFE_S = 3.0  # how long a failed rank waits for the others to fail too, before it names those that did not
 _STOP_S = 1.0  # at the end of the process, for a lane that is still busy
 
 
@@ -146,9 +146,7 @@ class _Failures:
 
     def find_out(self) -> None:
         """Wait a little for the other ranks to fail too, and note who does not."""
-        gone = self._team.missing(self._key, _ROLL_CALL_S)
-        if gone and not (len(gone) == self._team.size - 1 and self._team.size > 2):
-            self.text = f"{self.text}; no sign of rank {', '.join(map(str, gone))}: gone, or late"
+        self.text = f"{self.text}{self._team.describe_missing(self._key, _SIGN_OF_LIFE_S)}"
 
     def check(self, future: torch.futures.Future[Tensor]) -> Tensor:
         """The future's value, unless something has failed."""
@@ -170,8 +168,9 @@ def _device_of(process_group: Any) -> torch.device:
     if torch.cuda.is_available():
         gpu = torch.device("cuda", torch.cuda.current_device())
         try:
-            Team.of(process_group, gpu)
+            team = Team.of(process_group, gpu)
         except ValueError:
             return torch.device("cpu")
-        return gpu
+        if team.backend == "nccl":  # gloo carries both; then it is for CPU tensors, as without a GPU
+            return gpu
     return torch.device("cpu")

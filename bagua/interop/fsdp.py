@@ -19,8 +19,9 @@ from bagua.codecs import Codec
 from bagua.comm.buffers import Buffers
 from bagua.comm.collectives import all_gather_rows, all_to_all_rows
 from bagua.comm.groups import Group, Groups, Meter
+from bagua.comm.staged import Staged
 from bagua.comm.team import Team
-from bagua.engine.replicate import replicate_tensors
+from bagua.engine.startup.broadcast import replicate_tensors
 from bagua.exchanges import Exchange, PowerSGD, State
 from bagua.interop.choice import ExchangeFor, choose, open_groups
 
@@ -54,8 +55,8 @@ def compress_fsdp(
             torch does not know of.
         replica_group: the ranks that own the same shard: `mesh["replicate"]`, or a `ProcessGroup`. Their weights
             become those of its first rank.
-        error_feedback: add what `reduce_scatter` lost to the next gradients; None does so for codecs with less than
-            8 bits per element.
+        error_feedback: add what `reduce_scatter` lost to the next gradients; None does so for biased codecs with
+            less than 8 bits per element.
 
     Returns:
         The state of error feedback, and the bytes sent; checkpoints take it as they take an optimizer.
@@ -226,11 +227,16 @@ class _Comm:
         if self._wrapped is None or self._wrapped[0] is not pg:
             backend = pg._get_backend(device)
             name, ranks = str(backend.name()).lower(), tuple(range(pg.size()))
-            self._wrapped = pg, Group(backend, pg.rank(), pg.size(), ranks, name, self._meter)
+            carrier = Staged(backend) if name == "gloo" and device.type == "cuda" else backend
+            self._wrapped = pg, Group(carrier, pg.rank(), pg.size(), ranks, name, self._meter)
         return self._wrapped[1]
 
     def _wire(self, name: str, rows: int, n: int, like: Tensor) -> Tensor:
         width = self.codec.wire_bytes(n, like.dtype)
+        if like.is_cuda:
+            # FSDP gathers on its own streams or on the current one, and does not order these among each other: what one
+            # stream still reads, another must not write.
+            name = f"{name} {torch.cuda.current_stream(like.device).cuda_stream}"
         return self._buffers.get(name, (rows, width), torch.uint8, like.device)
 
 

@@ -6,14 +6,57 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from bagua.lab.link import Link
 
-if TYPE_CHECKING:
-    from bagua.lab.cluster import Cluster
+__all__ = ["Backend", "Host", "Owner"]
 
-__all__ = ["Host"]
+
+class Backend(Protocol):
+    """What carries out a host's orders: network namespaces, or a pacing relay."""
+
+    def environment(self) -> dict[str, str]:
+        """Variables that the hosts' processes need."""
+        ...
+
+    def set_link(self, index: int, link: Link) -> None:
+        """Change the link of host `index`."""
+        ...
+
+    def set_cut(self, index: int, cut: bool) -> None:
+        """Drop all frames of host `index`, or stop doing so."""
+        ...
+
+    def ask(self, index: int, line: str) -> None:
+        """Send host `index` a command: pause, resume, kill, slow."""
+        ...
+
+
+class Owner(Protocol):
+    """What a host needs of the cluster that it belongs to."""
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        """All hosts, in order."""
+        ...
+
+    @property
+    def backend(self) -> Backend:
+        """What carries out orders, also after the cluster has ended."""
+        ...
+
+    def open_backend(self) -> Backend:
+        """Return the backend.
+
+        Raises:
+            LabError: the cluster has ended.
+        """
+        ...
+
+    def start(self, host: Host, argv: Sequence[str], cwd: str, **options: Any) -> subprocess.Popen[Any]:
+        """Start a command on `host`."""
+        ...
 
 
 class Host:
@@ -27,7 +70,7 @@ class Host:
         speed_file: holds `slow`'s factor as text, for emulated compute to read (`BAGUA_LAB_SPEED_FILE`).
     """
 
-    def __init__(self, cluster: Cluster, index: int, name: str, address: str, interface: str, speed_file: Path) -> None:
+    def __init__(self, cluster: Owner, index: int, name: str, address: str, interface: str, speed_file: Path) -> None:
         self._cluster = cluster
         self.index = index
         self.name = name

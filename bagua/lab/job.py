@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ __all__ = ["Job"]
 
 _POLL_S = 0.05
 _TIMED_OUT = 124
+_SILENCE_S = 10.0  # without a line of output, before the job is said to run; then twice as long, and so on
 
 
 class Job:
@@ -50,6 +52,8 @@ class Job:
         self._links = {host.index: cluster.link for host in cluster.hosts}
         self._readers: list[threading.Thread] = []
         self._print_lock = threading.Lock()
+        self._heard_s = 0.0  # when a host last printed a line
+        self._silence_s = _SILENCE_S
 
     def run(self, events: Sequence[Event] = (), *, keep_going: bool = False, timeout_s: float | None = None) -> int:
         """Until all hosts have ended.
@@ -62,6 +66,7 @@ class Job:
         Returns:
             the worst exit code: that of the first host that failed by itself; 128 + n for signal n.
         """
+        self.say(f"starting on each host: {shlex.join(self._argv)}")
         began = time.monotonic()
         for host in self._cluster.hosts:
             self._start(host.index)
@@ -72,6 +77,7 @@ class Job:
             now = time.monotonic()
             while waiting and waiting[0].at_s <= now - began:
                 self._apply(waiting.pop(0))
+            self._say_it_runs(len(self._running()), began)
             codes = {index: process.poll() for index, process in self._processes.items()}
             if all(code is not None for code in codes.values()) and not _will_start(waiting, codes):
                 break
@@ -79,11 +85,11 @@ class Job:
             if bad and failed is None and not keep_going:
                 failed, failed_at = bad[0], now
             if timeout_s is not None and now - began > timeout_s:
-                self._say(f"the job has not ended within {timeout_s:g} s")
+                self.say(f"the job has not ended within {timeout_s:g} s")
                 self._end()
                 return _TIMED_OUT
             if failed is not None and now - failed_at > self._grace_s:
-                self._say(f"a host has failed {self._grace_s:g} s ago; the others are ended")
+                self.say(f"a host has failed {self._grace_s:g} s ago; the others are ended")
                 self._end()
                 break
             time.sleep(_POLL_S)
@@ -108,12 +114,13 @@ class Job:
         with pipe:
             for line in pipe:
                 if self._only in (None, index):
+                    self._heard_s = time.monotonic()
                     with self._print_lock:
                         out.write(prefix + line if line.endswith("\n") else f"{prefix}{line}\n")
                         out.flush()
 
     def _apply(self, event: Event) -> None:
-        self._say(f"{event.action} host{event.host} {event.value}".rstrip())
+        self.say(f"{event.action} host{event.host} {event.value}".rstrip())
         try:
             if event.action == "start":
                 if self._processes[event.host].poll() is None:
@@ -123,7 +130,7 @@ class Job:
                 host = self._cluster.hosts[event.host]
                 self._links[event.host] = apply_event(event, host, self._links[event.host])
         except LabError as error:
-            self._say(str(error))
+            self.say(str(error))
 
     def _end(self) -> None:
         for process in self._running():
@@ -147,9 +154,22 @@ class Job:
         for reader in self._readers:
             reader.join(max(deadline - time.monotonic(), 0))
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line of the lab's own, on stderr."""
         with self._print_lock:
             print(f"[lab] {text}", file=sys.stderr, flush=True)
+
+    def _say_it_runs(self, running: int, began_s: float) -> None:
+        """A job that is silent for long may be slow or stuck: the bytes on the wires tell which."""
+        now = time.monotonic()
+        if now - max(self._heard_s, began_s) < self._silence_s:
+            return
+        self._silence_s *= 2
+        try:
+            sent = sum(host.sent_bytes for host in self._cluster.report().hosts)
+        except LabError:  # the cluster is about to end, which shows by itself
+            return
+        self.say(f"{now - began_s:.0f} s: {running} hosts run, {sent / 1e6:.1f} MB sent; no output for a while")
 
 
 def _shell_code(code: int) -> int:

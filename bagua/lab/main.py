@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from types import FrameType
 
 from bagua.lab.cluster import MODES, WIRES, Cluster
 from bagua.lab.errors import LabError
 from bagua.lab.events import Event, parse_event, wire_for
 from bagua.lab.job import Job
-from bagua.lab.link import Link
+from bagua.lab.link import Link, seconds
+from bagua.signals import end_by_exception
 
-__all__ = ["get_args_parser", "main"]
+__all__ = ["describe", "get_args_parser", "main"]
 
 
 def get_args_parser() -> ArgumentParser:
@@ -88,31 +87,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"bagua lab run: {error}", file=sys.stderr)
         return 2
-    earlier = signal.signal(signal.SIGTERM, _terminated)
     try:
-        return _run(args, link, events)
+        with end_by_exception():
+            return _run(args, link, events)
     except (LabError, ValueError) as error:
         print(f"bagua lab run: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
+
+
+def describe(cluster: Cluster, num_ranks: int | None = None) -> str:
+    """What is emulated, in one line: hosts, their links, and what carries the frames."""
+    link = cluster.link
+    limits = [
+        f"bandwidth {link.bandwidth}" if link.bandwidth is not None else "no bandwidth limit",
+        *(f"{name} {value}" for name in ("latency", "jitter") if seconds(value := getattr(link, name), name)),
+        *([f"loss {link.loss:g}"] if link.loss else []),
+        *([f"{link.flow_bandwidth} a connection"] if link.flow_bandwidth is not None else []),
+        *([f"queue {link.queue_bytes}"] if link.queue_bytes is not None else []),
+    ]
+    hosts = f"{len(cluster.hosts)} host{'s' * (len(cluster.hosts) > 1)}"
+    ranks = "" if num_ranks is None else f" with {num_ranks} rank{'s' * (num_ranks > 1)} each"
+    tcp = f", TCP {cluster.congestion}" if cluster.congestion else ""
+    return f"{hosts}{ranks}; link of each: {', '.join(limits)}; wire {cluster.wire}{tcp}"
 
 
 def _run(args: Namespace, link: Link, events: list[Event]) -> int:
     wire = wire_for(events, link, args.wire)
     with Cluster(args.hosts, link, mode=args.mode, wire=wire, seed=args.seed, congestion=args.congestion) as cluster:
         job = Job(cluster, args.argv, args.nproc_per_node, only=args.only, grace_s=args.grace)
+        job.say(describe(cluster, args.nproc_per_node))
         code = job.run(events, keep_going=args.keep_going, timeout_s=args.timeout)
         if args.report:
             with open(args.report, "w") as file:
                 json.dump(cluster.report().as_dict(), file, indent=1)
         return code
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Layers whose result depends on all ranks' inputs."""
+"""Layers whose output depends on the inputs of all ranks, such as `SyncBatchNorm`."""
 
 from __future__ import annotations
 

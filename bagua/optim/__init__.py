@@ -1,4 +1,4 @@
-"""Optimizers whose state lets the workers send little, and `fuse`, which speeds up any element-wise one."""
+"""Optimizers for the momentum algorithms, and `fuse`, which speeds up any element-wise optimizer."""
 
 from __future__ import annotations
 

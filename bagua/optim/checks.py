@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["check_betas", "check_number", "check_steps"]
+__all__ = ["check_betas", "check_flag", "check_number", "check_steps"]
 
 
 def check_number(name: str, value: Any, low: float = 0.0, high: float = math.inf, *, open_low: bool = False) -> None:
@@ -34,6 +34,16 @@ def check_betas(name: str, value: Any) -> None:
     good = isinstance(value, list | tuple) and len(value) == 2
     if not good or not all(isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in value):
         raise ValueError(f"{name}: expected two numbers in [0, 1), got {value!r}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_steps(name: str, value: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bagua.optim.blocked import Batch, Joined, batches, ranges
 from bagua.optim.checks import check_number
-from bagua.optim.two_stage import TwoStage, check_warmup, update_moments, with_floor
+from bagua.optim.two_stage import TwoStage, check_warmup, update_moments, with_decay, with_floor
 
 __all__ = ["OneBitLamb"]
 
@@ -39,7 +39,10 @@ class OneBitLamb(TwoStage):
         warmup_steps: steps with exact gradients; the same for all groups.
         betas: decay of m and v.
         eps: added to the root of v.
-        weight_decay: decoupled, within the scaled update.
+        weight_decay: part of u, as above.
+        decoupled_weight_decay: True, the default, is LAMB's own: weight decay stays out of m and v and is part of
+            the update whose norm the coefficient c divides by, so it is scaled by c too. It is not AdamW's, which
+            nothing scales. False is L2 regularisation: g includes weight_decay x, and u = p.
         max_coeff, min_coeff: bounds of c.
         coeff_beta: decay of the running mean a of c.
         factor_max, factor_min: bounds of f.
@@ -76,9 +79,10 @@ class OneBitLamb(TwoStage):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         variance_floor: float = 0.01,
+        decoupled_weight_decay: bool = True,
     ) -> None:
         defaults = {"lr": lr, "warmup_steps": warmup_steps, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"variance_floor": variance_floor}
+        defaults |= {"variance_floor": variance_floor, "decoupled_weight_decay": decoupled_weight_decay}
         defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta}
         defaults |= {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
         super().__init__(params, defaults)
@@ -133,11 +137,12 @@ class OneBitLamb(TwoStage):
         counts = [slot["num_updates"] for slot in slots]
         joined = Joined(params)
         columns = params, grads, [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
+        regular, within = _decays(group)
         for weights, slopes, firsts, seconds in ranges(*columns):
-            update_moments(slopes, firsts, seconds, group["betas"])
+            update_moments(with_decay(slopes, weights, regular), firsts, seconds, group["betas"])
             updates = _ratios(firsts, _roots(seconds, counts, group), slots, group)
-            if group["weight_decay"]:
-                torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+            if within:
+                torch._foreach_add_(updates, weights, alpha=within)
             joined.add(updates)
         sizes: list[float] = []
         for slot, weight, update in zip(slots, _norms(params), _norms(joined.tensors), strict=True):
@@ -158,15 +163,22 @@ class OneBitLamb(TwoStage):
                 slot["factor"] = 1.0
         updates, drifts = _fixed_updates(group, batch)
         shares = [1.0] * len(slots)
-        if group["weight_decay"]:
+        within = _decays(group)[1]
+        if within:
             alone = _norms(updates)
-            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+            torch._foreach_add_(updates, params, alpha=within)
             shares = [min(1.0, a / b) if b > 0 else 1.0 for a, b in zip(alone, _norms(updates), strict=True)]
         for slot, drift, share in zip(slots, drifts, shares, strict=True):
             factor, reach = drift * share + (1 - share), group["factor_threshold"]
             factor = min(max(factor, group["factor_min"]), group["factor_max"])
             slot["factor"] = min(max(factor, slot["factor"] * (1 - reach)), slot["factor"] * (1 + reach))
         _move(params, updates, [-float(group["lr"]) * slot["coeff"] * slot["factor"] for slot in slots])
+
+
+def _decays(group: dict[str, Any]) -> tuple[float, float]:
+    """Weight decay as part of the gradient, and as part of the update."""
+    decay = group["weight_decay"]
+    return (0.0, decay) if group["decoupled_weight_decay"] else (decay, 0.0)
 
 
 def _fixed_updates(group: dict[str, Any], batch: Batch) -> tuple[list[Tensor], list[float]]:
@@ -178,8 +190,9 @@ def _fixed_updates(group: dict[str, Any], batch: Batch) -> tuple[list[Tensor], l
     floors = [s["floor"] * (1 - beta2 ** s["step"]) / (1 - beta2 ** s["num_updates"]) for s in slots]
     joined, maxima = Joined(params), list[Tensor]()
     columns = [[slot[name] for slot in slots] for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")]
-    for slopes, firsts, seconds, fresh in ranges(grads, *columns):
-        update_moments(slopes, firsts, fresh, group["betas"])
+    regular = _decays(group)[0]
+    for weights, slopes, firsts, seconds, fresh in ranges(params, grads, *columns):
+        update_moments(with_decay(slopes, weights, regular), firsts, fresh, group["betas"])
         roots = _roots(seconds, fixed_at, group)
         joined.add(_ratios(firsts, roots, slots, group))
         followed = [each.clamp_min(floor) for each, floor in zip(fresh, floors, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bagua.optim.blocked import Batch, batches, ranges
-from bagua.optim.two_stage import TwoStage, check_warmup, update_moments, with_decay, with_floor
+from bagua.optim.two_stage import TwoStage, check_warmup, decay_of, shrink, update_moments, with_decay, with_floor
 
 __all__ = ["QAdam"]
 
@@ -17,14 +17,15 @@ __all__ = ["QAdam"]
 class QAdam(TwoStage):
     """Adam for `warmup_steps` steps; then the second moment v stays as it is. Made for the algorithm "qadam".
 
-        g  = gradient + weight_decay x
+        g  = gradient + weight_decay x              or, decoupled,  x *= 1 - lr weight_decay  at every step
         m  = b1 m + (1 - b1) g
         v  = b2 v + (1 - b2) g^2                                                        at steps k <= w
         x -= lr / (1 - b1^k) * m / (sqrt(v) / sqrt(1 - b2^j) + eps)    j updates of v so far, w = warmup_steps
 
     Steps are counted per parameter, as Adam counts them: a parameter that first gets a gradient late warms up
-    late. During the warm-up the bits are those of `torch.optim.Adam(foreach=True)`; on CPU those of
-    `foreach=False` too. Alone it works as well: Adam whose v is fixed at some step.
+    late. During the warm-up the bits are those of `torch.optim.Adam(foreach=True)`, or of `torch.optim.AdamW` with
+    decoupled weight decay; on CPU those of `foreach=False` too. Alone it works as well: Adam whose v is fixed at
+    some step.
 
     Args:
         params: parameters or groups of them.
@@ -33,7 +34,9 @@ class QAdam(TwoStage):
             15 to 25 % of all steps; v must have settled, and so must the learning rate's own warm-up.
         betas: decay of m and v.
         eps: added to the root of v.
-        weight_decay: L2 regularisation, as `torch.optim.Adam` has it.
+        weight_decay: L2 regularisation, as `torch.optim.Adam` has it, unless decoupled.
+        decoupled_weight_decay: weight decay shrinks the weights and stays out of the moments, as in
+            `torch.optim.AdamW`. The ranks do so alike; nothing more is exchanged.
         variance_floor: when v is fixed, elements below this share of their tensor's mean are raised to it. Without,
             a weight that hardly had a gradient until then is thrown far away by its first ordinary one. Elements
             that are exactly 0 never had a gradient; they no longer move (their v becomes infinite).
@@ -41,7 +44,8 @@ class QAdam(TwoStage):
     Raises:
         ValueError: an argument is wrong; the message names it.
 
-    Source: arXiv:2102.02888 (1-bit Adam), algorithm 1; the original's QAdamOptimizer.
+    Source: arXiv:2102.02888 (1-bit Adam), algorithm 1; the original's QAdamOptimizer; arXiv:1711.05101 (AdamW),
+        algorithm 2.
     Differs: the paper and the original let 1 - b2^k grow on although v no longer does, so that after a warm-up of
         100 steps with b2 = 0.999 the step size grows by 3.2; here it is fixed together with v. Neither has
         `variance_floor`; 0 turns it off. The original
@@ -59,9 +63,12 @@ class QAdam(TwoStage):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         variance_floor: float = 0.01,
+        *,
+        decoupled_weight_decay: bool = False,
     ) -> None:
         defaults = {"lr": lr, "warmup_steps": warmup_steps, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "variance_floor": variance_floor})
+        defaults |= {"variance_floor": variance_floor, "decoupled_weight_decay": decoupled_weight_decay}
+        super().__init__(params, defaults)
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Refuse wrong options of a parameter group."""
@@ -103,11 +110,12 @@ class QAdam(TwoStage):
 
     def _step_batch(self, group: dict[str, Any], batch: Batch, is_warm: bool) -> None:
         params, grads, slots = batch
-        (beta1, beta2), decay, lr = group["betas"], group["weight_decay"], float(group["lr"])
+        (beta1, beta2), (decay, left), lr = group["betas"], decay_of(group), float(group["lr"])
         corrections = [(1 - beta2 ** slot["num_updates"]) ** 0.5 for slot in slots]
         sizes = [(lr / (1 - beta1 ** slot["step"])) * -1 for slot in slots]
         columns = params, grads, [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]
         for weights, slopes, firsts, seconds in ranges(*columns):
+            shrink(weights, left)
             total = with_decay(slopes, weights, decay)
             if is_warm:
                 update_moments(total, firsts, seconds, (beta1, beta2))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bagua.optim.checks import check_betas, check_number, check_steps
+from bagua.optim.checks import check_betas, check_flag, check_number, check_steps
 from bagua.optim.fused.memory import dense_view, is_dense
 
 __all__ = ["TwoStage"]
@@ -26,14 +26,16 @@ class TwoStage(torch.optim.Optimizer):
     and loss scaling act on an averaged gradient, as with any other algorithm.
 
     State of a parameter: `step` (an int), `exp_avg`, `exp_avg_sq`, under the names that `torch.optim.Adam` uses, and
-    `num_updates`, how often `exp_avg_sq` was updated. State dicts of Adam can be loaded. Parameters whose gradient
-    is None are skipped and their step does not count.
+    `num_updates`, how often `exp_avg_sq` was updated. State dicts of Adam and AdamW can be loaded, and bring their
+    kind of weight decay along; those made before there was `decoupled_weight_decay` keep the optimizer's own.
+    Parameters whose gradient is None are skipped, weight decay included, and their step does not count.
     """
 
     #: Options that hold for the optimizer as a whole and must be equal in all parameter groups.
     common: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        defaults = {"decoupled_weight_decay": False, **defaults}
         self.check_options(defaults)
         super().__init__(params, defaults)
         self.recount()
@@ -49,6 +51,7 @@ class TwoStage(torch.optim.Optimizer):
         check_number("eps", options["eps"])
         check_number("weight_decay", options["weight_decay"])
         check_number("variance_floor", options["variance_floor"])
+        check_flag("decoupled_weight_decay", options["decoupled_weight_decay"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters.
@@ -100,7 +103,7 @@ class TwoStage(torch.optim.Optimizer):
         found: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
         for param in group["params"]:
             grad = param.grad
-            if grad is None:
+            if grad is None or not param.numel():  # without elements there is neither a mean nor a largest one
                 continue
             if grad.is_sparse:
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
@@ -176,6 +179,19 @@ def raised(moment: Tensor, least: Tensor) -> Tensor:
 def with_decay(grads: list[Tensor], params: list[Tensor], weight_decay: float) -> list[Tensor]:
     """Gradients of the loss and of L2 regularisation; the gradients themselves where there is none."""
     return list(torch._foreach_add(grads, params, alpha=weight_decay)) if weight_decay else grads
+
+
+def decay_of(group: dict[str, Any]) -> tuple[float, float]:
+    """What a group's weight decay adds to gradients (times the weights), and what it multiplies the weights by."""
+    if group["decoupled_weight_decay"] and group["weight_decay"]:
+        return 0.0, 1 - float(group["lr"]) * group["weight_decay"]
+    return group["weight_decay"], 1.0
+
+
+def shrink(params: list[Tensor], by: float) -> None:
+    """Decoupled weight decay, in place; the same operation as torch's AdamW, so the same bits."""
+    if params and by != 1.0:
+        torch._foreach_mul_(params, by)
 
 
 def update_moments(

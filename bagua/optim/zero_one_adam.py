@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bagua.optim.blocked import Batch, batches, ranges
 from bagua.optim.checks import check_steps
-from bagua.optim.two_stage import TwoStage, raised, update_moments, with_decay
+from bagua.optim.two_stage import TwoStage, decay_of, raised, shrink, update_moments, with_decay
 
 __all__ = ["StepKind", "ZeroOneAdam"]
 
@@ -45,6 +45,14 @@ class ZeroOneAdam(TwoStage):
 
         m = M,   x = x_0 - L M / D
 
+    Decoupled, weight decay is no part of g: x *= s with s = 1 - lr weight_decay comes first in every step. Within an
+    interval, with S the product of the s so far, u += l_k m / S and L is the sum of l_k / S, and the ranks meet at
+
+        x = S (x_0 - L M / D)
+
+    which is exactly where one rank alone would be. At a meeting weight decay counts for every step of the
+    interval, for parameters too that had a gradient in some of them only.
+
     Gradients within an interval are local:
     use no `GradScaler` there, whose decision to skip a step differs by rank. Checkpoints within an interval
     differ by rank too, weights included; save and load them on each rank.
@@ -54,7 +62,9 @@ class ZeroOneAdam(TwoStage):
         lr: step size; any scheduler may change it.
         betas: decay of m and v.
         eps: added to the root of v.
-        weight_decay: L2 regularisation, as `torch.optim.Adam` has it.
+        weight_decay: L2 regularisation, as `torch.optim.Adam` has it, unless decoupled.
+        decoupled_weight_decay: weight decay shrinks the weights and stays out of the moments, as in
+            `torch.optim.AdamW`.
         var_freeze_step: the last step at which v may be updated, usually the end of the learning rate's warm-up.
         var_update_scaler: kappa of the paper.
         local_step_scaler: steps after which the interval doubles; the paper's policy is the number of steps in
@@ -92,9 +102,10 @@ class ZeroOneAdam(TwoStage):
         local_step_scaler: int = 32_768,
         local_step_clipper: int = 16,
         variance_floor: float = 0.01,
+        decoupled_weight_decay: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"variance_floor": variance_floor}
+        defaults |= {"variance_floor": variance_floor, "decoupled_weight_decay": decoupled_weight_decay}
         defaults |= {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
         defaults |= {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
         super().__init__(params, {**defaults, "num_steps": 0})
@@ -145,11 +156,19 @@ class ZeroOneAdam(TwoStage):
         for group in self.param_groups:
             group["num_steps"] = number
             size = float(group["lr"]) / (1 - group["betas"][0] ** number)
+            left = 1.0
             if kind in (StepKind.LOCAL, StepKind.MEET):
                 begun = self.kind(number - 1) is StepKind.LOCAL  # the interval, by an earlier step
-                group["drift_size"] = (group.get("drift_size", 0.0) if begun else 0.0) + size
+                left = (group.get("drift_left", 1.0) if begun else 1.0) * decay_of(group)[1]
+                if left <= 0:
+                    raise ValueError(
+                        f"weight_decay: decoupled, {group['weight_decay']:g} at a learning rate of "
+                        f"{float(group['lr']):g} leaves nothing of the weights"
+                    )
+                group["drift_left"] = left
+                group["drift_size"] = (group.get("drift_size", 0.0) if begun else 0.0) + size / left
             for batch in batches(self.live(group)):
-                self._step_batch(group, batch, kind, size)
+                self._step_batch(group, batch, kind, size, size / left)
         self._num_steps = number
         return loss
 
@@ -178,19 +197,18 @@ class ZeroOneAdam(TwoStage):
                 anchor = slot.pop("anchor", param)
                 columns = [param], [anchor], [mean], [slot["exp_avg"]], [slot["exp_avg_sq"]]
                 floor = slot["exp_avg_sq"].mean() * group["variance_floor"]
+                left = group.get("drift_left", 1.0) if slot["num_updates"] else 1.0
                 for weights, begun, means_, firsts, seconds in ranges(*columns):
                     weights[0].copy_(begun[0])
                     firsts[0].copy_(means_[0])
                     divisors = _divisors(seconds, [slot], [floor], group)
                     torch._foreach_addcdiv_(weights, means_, divisors, -group["drift_size"])
+                    shrink(weights, left)
 
-    def _step_batch(self, group: dict[str, Any], batch: Batch, kind: StepKind, size: float) -> None:
+    def _step_batch(self, group: dict[str, Any], batch: Batch, kind: StepKind, size: float, drift: float) -> None:
         params, grads, slots = batch
-        decay, is_exact, is_local = (
-            group["weight_decay"],
-            kind is StepKind.EXACT,
-            kind in (StepKind.LOCAL, StepKind.MEET),
-        )
+        is_exact, is_local = kind is StepKind.EXACT, kind in (StepKind.LOCAL, StepKind.MEET)
+        decay, left = decay_of(group)
         columns = [params, grads, [slot["exp_avg"] for slot in slots], [slot["exp_avg_sq"] for slot in slots]]
         if is_exact:  # the floor needs all of the new second moment
             for weights, slopes, firsts, seconds in ranges(*columns):
@@ -205,12 +223,16 @@ class ZeroOneAdam(TwoStage):
                     slot["drift"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             columns.append([slot["drift"] for slot in slots])
         floors = [slot["exp_avg_sq"].mean() * group["variance_floor"] for slot in slots]
+        # Alone in its use of a parameter that had no gradient before, a rank would also be alone in shrinking it.
+        moving = [not is_local or bool(slot["num_updates"]) for slot in slots]
         for weights, slopes, firsts, seconds, *drifts in ranges(*columns):
+            if left != 1.0:
+                shrink([each for each, moves in zip(weights, moving, strict=True) if moves], left)
             if not is_exact:
                 total = with_decay(slopes, weights, decay)
                 torch._foreach_lerp_(firsts, total, 1 - group["betas"][0])
             if is_local:
-                torch._foreach_add_(drifts[0], firsts, alpha=size)
+                torch._foreach_add_(drifts[0], firsts, alpha=drift)
             torch._foreach_addcdiv_(weights, firsts, _divisors(seconds, slots, floors, group), -size)
 
 

@@ -16,15 +16,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import sys
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
-from types import FrameType
 
 from bagua.script.connection import NodeSpec, SshOptions
 from bagua.script.fan_out import FanOut
 from bagua.script.hosts import Host, parse_hosts
+from bagua.signals import end_by_exception
 
 __all__ = ["get_args_parser", "main"]
 
@@ -60,7 +59,7 @@ def get_args_parser() -> ArgumentParser:
                        help="for a connection, seconds (%(default)s)")  # fmt: skip
     group.add_argument("--grace", type=_seconds, default=15, metavar="S",
                        help="from SIGTERM to SIGKILL when ranks have to end, seconds (%(default)s)")  # fmt: skip
-    parser.add_argument("training_script", metavar="TRAINING_SCRIPT")
+    parser.add_argument("training_script", metavar="TRAINING_SCRIPT", help="started on every rank")
     parser.add_argument("training_script_args", metavar="...", nargs=REMAINDER, help="its own arguments")
     return parser
 
@@ -91,14 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         NodeSpec(_launcher(args, rank, len(hosts), master), cwd, env, args.python, args.grace)
         for rank in range(len(hosts))
     ]
-    earlier = signal.signal(signal.SIGTERM, _terminated)
+    options = SshOptions(ssh, args.ssh_config, args.identity, args.connect_timeout)
     try:
-        return FanOut(hosts, specs, SshOptions(ssh, args.ssh_config, args.identity, args.connect_timeout)).run()
+        with end_by_exception():
+            return FanOut(hosts, specs, options).run()
     except KeyboardInterrupt:
         print("baguarun: interrupted; all hosts have been told to end", file=sys.stderr)
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
 
 
 def _hosts(args: Namespace) -> list[Host]:
@@ -141,13 +139,10 @@ def _master(args: Namespace, hosts: list[Host]) -> str:
 def _launcher(args: Namespace, rank: int, size: int, master: str) -> list[str]:
     words = [args.python, "-u", "-m", "bagua.distributed.run", "--nnodes", str(size), "--node-rank", str(rank)]
     words += ["--nproc-per-node", args.nproc_per_node, "--master-addr", master, "--master-port", str(args.master_port)]
+    words += ["--max-restarts", "0"]  # hosts that restart on their own do not meet again
     words += ["--no-python"] if args.no_python else []
     words += ["--enable-bagua-net"] if args.enable_bagua_net else []
     return [*words, args.training_script, *args.training_script_args]
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _port(text: str) -> int:

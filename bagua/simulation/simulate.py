@@ -4,33 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from bagua import algorithms
 from bagua.algorithms import Algorithm, Exactness, Warmup
 from bagua.engine import Stats, detach, distribute, stats
-from bagua.simulation.switchboard import LocalTeam, Switchboard
-from bagua.simulation.turns import Turns
+from bagua.simulation.ranks import run_in_turns
+from bagua.simulation.switchboard import LocalTeam
 
 __all__ = ["Simulation", "simulate"]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulated run gave.
+    """Result of `bagua.simulate`.
 
     Attributes:
         losses: [steps, ranks], each rank's loss before its step.
         consensus: [steps], root of the mean over ranks of the squared distance of the weights from their mean,
             after each step; 0 if all ranks are equal.
         bytes_sent: bytes per rank, mean over ranks, all steps.
-        models: the trained modules by rank, plain again.
-        stats: `bagua.stats` by rank.
+        models: the trained module of each rank, no longer distributed.
+        stats: `bagua.stats` of each rank.
     """
 
     losses: Tensor
@@ -52,29 +50,37 @@ def simulate(
     seed: int = 0,
     **options: Any,
 ) -> Simulation:
-    """Train `ranks` replicas in this process, one rank at a time, as `bagua.distribute` would on a cluster.
+    """Simulate data-parallel training: train `ranks` replicas in this process, one rank at a time.
 
-    The very algorithm, engine and exchanges run, only the process group is a local one, so what converges here
-    converges there. The same arguments give the same bits every time. Time is not simulated: exchanges run where
-    they are launched.
+    It runs the real algorithm, engine and exchanges over a local process group, so results equal those of a cluster.
+    The same arguments give the same bits every time. Time is not simulated: exchanges run when they are launched.
 
     Args:
-        algorithm: a name or an instance, as in `distribute`.
-        ranks: how many.
-        model: makes the module; called once for each rank, every time with the same seed.
-        loss: `loss(module, rank, step)`, the scalar to differentiate; this is where each rank's data comes in.
-        steps: training steps.
-        optimizer: makes the optimizer from parameters; SGD with lr 0.01 by default.
-        nodes: node of each rank, for hierarchical exchanges; one node by default.
-        seed: of torch's generator, before each model is made and at the start of the run.
-        **options: further arguments of `distribute`.
-
-    Raises:
-        ValueError: an argument is wrong, or the algorithm averages in the background, as "async" does.
-        Deadlock: the algorithm makes all ranks wait for one another.
+        algorithm: a name or an instance, as in `bagua.distribute`.
+        ranks: number of ranks.
+        model: function that makes the module; called once for each rank with the same seed.
+        loss: `loss(module, rank, step)`, which returns the loss of that rank on its own data.
+        steps: number of training steps.
+        optimizer: function that makes the optimizer from parameters. Default: SGD with lr 0.01.
+        nodes: node of each rank, for hierarchical exchanges. Default: one node.
+        seed: seed of torch's generator, set before each model is made and at the start of the run.
+        **options: further arguments of `bagua.distribute`.
 
     Returns:
         Losses, consensus distance, bytes, modules and statistics.
+
+    Raises:
+        ValueError: an argument is wrong, or the algorithm communicates in the background, as "async" does.
+        Deadlock: all ranks wait for one another.
+
+    Examples:
+        >>> def loss(module, rank, step):
+        ...     return module(torch.full((2, 4), float(rank))).square().mean()
+        >>> result = bagua.simulate("bytegrad", ranks=4, model=lambda: torch.nn.Linear(4, 1), loss=loss, steps=3)
+        >>> result.losses.shape  # steps, ranks
+        torch.Size([3, 4])
+        >>> result.consensus.max().item()  # replicas are equal
+        0.0
     """
     for name, value in (("ranks", ranks), ("steps", steps)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -83,8 +89,6 @@ def simulate(
         raise ValueError(f"nodes: {len(nodes)} entries for {ranks} ranks")
     _refuse_background(algorithm)
     make_optimizer = optimizer or (lambda params: torch.optim.SGD(params, lr=0.01))
-    turns = Turns(ranks)
-    store, boards = dist.HashStore(), dict[str, Switchboard]()
     models: list[nn.Module] = []
     for _ in range(ranks):
         torch.manual_seed(seed)
@@ -94,11 +98,8 @@ def simulate(
     weights: list[list[Tensor]] = [[] for _ in range(steps)]
     consensus = torch.zeros(steps)
 
-    def rank_main(rank: int) -> Stats:
-        node = str(nodes[rank] if nodes is not None else 0)
-        team = LocalTeam(
-            rank, ranks, store, timedelta(days=1), "local", f"simulation/{rank}", node, turns=turns, boards=boards
-        )
+    def rank_main(team: LocalTeam) -> Stats:
+        rank = team.rank
         module = models[rank]
         stepper = make_optimizer([param for param in module.parameters() if param.requires_grad])
         distribute(module, stepper, algorithm, process_group=team, **options)
@@ -117,7 +118,7 @@ def simulate(
         detach(module)
         return found
 
-    found = turns.run(rank_main)
+    found = run_in_turns(ranks, rank_main, nodes)
     sent = sum(each.total.bytes_sent for each in found) / ranks
     return Simulation(losses, consensus, sent, tuple(models), tuple(found))
 

@@ -119,5 +119,5 @@ class LocalTeam(Team):
         board = self.boards.setdefault(name, Switchboard(self.turns, ranks))
         return Group(LocalGroup(board, rank), rank, len(ranks), ranks, self.backend)
 
-    def _wait(self, keys: list[str], what: str) -> None:
+    def _wait(self, keys: list[str], what: str, deadline: float, alert: Any = None) -> None:
         self.turns.wait_for(self.rank, lambda: self.store.check(keys), what)

@@ -5,10 +5,16 @@
     model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
 
 Importing it puts `with_bagua` and its properties on `torch.nn.Module`, and does nothing else. New scripts use
-`bagua.distribute`.
+`bagua.distribute`. The packages `checkpoint`, `contrib`, `model_parallel` and `moe` are imported at their first use.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
 
 from bagua.comm.world import destroy_process_group
 from bagua.torch_api import algorithms, communication, data_parallel, env
@@ -31,6 +37,7 @@ from bagua.torch_api.communication import (
     from_torch_group,
     gather,
     gather_inplace,
+    get_backend,
     init_process_group,
     is_initialized,
     new_group,
@@ -45,6 +52,10 @@ from bagua.torch_api.communication import (
 )
 from bagua.torch_api.env import get_local_rank, get_local_size, get_rank, get_world_size
 from bagua.torch_api.patch import patch
+
+if TYPE_CHECKING:
+    from bagua.torch_api import checkpoint, contrib, model_parallel
+    from bagua.torch_api.model_parallel import moe
 
 __all__ = [
     "BaguaProcessGroup",
@@ -63,19 +74,24 @@ __all__ = [
     "broadcast",
     "broadcast_coalesced",
     "broadcast_object",
+    "checkpoint",
     "communication",
+    "contrib",
     "data_parallel",
     "destroy_process_group",
     "env",
     "from_torch_group",
     "gather",
     "gather_inplace",
+    "get_backend",
     "get_local_rank",
     "get_local_size",
     "get_rank",
     "get_world_size",
     "init_process_group",
     "is_initialized",
+    "model_parallel",
+    "moe",
     "new_group",
     "recv",
     "reduce",
@@ -85,6 +101,17 @@ __all__ = [
     "scatter",
     "scatter_inplace",
     "send",
+    "version",
 ]
+
+version = torch.__version__  # as the original: torch's; this package's is `bagua.__version__`
+_LAZY = {name: name for name in ("checkpoint", "contrib", "model_parallel")} | {"moe": "model_parallel.moe"}
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LAZY:
+        return import_module(f"{__name__}.{_LAZY[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 patch()

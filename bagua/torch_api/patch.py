@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from bagua.engine.attach import attached_buckets, distribute
-from bagua.engine.params import as_optimizers
+from bagua.engine.api import distribute
+from bagua.engine.distributed_module import attached_buckets
+from bagua.engine.startup.inventory import as_optimizers
 from bagua.torch_api.algorithms.base import as_core_algorithm
+from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.process_group import as_torch_group
 from bagua.torch_api.report import report_once
 
@@ -42,6 +44,7 @@ def with_bagua(
     do_flatten: bool = True,
     *,
     bucket_bytes: int | None = None,
+    gradient_as_bucket_view: bool = True,
 ) -> _M:
     """Train this module data-parallel from now on; returns it. Collective. A second call swaps the algorithm.
 
@@ -51,8 +54,9 @@ def with_bagua(
         algorithm: an object of `bagua.torch_api.algorithms`, a registered name, or a `bagua.Algorithm`.
         process_group: a `BaguaProcessGroup` or a `torch.distributed` group; None: all processes, or as
             before.
-        do_flatten: False cannot act and is reported in the log: gradients are always views of flat buckets.
+        do_flatten: False cannot act and is reported in the log: gradients are always exchanged in flat buckets.
         bucket_bytes: payload exchanged at once; None takes what `bagua.distribute` does.
+        gradient_as_bucket_view: as in `bagua.distribute`.
 
     Raises:
         RuntimeError: `init_process_group()` was not called.
@@ -62,9 +66,16 @@ def with_bagua(
     """
     core = as_core_algorithm(algorithm)
     if not do_flatten:
-        report_once("with_bagua: do_flatten=False cannot act, gradients are always views of flat buckets")
+        report_once("with_bagua: do_flatten=False cannot act, gradients are always exchanged in flat buckets")
     items = as_optimizers(optimizers)
-    distribute(self, items, core, process_group=as_torch_group(process_group), bucket_bytes=bucket_bytes)
+    distribute(
+        self,
+        items,
+        core,
+        process_group=as_torch_group(process_group),
+        bucket_bytes=bucket_bytes,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )
     _records[self] = _Record(algorithm, list(items))
     return self
 
@@ -99,10 +110,10 @@ def _optimizers(self: nn.Module) -> list[torch.optim.Optimizer]:
     return _record(self).optimizers
 
 
-def _buckets(self: nn.Module) -> list[Any]:
-    """The buckets (`names`, `params`, `flat`); none until the first backward pass has shown their order."""
+def _buckets(self: nn.Module) -> list[BaguaBucket]:
+    """The buckets; none until the first backward pass has shown their order."""
     _record(self)
-    return attached_buckets(self) if self in _records else []
+    return [BaguaBucket.of(bucket) for bucket in attached_buckets(self)] if self in _records else []
 
 
 def patch() -> None:

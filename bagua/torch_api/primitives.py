@@ -8,7 +8,8 @@ stream does next. Ranks are those of `comm`, which is None for all processes; a 
 Raises:
     TypeError, ValueError: an argument is wrong; the message names it.
     RuntimeError: `torch.distributed` is not initialised.
-    bagua.CommunicationError: the operation failed, timed out, or the communicator was aborted.
+    bagua.CommunicationError: the operation failed or timed out, or a peer has aborted the communicator. On the process
+        that has aborted it operations return without effect.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua.comm import objects, primitives
+from bagua.errors import CommunicationError
 from bagua.torch_api.process_group import Comm, communicator_of
+from bagua.torch_api.report import report_once
 
 __all__ = [
     "ReduceOp",
@@ -81,12 +84,21 @@ def op_name(op: Any) -> str:
 
 
 def _run(comm: Comm, what: str, tensor: Any, function: Any, *args: Any) -> None:
-    """Call `function(group, *args)` with the group for tensors such as `tensor`, unless I am no member."""
+    """Call `function(group, *args)` with the group for tensors such as `tensor`, unless I am no member.
+
+    Once this process has aborted the communicator nothing is done, which the log says once.
+    """
     communicator = communicator_of(comm)
-    if communicator is not None:
-        device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
+    if communicator is None:
+        return
+    device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
+    try:
         with communicator.on(device, what) as group:
             function(group, *args)
+    except CommunicationError:
+        if not communicator.aborted:
+            raise
+        report_once(f"communicator {communicator.name} was aborted here: its operations do nothing and return")
 
 
 def _first(tensors: Any) -> Any:
@@ -228,7 +240,8 @@ def broadcast_object(obj: Any, src: int = 0, comm: Comm = None) -> Any:
     """Return `src`'s `obj` on every rank; None on a process that is no member.
 
     Differs: the original pickles. Here bytes from the network never run code, so `obj` is plain data: None,
-    bool, int, float, complex, str, bytes, list, tuple, set, dict, torch tensors and numpy arrays, nested at
+    bool, int, float, complex, str, bytes, list, tuple, set, dict, torch tensors and numpy arrays, dtypes, devices,
+    dates, times, namespaces, and named tuples and enumerations whose class every rank has imported, nested at
     will; anything else is a `TypeError` on all ranks.
     """
     communicator = communicator_of(comm)
@@ -241,5 +254,5 @@ def broadcast_object(obj: Any, src: int = 0, comm: Comm = None) -> Any:
 def barrier(comm: Comm = None) -> None:
     """Return when all ranks have called it."""
     communicator = communicator_of(comm)
-    if communicator is not None:
+    if communicator is not None and not communicator.aborted:
         communicator.barrier()

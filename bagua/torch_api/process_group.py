@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from bagua.comm import world
 from bagua.comm.communicator import Communicator, RankSet, default_rank_set, new_rank_set, rank_set_of
+from bagua.torch_api.old_variables import report_old_variables
 
 __all__ = [
     "BaguaCommunicator",
@@ -18,6 +21,7 @@ __all__ = [
     "Comm",
     "CommMember",
     "as_torch_group",
+    "comm",
     "communicator_of",
     "from_torch_group",
     "init_process_group",
@@ -26,17 +30,41 @@ __all__ = [
 ]
 
 
-class CommMember:
-    """What a process that is no member of a communicator holds instead of it; primitives then do nothing."""
+class comm:
+    """`comm.WORLD` stands for the communicator of all processes."""
 
+    WORLD = object()
+
+
+class CommMember:
+    """`WORLD` is all processes. `NON_COMM_MEMBER` is what a process that is no member of a communicator holds instead.
+
+    Primitives do nothing on a process that is no member.
+    """
+
+    WORLD = comm.WORLD
     NON_COMM_MEMBER = object()
 
 
+# Primitives that a communicator has as methods.
+_PAIRED = ("allgather", "allreduce", "alltoall", "alltoall_v", "gather", "reduce", "reduce_scatter", "scatter")
+_CALLS = frozenset({*_PAIRED, *(f"{name}_inplace" for name in _PAIRED), "broadcast", "recv", "send"})
+
+
 class BaguaCommunicator:
-    """Ranks that talk to each other; the last argument of every primitive. Made by `BaguaProcessGroup`."""
+    """Ranks that talk to each other; the last argument of every primitive. Made by `BaguaProcessGroup`.
+
+    Primitives are methods too, with tensors in the place of the original's backend tensors:
+    `communicator.allreduce_inplace(tensor, ReduceOp.SUM)`.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
         self._core = communicator
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in _CALLS:
+            return partial(getattr(import_module("bagua.torch_api.primitives"), name), comm=self)
+        raise AttributeError(f"BaguaCommunicator has no attribute {name!r}")
 
     def rank(self) -> int:
         """My rank within the communicator."""
@@ -62,7 +90,7 @@ class BaguaCommunicator:
         self._core.barrier()
 
     def abort(self) -> None:
-        """Let all later operations of this process fail, and those of its peers soon."""
+        """Let all later operations of this process do nothing, and those of its peers fail soon."""
         self._core.abort()
 
     def check_abort(self) -> bool:
@@ -70,7 +98,7 @@ class BaguaCommunicator:
         return self._core.aborted
 
 
-# What primitives take as `comm`: a BaguaCommunicator, CommMember.NON_COMM_MEMBER, or None for all processes.
+# What primitives take as `comm`: a BaguaCommunicator, CommMember.NON_COMM_MEMBER, or CommMember.WORLD or None for all.
 Comm = Any
 
 
@@ -133,6 +161,7 @@ def init_process_group(
 
     Differs: a second call does nothing, in the original it raises; no tuning server is started.
     """
+    report_old_variables()
     given = {"rank": rank, "world_size": world_size, "local_world_size": local_world_size}
     if store is None:
         beside = [name for name, value in given.items() if value != -1]
@@ -181,10 +210,11 @@ def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | No
 def from_torch_group(group: Any, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
     """Return the ranks of a `torch.distributed` group as a `BaguaProcessGroup`. All members do so in step.
 
+    On a process that is no member the group has no ranks, and its communicators are `CommMember.NON_COMM_MEMBER`.
+
     Raises:
         RuntimeError: `torch.distributed` is not initialised.
         TypeError: not a `ProcessGroup`.
-        ValueError: this process is not a member.
     """
     return BaguaProcessGroup(rank_set_of(group, stream))
 
@@ -201,7 +231,7 @@ def communicator_of(comm: Comm) -> Communicator | None:
         RuntimeError: `comm` is None and `torch.distributed` is not initialised.
         TypeError: not a communicator.
     """
-    if comm is None:
+    if comm is None or comm is CommMember.WORLD:
         return default_rank_set().world()
     if comm is CommMember.NON_COMM_MEMBER:
         return None
@@ -223,3 +253,8 @@ def _get_default_group() -> BaguaProcessGroup:
 def _rank_not_in_group(group: BaguaProcessGroup | None) -> bool:
     """Whether this process is no member of `group`; None is the default group."""
     return group is not None and group._core.rank is None
+
+
+def _rank_not_in_comm(comm: Comm = None) -> bool:
+    """Whether this process is no member of the communicator."""
+    return comm is CommMember.NON_COMM_MEMBER

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,13 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bagua.bench import machine
+from bagua.bench import machine, results_file
 from bagua.bench.conditions import Condition, parse
-from bagua.bench.hosts import LabHosts, LocalHosts
+from bagua.bench.hosts import LabHosts, LocalHosts, rank_environment
 from bagua.lab import LabError
 
 CONDITIONS = "400mbit/0ms,400mbit/5ms,200mbit/2ms,1gbit/1ms"
-_ROOT = str(Path(__file__).resolve().parents[2])
 _POLL_S = 0.1
 
 
@@ -39,19 +37,10 @@ def run_condition(condition: Condition, job: dict[str, Any], hosts: int, local: 
     with tempfile.TemporaryDirectory(prefix="bagua-autotune-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job))
-        env = {
-            "WORLD_SIZE": str(hosts),
-            "BAGUA_BENCH_ADDRESS": cluster.address,
-            "PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH", "")])),
-            "OMP_NUM_THREADS": "1",
-            # Without these every large tensor that is freed goes back to the system and is paged in anew.
-            "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-            "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
-        }
         try:
             with (folder / "log.txt").open("w") as log:
                 argv = [sys.executable, "-m", "benchmarks.autotune.worker", name]
-                processes = cluster.start(argv, env, log)
+                processes = cluster.start(argv, rank_environment(cluster, hosts), log)
                 _await(processes, folder, job["limit_s"])
             ranks = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(hosts)]
             logs = [path.read_text() for path in sorted(folder.glob("log-*.csv"))]
@@ -66,7 +55,10 @@ def _await(processes: Sequence[subprocess.Popen[Any]], folder: Path, limit_s: fl
         errors = sorted(folder.glob("error-*.json"))
         if errors or time.monotonic() > deadline:
             time.sleep(1)
-            said = "; ".join(json.loads(path.read_text()) for path in errors) or f"not done within {limit_s:.0f} s"
+            said = (
+                "; ".join(json.loads(path.read_text())["error"] for path in errors)
+                or f"not done within {limit_s:.0f} s"
+            )
             raise RuntimeError(said + "\n" + (folder / "log.txt").read_text()[-3000:])
         time.sleep(_POLL_S)
     if any(process.returncode for process in processes):
@@ -144,7 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     code = 0
-    for condition in chosen:
+    for number, condition in enumerate(chosen, 1):
+        print(f"{condition.name} ({number} of {len(chosen)})", file=sys.stderr, flush=True)
         try:
             if args.surface is not None:
                 job["known"] = known[condition.name]
@@ -158,8 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         content["results"] = [each for each in content["results"] if each["condition"] != condition.name] + [result]
         print(line(summarise(result)), flush=True)
         if args.json is not None:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(content) + "\n")
+            results_file.write(args.json, content, indent=None)
     return code
 
 

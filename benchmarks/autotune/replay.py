@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from bagua.autotune import Autotune, Outcome, Settings, Space, Tuner, strategies
-from bagua.autotune.board import Board
 from bagua.autotune.strategies import STRATEGIES, Trial
-from bagua.bench import models
-from bagua.engine.effects import Effects
-from bagua.engine.plan import Entry
+from bagua.autotune.trials import Trials
+from bagua.bench import models, results_file
+from bagua.bench.layout import Columns
+from bagua.engine.reducer.bucketing import Entry
+from bagua.engine.tuning.search_space import Effects
 
 NEAR = 0.05
 _FLOAT = 4  # bytes
@@ -76,7 +77,7 @@ def play(surface: Surface, search: str, deviations: Sequence[float], seed: int, 
     return {"over_best": surface.over_best(order.settings), "num_steps": steps, "near_since": near_since}
 
 
-def tpe(space: Space, board: Board) -> Iterator[Trial]:
+def tpe(space: Space, trials: Trials) -> Iterator[Trial]:
     """Optuna's, over the indices of the axes."""
     import optuna  # pyright: ignore[reportMissingImports]
 
@@ -91,9 +92,9 @@ def tpe(space: Space, board: Board) -> Iterator[Trial]:
         settings = Settings(
             **{**space.default.as_json(), **{name: space.axes[name][index] for name, index in place.items()}}
         )
-        if not board.known(settings):
+        if not trials.known(settings):
             yield Trial(settings)
-        study.tell(asked, board.score_s(settings))
+        study.tell(asked, trials.score_s(settings))
 
 
 _seeds = iter(range(10**9))
@@ -120,18 +121,22 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table; with `--json` write it too."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.autotune.replay", description="Compare searches.")
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="written by benchmarks.autotune --json")
     parser.add_argument("--runs", type=int, default=200, help="of each search on each surface; default 200")
-    parser.add_argument("--max-turns", type=int, default=Autotune.max_turns)
+    parser.add_argument("--max-turns", type=int, default=Autotune.max_turns, help="of a search (%(default)s)")
     parser.add_argument("--tpe", action="store_true", help="optuna takes part")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args(argv)
     if args.tpe:
         STRATEGIES["tpe"] = tpe
     surfaces = [Surface(result) for file in args.files for result in json.loads(file.read_text())["results"]]
     deviations = [each for surface in surfaces for each in surface.deviations]
     rows: list[dict[str, Any]] = []
-    print("condition     search       within 5%  median  p90    steps to within 5%  steps (most)")
+    columns = Columns(
+        ("condition", -14), ("search", -13), ("within 5%", 9), ("median", 9), ("p90", 7), ("steps to within 5%", 20),
+        ("steps", 7), ("most", 7)
+    )  # fmt: skip
+    print(columns.head())
     for surface in surfaces:
         for search in STRATEGIES:
             if search == "exhaustive":
@@ -142,17 +147,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 runs.append(play(surface, search, deviations, seed, args.max_turns))
             row = {"condition": surface.name, "search": search, "points": len(surface.space.grid()), **summarise(runs)}
             rows.append(row)
-            print(
-                f"{surface.name:<13} {search:<12} {row['near_share']:>8.0%} {row['median_over_best']:>8.1%} "
-                f"{row['p90_over_best']:>6.1%} {row['median_steps_to_near']:>12} {row['mean_num_steps']:>14.0f} "
-                f"({row['max_num_steps']})",
-                flush=True,
-            )
+            cells = [surface.name, search, f"{row['near_share']:.0%}", f"{row['median_over_best']:.1%}"]
+            cells += [f"{row['p90_over_best']:.1%}", str(row["median_steps_to_near"])]
+            print(columns.row([*cells, f"{row['mean_num_steps']:.0f}", str(row["max_num_steps"])]), flush=True)
     if args.json is not None:
         for row in rows:
             if math.isinf(row["median_steps_to_near"]):
                 row["median_steps_to_near"] = None
-        args.json.write_text(json.dumps({"runs": args.runs, "near": NEAR, "rows": rows}, indent=1) + "\n")
+        results_file.write(args.json, {"runs": args.runs, "near": NEAR, "rows": rows})
     return 0
 
 

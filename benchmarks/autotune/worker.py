@@ -8,48 +8,26 @@ The folder holds `job.json`; `result-RANK.json` is written there. Environment: R
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import bagua
 from bagua.autotune import Settings, Space
-from bagua.bench import models
+from bagua.bench import models, results_file
 from bagua.bench.compute import Compute, EmulatedModel
 from bagua.bench.training import Training, make_optimizer
-from bagua.bench.worker import write_json
-from bagua.engine.attachment import attachments
+from bagua.bench.worker import connect, run_rank
 from bagua.engine.engine import Engine
-from bagua.engine.scope import space_of
+from bagua.engine.hooks import attachments
+from bagua.engine.tuning.search_space import space_of
 
-_START_S = 120.0
-_POLL_S = 0.01
 _GIVE_UP = 200  # steps after which tuning must be over
-
-
-def connect(folder: Path, rank: int, size: int, timeout_s: float) -> None:
-    """Meet the other ranks; rank 0's store listens on the address of its host."""
-    address, timeout, place = os.environ["BAGUA_BENCH_ADDRESS"], timedelta(seconds=timeout_s), folder / "store.json"
-    if rank == 0:
-        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        write_json(place, store.port)
-    else:
-        deadline = time.monotonic() + _START_S
-        while not place.exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank 0 did not start within {_START_S:.0f} s")
-            time.sleep(_POLL_S)
-        store = dist.TCPStore(address, json.loads(place.read_text()), timeout=timeout)
-    bagua.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 class Bench:
@@ -77,7 +55,7 @@ class Bench:
     def measure(self, settings: Settings, num_steps: int) -> list[float]:
         """Change over, make a step to get used to it, and some that count."""
         dist.barrier()
-        self.engine.adopt_settings(settings)
+        self.engine.binding.adopt_settings(settings)
         self.steps_s(1)
         return self.steps_s(num_steps)
 
@@ -86,7 +64,7 @@ def sweep(job: dict[str, Any]) -> dict[str, Any]:
     """Every point of the space that the library tunes over."""
     bench = Bench(job)
     bench.steps_s(2)
-    space = space_of(bench.engine)
+    space = space_of(bench.engine.binding)
     grid = Space(space.default, {**space.axes, **job["axes"]}, space.effect).grid()
     started = time.monotonic()
     rows = []
@@ -167,7 +145,7 @@ def run(folder: Path, rank: int, size: int) -> None:
     chosen = [default, *best, *(Settings.from_json(each["settings"]) for each in tuned)]
     chosen = list(dict.fromkeys(chosen))
     compared = compare(job, chosen)
-    write_json(
+    results_file.write(
         folder / f"result-{rank}.json",
         {
             "surface": surface,
@@ -175,26 +153,10 @@ def run(folder: Path, rank: int, size: int) -> None:
             "tuned": tuned,
             "compared": [[one.as_json(), steps] for one, steps in zip(chosen, compared, strict=True)],
         },
+        indent=None,
     )
     dist.barrier()
 
 
-def main() -> None:
-    """Run the job; a file `error-RANK.json` if it failed."""
-    folder = Path(sys.argv[1])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    code = 0
-    try:
-        run(folder, rank, size)
-    except BaseException as error:
-        code = 1
-        traceback.print_exc()
-        write_json(folder / f"error-{rank}.json", f"rank {rank}: {type(error).__name__}: {error}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # whatever others left running
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(Path(sys.argv[1]), run)

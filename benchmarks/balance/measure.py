@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bagua.bench import progress
 from bagua.data import LoadBalancingDistributedSampler, TokenBudgetBatchSampler
-from benchmarks.balance.entrants import ENTRANTS, Missing, seed
+from benchmarks.balance.contenders import CONTENDERS, Missing, seed
 
 __all__ = ["compare", "plan_a_million", "train"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compare(entrant: str, lengths: Tensor, budget: float, ranks: int) -> dict[str, Any] | str:
-    """Return the figures of an entrant, or why there are none.
+def compare(contender: str, lengths: Tensor, budget: float, ranks: int) -> dict[str, Any] | str:
+    """Return the figures of a contender, or why there are none.
 
     Costs of a rank in a step: padded tokens (samples times the longest) and real ones. Imbalance is the largest over
     the mean of the ranks, averaged over the steps. Waste is padding over real tokens.
@@ -32,7 +33,7 @@ def compare(entrant: str, lengths: Tensor, budget: float, ranks: int) -> dict[st
     seed()
     begun = time.perf_counter()
     try:
-        by_rank = ENTRANTS[entrant](lengths, budget, ranks)
+        by_rank = CONTENDERS[contender](lengths, budget, ranks)
     except Missing as missing:
         return str(missing)
     seconds = time.perf_counter() - begun
@@ -74,9 +75,11 @@ def plan_a_million(lengths: Tensor) -> dict[str, float]:
 def train(ranks: int, rounds: int, steps: int) -> dict[str, Any]:
     """Run examples/balanced_lm.py with both samplers in turn; return each one's results and the ratio of rates."""
     results: dict[str, list[dict[str, Any]]] = {"plain": [], "balanced": []}
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
         for kind, found in results.items():
+            progress.show(f"training with the {kind} sampler, round {number} of {rounds}")
             found.append(_run_example(ranks, kind, steps))
+    progress.clear()
     rate = {kind: statistics.median(r["tokens_per_s"] for r in found) for kind, found in results.items()}
     return {"runs": results, "tokens_per_s": rate, "gain": round(rate["balanced"] / rate["plain"], 2)}
 
@@ -84,7 +87,7 @@ def train(ranks: int, rounds: int, steps: int) -> dict[str, Any]:
 def _run_example(ranks: int, kind: str, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "bagua.distributed.run", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, "-m", "bagua.cli.main", "run", "--nproc-per-node", str(ranks)]
         command += ["examples/balanced_lm.py", "--sampler", kind, "--epochs", "1", "--steps", str(steps)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         subprocess.run(

@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bagua.bench.turns import quartiles
 from bagua.data import CacheLoader
 from bagua.data.cache.client import close_all
-from benchmarks.cache.entrants import Entrant
+from benchmarks.cache.contenders import Contender
 from benchmarks.cache.workload import SAMPLE_BYTES, Samples, compute
 
 __all__ = ["hit_bytes_per_s", "measure"]
 
 
-def measure(entrant: Entrant, uncached: Entrant, rounds: int, pairs: int, samples: int) -> dict[str, Any]:
+def measure(contender: Contender, uncached: Contender, rounds: int, pairs: int, samples: int) -> dict[str, Any]:
     """Return a row: milliseconds a sample in the first epoch, in later ones, and of the uncached loader beside it.
 
     Each of the `pairs` takes new samples; the uncached loader runs right before or after on as many, in turns. What
@@ -31,7 +32,7 @@ def measure(entrant: Entrant, uncached: Entrant, rounds: int, pairs: int, sample
     for pair in range(pairs):
         data = Samples(pair * samples, samples, rounds)
         with _directory() as directory:
-            batches, finish = entrant.make(data, directory)
+            batches, finish = contender.make(data, directory)
             plain, _ = uncached.make(data, directory)
             theirs = _epoch(plain, data) if pair % 2 else 0.0
             ours = _epoch(batches, data)
@@ -45,15 +46,16 @@ def measure(entrant: Entrant, uncached: Entrant, rounds: int, pairs: int, sample
             later_ms += [_epoch(batches, data) for _ in range(3)]
             del batches
             close_all()
+    ratio = quartiles(ratios)
     return {
-        "name": entrant.name,
-        "note": entrant.note,
+        "name": contender.name,
+        "note": contender.note,
         "first_epoch_ms": statistics.median(first_ms),
         "uncached_ms": statistics.median(plain_ms),
         "tail_ms": statistics.median(tails_ms),
         "later_epoch_ms": statistics.median(later_ms),
-        "first_epoch_over_uncached": statistics.median(ratios),
-        "first_epoch_over_uncached_quartiles": statistics.quantiles(ratios, n=4)[::2],
+        "first_epoch_over_uncached": ratio.median,
+        "first_epoch_over_uncached_quartiles": [ratio.low, ratio.high],
         "speedup": statistics.median(first_ms) / statistics.median(later_ms),
     }
 
@@ -112,7 +114,7 @@ def _never(index: int) -> Any:
 
 @contextmanager
 def _directory() -> Iterator[Path]:
-    """An empty directory, and its namesake in shared memory, for one entrant."""
+    """An empty directory, and its namesake in shared memory, for one contender."""
     path = Path(tempfile.mkdtemp(prefix="bagua-bench-cache-"))
     try:
         yield path

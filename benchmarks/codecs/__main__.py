@@ -7,15 +7,15 @@ decode_mean_encode the bytes of one decoded row count. Medians of pairs: a memcp
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 
 from bagua import codecs
+from bagua.bench import progress, results_file
 
 from .measure import measure
-from .report import HEADER, line, plot, summary, write_json
+from .report import COLUMNS, content, line, plot, summary
 from .targets import CASES
 
 
@@ -36,17 +36,18 @@ def main(argv: list[str] | None = None) -> None:
     sizes = args.mb or ([1, 10] if args.quick else [1, 10, 100])
     backends = args.backends or list(codecs.available_backends()[1:] or ("torch",))
     torch.set_num_threads(1)
-    print(HEADER)
+    print(COLUMNS.head())
     rows, total = [], len(sizes) * len(CASES) * len(backends)
     for row in measure(sizes, backends, 9 if args.quick else 41):
         rows.append(row)
+        progress.clear()
         print(line(row), flush=True)
-        if sys.stderr.isatty():
-            print(f"{len(rows)} of {total}", end="\r", file=sys.stderr, flush=True)
+        progress.show(f"{len(rows)} of {total}")
+    progress.clear()
     for backend in backends:
         print(summary(rows, backend))
     if args.json:
-        write_json(rows, args.json)
+        results_file.write(args.json, content(rows))
     if args.plot:
         plot(rows, backends, 10 if 10 in sizes else sizes[-1], args.plot)
 

@@ -6,11 +6,13 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from bagua import codecs
+from bagua.bench.turns import turns
 
 from .targets import CASES, Case, calls
 
@@ -49,6 +51,12 @@ def row(case: Case, backend: str, size_mb: float, n: int, pairs: Sequence[tuple[
     }
 
 
+def _pair(copy: Callable[[], Any], call: Callable[[], Any], backend: str, warm: bool) -> tuple[float, float]:
+    """Seconds of a memcpy and of an operation right after it."""
+    with codecs.use_backend(backend):
+        return seconds_of(copy, warm), seconds_of(call, warm)
+
+
 def measure(sizes_mb: Sequence[float], backends: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
     """A row for each size, backend and case.
 
@@ -64,13 +72,13 @@ def measure(sizes_mb: Sequence[float], backends: Sequence[str], rounds: int) -> 
         for together in [every] if small else [[codec] for codec in every]:
             operations = {codec: dict(calls(codec, n)) for codec in together}
             runs = [(case, backend) for case in CASES if case.codec in together for backend in backends]
-            pairs: dict[tuple[Case, str], list[tuple[float, float]]] = {run: [] for run in runs}
-            for count in range(-1, rounds):  # one round to warm up
-                for case, backend in runs:
-                    with codecs.use_backend(backend):
-                        operation = operations[case.codec][case.operation]
-                        pair = seconds_of(copy, small), seconds_of(operation, small)
-                    if count >= 0:
-                        pairs[case, backend].append(pair)
+            pairs = turns(
+                {
+                    (case, backend): partial(_pair, copy, operations[case.codec][case.operation], backend, small)
+                    for case, backend in runs
+                },
+                rounds,
+                warmup=1,
+            )
             for case, backend in runs:
                 yield row(case, backend, size_mb, n, pairs[case, backend])

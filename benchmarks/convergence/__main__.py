@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 import torch
 
 import benchmarks.convergence
+from bagua.bench import results_file
+from bagua.bench.machine import describe_machine, now
 from benchmarks.convergence.configurations import Configuration, all_configurations, select
 from benchmarks.convergence.merge import combine, read, without_known_bases
 from benchmarks.convergence.plots import plot
@@ -22,7 +23,6 @@ from benchmarks.convergence.processes import run_in_processes
 from benchmarks.convergence.report import TARGETS, summarise, table, to_json
 from benchmarks.convergence.tasks import RANKS, TASKS, make_task
 from benchmarks.convergence.training import BUCKET_BYTES, Outcome
-from benchmarks.overhead import describe_machine
 
 SEEDS = 3
 
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"FAILED: {each.task}, {each.configuration}, seed {each.seed}: {each.error}", file=sys.stderr)
     if args.json is not None:
         header = {
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "date": now(),
             "machine": machine,
             "quick": args.quick,
             **({"merged_with": args.merge.parent.name, "run_again": again} if args.merge is not None else {}),
@@ -123,8 +123,7 @@ def main(argv: list[str] | None = None) -> int:
             },
             "configurations": {each.name: {k: str(v) for k, v in asdict(each).items() if v} for each in chosen},
         }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(to_json(header, rows, outcomes))
+        results_file.write_text(args.json, to_json(header, rows, outcomes))
     if args.plots is not None:
         for name in tasks:
             for path in plot(name, chosen, outcomes, args.plots):

@@ -54,7 +54,7 @@ class Configuration:
     @property
     def synchronous(self) -> bool:
         """Whether the stricter target holds, and rank 0's weights are everyone's."""
-        return self.exactness in (Exactness.EXACT.value, Exactness.LOSSY.value)
+        return Exactness(self.exactness).replicas_equal
 
 
 def _configurations() -> Iterable[Configuration]:
@@ -102,9 +102,11 @@ def _configurations() -> Iterable[Configuration]:
 
 
 def all_configurations() -> list[Configuration]:
-    """Return the rows whose algorithm is registered."""
-    known = {row.name for row in bagua.algorithms.available()} | {""}
-    return [each for each in _configurations() if each.algorithm in known]
+    """Return the rows whose algorithm is registered; one that has no row gets one with SGD and its defaults."""
+    known = [row.name for row in bagua.algorithms.available()]
+    rows = [each for each in _configurations() if each.algorithm in ("", *known)]
+    compared = {each.algorithm for each in rows}
+    return rows + [Configuration(name, "sgd", name) for name in known if name not in compared]
 
 
 def by_name(name: str) -> Configuration:

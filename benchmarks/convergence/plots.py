@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from bagua.bench import canvas
 from benchmarks.convergence.configurations import Configuration
 from benchmarks.convergence.training import Outcome
 
@@ -40,16 +41,9 @@ def _curve(outcomes: Sequence[Outcome]) -> tuple[list[int], list[float], list[fl
 
 def plot(task: str, rows: Sequence[Configuration], outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
     """Write `<task>.png` and `<task>.svg`; returns their paths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     panels = _panels(rows)
     log = task == "digits"
-    with plt.rc_context(
-        {"font.size": 9, "font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "bagua"}
-    ):
+    with canvas.drawing() as plt:
         figure, grid = plt.subplots(
             len(panels), 2, figsize=(13, 1 + 3.7 * len(panels)), sharey=True, layout="constrained", squeeze=False
         )
@@ -80,8 +74,7 @@ def plot(task: str, rows: Sequence[Configuration], outcomes: Sequence[Outcome], 
             for axes in (left, right):
                 if log:
                     axes.set_yscale("log")
-                axes.grid(color="#e4e6ea")
-                axes.spines[["top", "right"]].set_visible(False)
+                canvas.tidy(axes)
             handles, labels = left.get_legend_handles_labels()
             right.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False, borderaxespad=0)
         grid[-1][0].set_xlabel("steps")
@@ -91,9 +84,4 @@ def plot(task: str, rows: Sequence[Configuration], outcomes: Sequence[Outcome], 
             f"{_TITLES.get(task, task)}: 4 ranks, mean of {seeds} seed{'s' * (seeds != 1)}, mean of the ranks' weights",
             x=0.01, ha="left", weight="bold",
         )  # fmt: skip
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{task}.{kind}" for kind in ("png", "svg")]
-        for path in paths:
-            figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(figure)
-    return paths
+        return canvas.save(figure, [folder / f"{task}.{kind}" for kind in ("png", "svg")])

@@ -11,11 +11,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua
+from bagua.bench.spawned import run_ranks
 from benchmarks.convergence.configurations import Configuration, by_name, make_optimizer
 from benchmarks.convergence.tasks import RANKS, Task, make_task
 from benchmarks.convergence.training import BUCKET_BYTES, Outcome, Recorder, set_rate
@@ -29,30 +29,20 @@ def run_in_processes(jobs: Sequence[Job], quick: bool) -> list[Outcome]:
     """Run all jobs, one after another, in one set of processes."""
     if not jobs:
         return []
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:
         answer = Path(folder) / "outcomes.json"
-        context = mp.start_processes(
-            _rank_main, (store.port, jobs, quick, answer), RANKS, join=False, daemon=True, start_method="spawn"
-        )
-        assert context is not None
-        while not context.join():
-            continue
+        run_ranks(_rank_main, RANKS, jobs, quick, answer)
         outcomes = [Outcome(**each) for each in json.loads(answer.read_text())]
     return outcomes
 
 
-def _rank_main(rank: int, port: int, jobs: Sequence[Job], quick: bool, answer: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    bagua.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+def _rank_main(rank: int, jobs: Sequence[Job], quick: bool, answer: Path) -> None:
     outcomes: list[Outcome] = []
     for task_name, name, seed in jobs:
         outcome = _train(by_name(name), make_task(task_name, seed, quick), seed, rank)
         if outcome is not None:
             outcomes.append(outcome)
             print(f"  {task_name}, {name}, seed {seed}: {outcome.seconds:.1f} s", flush=True)
-    bagua.destroy_process_group()
     if rank == 0:
         answer.write_text(json.dumps([asdict(each) for each in outcomes]))
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bagua.bench.layout import Columns
 from benchmarks.convergence.configurations import Configuration
 from benchmarks.convergence.training import Outcome
 
@@ -107,9 +108,11 @@ def _mean(values: Sequence[float]) -> float:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as text."""
-    widths = (9, 29, 18, 9, 13, 12, 9, 9)
-    head = ["task", "configuration", "result", "rank 0", "against DDP", "kB/step", "times", "target"]
-    lines = ["".join(map(_pad, head, widths))]
+    columns = Columns(
+        ("task", -9), ("configuration", -29), ("result", -18), ("rank 0", -9), ("against DDP", -13), ("kB/step", -12),
+        ("times", -9), ("target", -9)
+    )  # fmt: skip
+    lines: list[list[str]] = []
     for row in rows:
         unit, digits = ("%", 2) if row.metric == "accuracy" else ("", 4)
         change = "" if row.difference is None else f"{row.difference:+.2f} {'pt' if unit else '%'}"
@@ -120,12 +123,8 @@ def table(rows: Sequence[Row]) -> str:
         cells = [row.task, row.configuration, f"{row.mean:.{digits}f}{unit} +- {row.half_range:.{digits}f}"]
         fewer = f"{dense / row.bytes_per_step:.1f}x" if row.bytes_per_step else "-"
         cells += [f"{row.mean_rank0:.{digits}f}", change, f"{row.bytes_per_step / 1000:.1f}", fewer, verdict]
-        lines.append("".join(map(_pad, cells, widths)))
-    return "\n".join(lines)
-
-
-def _pad(text: str, width: int) -> str:
-    return text.ljust(width - 1)[: max(width - 1, len(text))] + " "
+        lines.append(cells)
+    return columns.table(lines)
 
 
 def to_json(header: Mapping[str, Any], rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:

@@ -8,40 +8,64 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
-from bagua.algorithms import available
-from benchmarks.figures import charts, convergence, losses, table, tradeoff
+import bagua
+from benchmarks.figures import advice, charts, convergence, demo, hero, losses, table, tradeoff
 from benchmarks.figures.marks import between
-from benchmarks.figures.results import Convergence, Tradeoff, all_of, newest
+from benchmarks.figures.results import Convergence, Tradeoff, all_of, newest, newest_complete
+from benchmarks.figures.svg import Drawing
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "figures"
 
 
-def figures(times: Tradeoff, runs: Convergence) -> dict[str, str]:
-    """Return the text of each figure, by file name."""
-    found = {f"convergence-{row.name}.svg": convergence.draw(runs, row.name) for row in available()}
+def compared(runs: Convergence) -> list[str]:
+    """Return the library's algorithms that are in the results: one that is new has neither figure nor table yet."""
+    names = [row.name for row in bagua.algorithms.available(builtin_only=True)]
+    return [name for name in names if runs.of_algorithm(name)]
+
+
+def drawings(times: Tradeoff, runs: Convergence) -> dict[str, Drawing]:
+    """Return each figure, by the name of its file."""
+    found = {f"convergence-{name}": convergence.draw(runs, name) for name in compared(runs)}
     return found | {
-        "steps.svg": tradeoff.draw_steps(times),
-        "loss-against-time.svg": tradeoff.draw_loss_against_time(times, runs),
-        "choice.svg": charts.draw_choice(times, runs),
-        "way.svg": charts.draw_way(),
+        "hero": hero.draw_hero(newest_complete(hero.CONDITION)),
+        "steps": tradeoff.draw_steps(times),
+        "loss-against-time": tradeoff.draw_loss_against_time(times, runs),
+        "choice": charts.draw_choice(times, runs),
+        "way": charts.draw_way(),
     }
+
+
+def figures(times: Tradeoff, runs: Convergence) -> dict[str, str]:
+    """Return the text of each figure by file name, for light pages and for dark ones."""
+    found = {}
+    for name, drawing in drawings(times, runs).items():
+        found |= {f"{name}.svg": drawing.render(), f"{name}-dark.svg": drawing.render(dark=True)}
+    return found
 
 
 def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
     """Return the text of each document that has tables of results."""
-    parts: dict[str, Mapping[str, str]] = {
-        "README.md": {table.NAME: table.in_short(times)},
-        "docs/performance.md": {table.NAME: table.in_full(times)},
+    complete = newest_complete(table.NETWORKS[-1])
+    tenth = Tradeoff(all_of("bench", "tenth.json")[-1])
+    first = {"speed-ups": table.speedups(), "advice": advice.advice(runs)}
+    parts: dict[str, dict[str, str]] = {
+        "README.md": first,
+        "docs/index.md": first,
+        "docs/performance.md": {
+            "step times": table.grid(times),
+            "step times, all hooks": table.grid(complete),
+            "step times, a tenth": table.grid(tenth),
+            "warm-up": table.warm_up(times),
+            "demo": demo.rows(newest("demo", "demo.json")),
+        },
         "docs/algorithms.md": {losses.NAME: losses.misses(runs)},
     }
-    parts |= {f"docs/algorithms/{r.name}.md": {losses.NAME: losses.of_algorithm(runs, r.name)} for r in available()}
+    parts |= {f"docs/algorithms/{name}.md": {losses.NAME: losses.of_algorithm(runs, name)} for name in compared(runs)}
     every_run = [Convergence(path) for path in all_of("convergence", "results.json")]
-    page = "docs/algorithms/async.md"
-    parts[page] = {**parts[page], "runs": losses.of_runs(every_run, "async")}
+    parts["docs/algorithms/async.md"]["runs"] = losses.of_runs(every_run, "async")
     made = {}
     for name, named in parts.items():
         text = (ROOT / name).read_text()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.figures.svg import GREY, Drawing
+from benchmarks.figures.svg import GREY, GRID, Drawing
 
 __all__ = ["Axis", "Panel"]
 
@@ -49,11 +49,11 @@ class Panel:
         drawing.text(left, top - 8, title, bold=True)
         for value in x.ticks:
             at, _ = self.place(value, y.low)
-            drawing.line([(at, top), (at, self._bottom)], "#e4e4e4")
+            drawing.line([(at, top), (at, self._bottom)], GRID)
             drawing.text(at, self._bottom + 15, x.form.format(value), "middle", 11)
         for value in y.ticks:
             _, at = self.place(x.low, value)
-            drawing.line([(left, at), (left + width, at)], "#e4e4e4")
+            drawing.line([(left, at), (left + width, at)], GRID)
             drawing.text(left - 6, at + 4, y.form.format(value), "end", 11)
         drawing.line([(left, top), (left, self._bottom), (left + width, self._bottom)], GREY)
         drawing.text(left + width / 2, self._bottom + 31, x.label, "middle", 11)

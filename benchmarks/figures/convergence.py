@@ -15,7 +15,7 @@ _TASKS = {
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
 
-def draw(results: Convergence, algorithm: str) -> str:
+def draw(results: Convergence, algorithm: str) -> Drawing:
     """Return the figure."""
     names = results.of_algorithm(algorithm)
     baselines = list(dict.fromkeys(results.baseline(name) for name in names))
@@ -37,17 +37,18 @@ def draw(results: Convergence, algorithm: str) -> str:
         drawing.text(98, y, name)
         drawing.text(330, y, _final(results, "digits", name))
         drawing.text(545, y, _final(results, "char_lm", name))
-    caption = f"{results.ranks} ranks; mean and range of {results.seeds} seeds; {results.date}"
+    caption = f"in brackets: behind DDP, positive is worse; {results.ranks} ranks; "
+    caption += f"mean and range of {results.seeds} seeds; {results.date}"
     drawing.text(60, height - 9, caption, size=10, colour=GREY)
-    return drawing.render()
+    return drawing
 
 
 def _final(results: Convergence, task: str, name: str) -> str:
+    """The result, and in brackets how far it is behind DDP: positive is worse, as in the tables."""
     row = results.row(task, name)
     accuracy = row["metric"] == "accuracy"
     text = f"{row['mean']:.1f} % right" if accuracy else f"loss {row['mean']:.3f}"
     behind = row["difference"]
     if behind is None:
         return text
-    # Differences are stored as "worse by".
-    return text + (f" ({signed(-behind)} points)" if accuracy else f" ({percent(behind)})")
+    return text + (f" ({signed(behind)} points)" if accuracy else f" ({percent(behind)})")

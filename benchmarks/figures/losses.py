@@ -10,7 +10,8 @@ from benchmarks.figures.svg import signed
 __all__ = ["NAME", "misses", "of_algorithm", "of_runs"]
 
 NAME = "losses"
-_TASKS = ("digits", "char_lm")
+# Positive is worse than DDP, in every column and in the figures.
+_HEADS = "digits: points of accuracy behind DDP | digits: loss, % above DDP (and the loss) | text: loss, % above DDP"
 # Why a configuration misses what is aimed at. What these say of other lengths, rates and codecs was tried by hand.
 _REASONS = {
     "bytegrad sign + feedback": "1 bit of a gradient is mostly error; feedback returns it in more steps than these",
@@ -22,6 +23,9 @@ _REASONS = {
     "one_bit_lamb 8 bits": "the fixed coefficient; with LAMB's own it would be 1.7 %, but that is another algorithm",
     "local_sgd, adam": "second moments of small batches: steps up to half as long. With twice the learning rate 2.5 % "
     "better than DDP at the common one",
+    "diloco": "nine rounds: the outer momentum's last push comes when the inner learning rate has gone; the loss "
+    "rises over the last third while the accuracy holds",
+    "diloco after 25 %": "as diloco; better than DDP on the text",
     "diloco, adam": "ten rounds are too few for an outer momentum of 0.9",
     "async": "it differs from run to run",
 }
@@ -29,12 +33,9 @@ _REASONS = {
 
 def of_algorithm(results: Convergence, algorithm: str) -> str:
     """A row for each configuration of an algorithm."""
-    lines = [
-        "| configuration | digits, points behind DDP | text, % behind DDP | what is aimed at |",
-        "|---|---|---|---|",
-    ]
+    lines = [f"| configuration | {_HEADS} | what is aimed at |", "|---|---|---|---|---|"]
     for name in results.of_algorithm(algorithm):
-        met = "reached" if _within(results, name) else "missed"
+        met = "missed" if results.misses(name) else "reached"
         lines.append(f"| {name} | {' | '.join(_behind(results, name))} | {met} |")
     return "\n".join(lines) + "\n"
 
@@ -45,9 +46,9 @@ def misses(results: Convergence) -> str:
     Raises:
         ValueError: no reason is known for one of them.
     """
-    lines = ["| configuration | digits, points behind DDP | text, % behind DDP | why |", "|---|---|---|---|"]
+    lines = [f"| configuration | {_HEADS} | why |", "|---|---|---|---|---|"]
     for name in results.compared():
-        if _within(results, name):
+        if not results.misses(name):
             continue
         if name not in _REASONS:
             raise ValueError(f"{name} misses what is aimed at: find out why, and say so in {__name__}")
@@ -57,16 +58,17 @@ def misses(results: Convergence) -> str:
 
 def of_runs(runs: Sequence[Convergence], configuration: str) -> str:
     """A row for each run of the benchmark: for what differs from run to run."""
-    lines = ["| run | digits, points behind DDP | text, % behind DDP |", "|---|---|---|"]
+    lines = [f"| run | {_HEADS} |", "|---|---|---|---|"]
     for run in runs:
         lines.append(f"| {run.name} | {' | '.join(_behind(run, configuration))} |")
     return "\n".join(lines) + "\n"
 
 
 def _behind(results: Convergence, name: str) -> list[str]:
-    rows = [results.row(task, name) for task in _TASKS]
-    return [signed(row["difference"]) + ("" if row["within"] else ", missed") for row in rows]
-
-
-def _within(results: Convergence, name: str) -> bool:
-    return all(results.row(task, name)["within"] for task in _TASKS)
+    missed = results.misses(name)
+    found = {
+        "accuracy": signed(results.row("digits", name)["difference"]),
+        "digits loss": f"{results.digits_loss_behind(name):+.0f} ({results.digits_loss(name):.2f})",
+        "text": signed(results.row("char_lm", name)["difference"]),
+    }
+    return [text + (", missed" if key in missed else "") for key, text in found.items()]

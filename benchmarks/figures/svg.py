@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-__all__ = ["COLOURS", "GREY", "Drawing", "percent", "signed"]
+__all__ = ["ANSWER", "COLOURS", "EDGE", "GREY", "GRID", "INK", "QUESTION", "Drawing", "percent", "signed"]
 
 COLOURS = ("#0b5fa5", "#c9470b", "#2a7d2e", "#8e2aa0", "#8a6d00", "#b0125b", "#00727a", "#5b4636")
-GREY = "#777777"
-_INK, _PAPER = "#222222", "#ffffff"
+GREY, GRID, EDGE = "#666666", "#e4e4e4", "#999999"
+QUESTION, ANSWER = "#fff4d6", "#e3f0fa"  # what boxes are filled with
+INK, _PAPER = "#222222", "#ffffff"
+# What each colour becomes on a dark page. A colour that is not here is refused.
+_DARK = {
+    **dict(zip(COLOURS, ("#6cb4f0", "#ff9a66", "#7fd08a", "#d39be6", "#e0c040", "#f58ab8", "#5fd0d6", "#c9b09c"),
+               strict=True)),
+    GREY: "#a9afba", GRID: "#3a404c", EDGE: "#7d8594", QUESTION: "#463c1b", ANSWER: "#1d3850", INK: "#e8eaee",
+    _PAPER: "#1b1f27",
+}  # fmt: skip
 
 
 class Drawing:
@@ -26,7 +35,7 @@ class Drawing:
         ]
 
     def text(
-        self, x: float, y: float, words: str, anchor: str = "start", size: float = 12, colour: str = _INK,
+        self, x: float, y: float, words: str, anchor: str = "start", size: float = 12, colour: str = INK,
         bold: bool = False, turned: bool = False,
     ) -> None:  # fmt: skip
         """Write `words` with their baseline at y."""
@@ -37,7 +46,7 @@ class Drawing:
             f"{escape(words)}</text>"
         )
 
-    def line(self, points: Sequence[tuple[float, float]], colour: str = _INK, width: float = 1, dash: str = "") -> None:
+    def line(self, points: Sequence[tuple[float, float]], colour: str = INK, width: float = 1, dash: str = "") -> None:
         """Join the points."""
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
         self._parts.append(
@@ -65,7 +74,7 @@ class Drawing:
             f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" fill="{fill}" stroke="{colour}" stroke-width="1.5"/>'
         )
 
-    def arrow(self, points: Sequence[tuple[float, float]], colour: str = _INK) -> None:
+    def arrow(self, points: Sequence[tuple[float, float]], colour: str = INK) -> None:
         """Join the points; a head at the last one. The last piece goes along an axis."""
         self.line(points, colour, 1.2)
         (x0, y0), (x, y) = points[-2], points[-1]
@@ -80,9 +89,17 @@ class Drawing:
             bold = words.startswith("*")
             self.text(x, top + number * (size + 3), words.lstrip("*"), anchor, size, bold=bold)
 
-    def render(self) -> str:
-        """Return the file's text."""
-        return "\n".join([*self._parts, "</svg>"]) + "\n"
+    def render(self, dark: bool = False) -> str:
+        """Return the file's text.
+
+        Args:
+            dark: for a dark page.
+
+        Raises:
+            KeyError: a colour has no dark form.
+        """
+        text = "\n".join([*self._parts, "</svg>"]) + "\n"
+        return re.sub(r'"(#[0-9a-f]{6})"', lambda match: f'"{_DARK[match[1]]}"', text) if dark else text
 
 
 def signed(value: float) -> str:

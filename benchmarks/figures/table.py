@@ -1,56 +1,94 @@
-"""Tables of step times, for README and for the page on performance."""
+"""Tables of step times: a short one of speed-ups for README, and the full grids for the page on performance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.figures.results import Tradeoff
+from benchmarks.figures.pairs import EXACT_SHARE
+from benchmarks.figures.results import TORCH, Tradeoff, newest_complete
 from benchmarks.figures.tradeoff import STEPS
 
-__all__ = ["NAME", "in_full", "in_short"]
+__all__ = ["NETWORKS", "grid", "speedups", "warm_up"]
 
-NAME = "step times"
-_SHORT = (
-    "ddp",
-    "ddp_fp16",
-    "ddp_powersgd",
-    "gradient_allreduce",
-    "bytegrad",
-    "int4",
-    "qadam_1bit",
-    "power_sgd",
-    "low_precision_decentralized",
-    "low_precision_decentralized_overlap",
-    "local_sgd",
-    "async",
-    "diloco",
+NETWORKS = ("1gbit/5ms", "250mbit/0ms", "100mbit/5ms")
+_WARMED = ("qadam", "qadam_1bit", "one_bit_lamb")
+# Entrant, how it is called, whether 20 % of its steps are exact ones.
+_ROWS = (
+    ("bytegrad", "`bytegrad`, 8 bits", False),
+    ("int4", '`gradient_allreduce`, `codec="int4"`', False),
+    ("power_sgd", "`power_sgd`, rank 8", False),
+    ("qadam_1bit", '`qadam`, `codec="sign"`, after its warm-up', False),
+    ("qadam_1bit", "the same with 20 % exact warm-up", True),
+    ("local_sgd", "`local_sgd`, every 8 steps", False),
+    ("diloco", "`diloco`, every 64 steps", False),
 )
+_HOOKS = {
+    "ddp": "none",
+    "ddp_fp16": "fp16",
+    "ddp_bf16": "bf16",
+    "ddp_powersgd": "PowerSGD",
+    "post_local_sgd": "post-local SGD",
+}
 
 
-def in_short(results: Tradeoff) -> str:
-    """Some entrants under all conditions."""
-    return _table(results, _SHORT)
-
-
-def in_full(results: Tradeoff) -> str:
-    """All entrants under all conditions, and where they come from."""
-    origin = (
-        f"{results.date}, {results.hosts} emulated hosts with one rank each, {results.num_elements / 1e6:.0f} M fp32 "
-        f"parameters, 300 ms of emulated compute: `benchmarks/results/{results.name}/tradeoff.json`.\n\n"
-    )
-    return origin + _table(results, STEPS)
-
-
-def _table(results: Tradeoff, names: Sequence[str]) -> str:
-    lines = [f"| | {' | '.join(results.all_conditions)} |", "|---" * (1 + len(results.all_conditions)) + "|"]
-    for name in names:
-        cells = [_cell(results, condition, name) for condition in results.all_conditions]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+def speedups() -> str:
+    """Times as fast as DDP on three networks, the best of torch's own hooks first."""
+    runs = {condition: newest_complete(condition) for condition in NETWORKS}
+    lines = ["| | 1 Gbit/s, 5 ms | 250 Mbit/s, 0 ms | 100 Mbit/s, 5 ms |", "|---|---|---|---|"]
+    lines.append(_line("step of DDP", [f"{runs[c].row(c, 'ddp')['step_ms']:.0f} ms" for c in NETWORKS]))  # pyright: ignore[reportOptionalSubscript]
+    best = [(c, runs[c].best_of_torch(c)) for c in NETWORKS]
+    lines.append(_line("best hook of torch", [f"{_cell(runs[c], c, name)} ({_HOOKS[name]})" for c, name in best]))
+    for entrant, label, warm in _ROWS:
+        share = EXACT_SHARE if warm else 0.0
+        lines.append(_line(label, [_cell(runs[c], c, entrant, share) for c in NETWORKS]))
     return "\n".join(lines) + "\n"
 
 
-def _cell(results: Tradeoff, condition: str, name: str) -> str:
+def grid(results: Tradeoff) -> str:
+    """All entrants under all conditions, and where they come from."""
+    origin = (
+        f"{results.date}, {results.cpu}, {results.hosts} emulated hosts with one rank each, "
+        f"{results.num_elements / 1e6:.2g} M fp32 parameters, 300 ms of emulated compute: "
+        f"`{results.path}`.\n\n"
+    )
+    lines = [f"| | {' | '.join(results.all_conditions)} |", "|---" * (1 + len(results.all_conditions)) + "|"]
+    for name in STEPS:
+        label = f"torch `{name}`" if name in TORCH else f"`{name}`"
+        lines.append(_line(label, [_timing(results, condition, name) for condition in results.all_conditions]))
+    lines.append(_line("rows with a star", [_starred(results, condition) for condition in results.all_conditions]))
+    return origin + "\n".join(lines) + "\n"
+
+
+def warm_up(results: Tradeoff) -> str:
+    """Speed-ups of optimizers with an exact warm-up: after it, and of a training in which it is 20 % of the steps."""
+    head = [condition for condition in results.all_conditions if results.row(condition, _WARMED[0])]
+    lines = [f"| | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
+    for name in _WARMED:
+        cells = [
+            f"{results.speedup(c, name):.1f}x, with warm-up {results.speedup(c, name, EXACT_SHARE):.1f}x" for c in head
+        ]
+        lines.append(_line(f"`{name}`", cells))
+    return "\n".join(lines) + "\n"
+
+
+def _starred(results: Tradeoff, condition: str) -> str:
+    """How many rows of a condition the machine may have limited."""
+    names = [name for name in STEPS if results.row(condition, name)]
+    return f"{sum(bool(results.limited(condition, name)) for name in names)} of {len(names)}"
+
+
+def _line(label: str, cells: Sequence[str]) -> str:
+    return f"| {label} | {' | '.join(cells)} |"
+
+
+def _cell(results: Tradeoff, condition: str, entrant: str, exact_share: float = 0.0) -> str:
+    speedup = results.speedup(condition, entrant, exact_share)
+    return "not measured" if speedup is None else f"{speedup:.1f}x"
+
+
+def _timing(results: Tradeoff, condition: str, name: str) -> str:
     row = results.row(condition, name)
-    if row is None or not row["step_ms"]:
-        return "-"
-    return f"{row['step_ms']:.0f} ms, {row['ratio_to_ddp']:.2f}x, {row['efficiency']:.2f}"
+    if row is None:
+        return "not measured"
+    star = "*" if row["limited"] else ""
+    return f"{row['step_ms']:.0f} ms{star}, {results.speedup(condition, name):.2f}x, {row['efficiency']:.2f}"

@@ -1,4 +1,4 @@
-"""Times steps of all entrants in turn, on equal parameters and gradients."""
+"""Times steps of all contenders in turn, on equal parameters and gradients."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bagua.bench.turns import turns
 from bagua.optim import NotElementwiseError, fuse
 from benchmarks.fused.optimizers import IMPLEMENTATIONS, make
 from benchmarks.fused.shapes import MODELS
 
-__all__ = ["Entrant", "measure", "ratios"]
+__all__ = ["Contender", "measure", "ratios"]
 
 
-class Entrant:
+class Contender:
     """One implementation of an optimizer with parameters of its own.
 
     Args:
@@ -41,10 +43,9 @@ class Entrant:
                 fuse(self.optimizer)
             except NotElementwiseError as error:
                 self.refused = str(error)
-        self.times_ms: list[float] = []
 
-    def step(self, grads: Sequence[Tensor], timed: bool) -> None:
-        """Step with fresh gradients, as after `zero_grad(set_to_none=True)`."""
+    def step_ms(self, grads: Sequence[Tensor]) -> float:
+        """Step with fresh gradients, as after `zero_grad(set_to_none=True)`; milliseconds."""
         assert self.optimizer is not None
         for param, grad in zip(self.params, grads, strict=True):
             param.grad = grad.clone()
@@ -52,9 +53,9 @@ class Entrant:
         begun = time.perf_counter()
         self.optimizer.step()
         _synchronize(self.params[0])
-        if timed:
-            self.times_ms.append((time.perf_counter() - begun) * 1e3)
+        taken_ms = (time.perf_counter() - begun) * 1e3
         self.optimizer.zero_grad(set_to_none=True)
+        return taken_ms
 
 
 def _synchronize(param: Tensor) -> None:
@@ -72,37 +73,35 @@ def measure(
         grads = [torch.randn(shape, generator=generator).mul_(0.01).to(device) for shape in shapes]
         for name in optimizers:
             say(f"{model}, {name}")
-            entrants = [
-                entrant
+            contenders = [
+                contender
                 for implementation in IMPLEMENTATIONS
                 for bagua in (False, True)
-                if (entrant := Entrant(name, implementation, bagua, shapes, device)).optimizer is not None
+                if (contender := Contender(name, implementation, bagua, shapes, device)).optimizer is not None
             ]
-            running = [entrant for entrant in entrants if not entrant.refused]
-            for number in range(2 + rounds):
-                for entrant in running:
-                    entrant.step(grads, timed=number >= 2)
+            running = [contender for contender in contenders if not contender.refused]
+            times_ms = turns({each.label: partial(each.step_ms, grads) for each in running}, rounds, warmup=2)
             yield {
                 "model": model,
                 "parameters": len(shapes),
                 "elements": sum(grad.numel() for grad in grads),
                 "optimizer": name,
-                "step_ms": {entrant.label: round(statistics.median(entrant.times_ms), 3) for entrant in running},
-                "spread": {e.label: round(max(e.times_ms) / min(e.times_ms), 2) for e in running},
-                "refused": {entrant.label: entrant.refused for entrant in entrants if entrant.refused},
+                "step_ms": {label: round(statistics.median(times), 3) for label, times in times_ms.items()},
+                "spread": {label: round(max(times) / min(times), 2) for label, times in times_ms.items()},
+                "refused": {contender.label: contender.refused for contender in contenders if contender.refused},
                 "bit_identical": {
                     implementation: _equal(running, implementation)
                     for implementation in IMPLEMENTATIONS
-                    if any(entrant.label == f"bagua on {implementation}" for entrant in running)
+                    if any(contender.label == f"bagua on {implementation}" for contender in running)
                 },
             }
-            del entrants, running
+            del contenders, running
             gc.collect()
 
 
-def _equal(entrants: Sequence[Entrant], implementation: str) -> bool:
+def _equal(contenders: Sequence[Contender], implementation: str) -> bool:
     plain, fused = (
-        next(e for e in entrants if e.label == label) for label in (implementation, f"bagua on {implementation}")
+        next(e for e in contenders if e.label == label) for label in (implementation, f"bagua on {implementation}")
     )
     return all(torch.equal(a, b) for a, b in zip(plain.params, fused.params, strict=True))
 

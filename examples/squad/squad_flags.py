@@ -62,11 +62,11 @@ def _get_args_parser() -> ArgumentParser:
     _add_training(parser)
     _add_bagua(parser)
     group = parser.add_argument_group("accepted, without effect")
-    for name in WITHOUT_EFFECT:
+    for name, reason in WITHOUT_EFFECT.items():
         if name in ("overwrite_cache", "verbose_logging"):
-            group.add_argument(f"--{name}", action="store_true")
+            group.add_argument(f"--{name}", action="store_true", help=reason)
         else:
-            group.add_argument(f"--{name}", metavar="VALUE")
+            group.add_argument(f"--{name}", metavar="VALUE", help=reason)
     return parser
 
 

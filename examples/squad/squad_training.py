@@ -79,7 +79,7 @@ def train(
             _say(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
             break
     stats = bagua.stats(model)
-    bagua.average(model)
+    bagua.average_parameters(model)
     if stats.steps:
         _say(f"{stats.algorithm}: {stats.total.bytes_sent / stats.steps / 1e6:.3f} MB sent per step and rank, "
              f"compression {stats.total.compression_ratio:.2f}")  # fmt: skip

@@ -61,6 +61,8 @@ def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
         bagua.detach(model)
     if not odd or "together" in words:
         train(0.4)
+    while not odd and "killed" in words and not bagua.stats(model).notices:
+        train(0.05)
     if "plain" in words:
         dist.destroy_process_group()
     print("notices:", bagua.stats(model).notices if not odd else "", file=sys.stderr)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import bagua
-import bagua.engine.launcher
+import bagua.engine.lanes.pool
 from bagua.algorithms import AsyncModelAverage
 from bagua.comm.team import Team
 from bagua.exchanges import AllReduce
@@ -80,7 +80,7 @@ def test_a_failed_exchange_is_told_and_training_goes_on(caplog: pytest.LogCaptur
 
 
 def test_a_rank_that_does_not_come_is_named_and_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bagua.engine.launcher, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(bagua.engine.lanes.pool, "_PATIENCE_S", 0.1)
     named = threading.Event()
 
     def rank_main(team: Team) -> tuple[str, ...]:
@@ -94,6 +94,29 @@ def test_a_rank_that_does_not_come_is_named_and_awaited(monkeypatch: pytest.Monk
         return bagua.stats(run.model).notices
 
     assert "rank 1 did not come within 0.1 s and is still awaited" in run_teams(2, rank_main)[0][0]
+
+
+@pytest.mark.parametrize("how", ["stays away", "fails"])
+def test_a_rank_that_is_left_alone_gives_up(how: str) -> None:
+    """After `max_alone_s`, and names the rank."""
+
+    def rank_main(team: Team) -> str:
+        options = {"max_alone_s": 1.0, "sync_interval_ms": 0}
+        run = Run(team, algorithm=(Fails if how == "fails" else AsyncModelAverage)(**options))
+        if team.rank == 1 and how == "stays away":
+            gave_up.wait(PATIENCE_S)
+            return "no sign of rank 1"
+        try:
+            run.train_until(lambda: False)
+        except bagua.CommunicationError as error:
+            gave_up.set()
+            return str(error)
+        return "no error"
+
+    gave_up = threading.Event()
+    for message in run_teams(2, rank_main):
+        assert "no exchange for" in message or how == "stays away"
+        assert ("an exchange has failed" if how == "fails" else "no sign of rank 1") in message
 
 
 def test_a_dropped_module_ends_its_lanes() -> None:
@@ -117,6 +140,7 @@ def test_a_dropped_module_ends_its_lanes() -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "scenarios",
     [
@@ -142,7 +166,8 @@ def test_ends_of_processes(scenarios: list[str]) -> None:
         assert not any("terminate" in text for text in trial["stderr"]), trial
     assert list(trials) == scenarios
     for scenario in {"detach", "raise"} & trials.keys():
-        assert "rank 1 has left; training goes on" in trials[scenario]["stderr"][0]
+        how = "failed" if scenario == "raise" else "left"
+        assert f"rank 1 has {how}; training goes on" in trials[scenario]["stderr"][0]
     if "raise" in trials:
         assert "training goes on without" in trials["killed first"]["stderr"][1]
         assert "ValueError: boom" in trials["raise"]["stderr"][1]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
+from bagua.comm.store import BoundedStore
 from bagua.comm.team import Team
-from bagua.engine.gate import Gate
+from bagua.engine.lanes.gate import Gate
+from bagua.errors import CommunicationError
 from tests.algorithms.async_run import PATIENCE_S
 from tests.rank_threads import _run, teams
 
@@ -44,9 +47,47 @@ def test_gate_is_over_when_a_rank_leaves_or_the_store_is_gone() -> None:
     second.leave()
     assert not first.enter(lambda: False)
     assert first.over and first.remark == "rank 1 has left" and not first.urgent
-    gone = Gate(Gone(), "gate", 0, 2, PATIENCE_S)
+    gone = Gate(BoundedStore(Gone(), PATIENCE_S), "gate", 0, 2, PATIENCE_S)
     assert not gone.enter(lambda: False)
     assert gone.over and "probably gone: Broken pipe" in gone.remark and gone.urgent
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_only_a_rank_that_failed_is_missed(failing: bool) -> None:
+    first, second = (Gate(team.store, "gate", team.rank, 2, PATIENCE_S) for team in teams(2))
+    second.failing = failing
+    first.give_up_after(0.0)
+    second.leave()
+    assert not first.enter(lambda: False)
+    time.sleep(0.001)
+    if not failing:
+        first.give_up_after(0.0)
+        return
+    with pytest.raises(CommunicationError, match="rank 0 gives up: rank 1 has failed"):
+        first.give_up_after(0.0)
+
+
+def test_only_who_does_not_come_is_missed() -> None:
+    """The others wait in the same meeting."""
+    members = teams(3)
+    gates = [Gate(team.store, "gate", team.rank, 3, PATIENCE_S) for team in members]
+    threads = [threading.Thread(target=gate.enter, args=(lambda: False,)) for gate in gates[:2]]
+    for thread in threads:
+        thread.start()
+    members[0].store.await_keys(["gate/at/0", "gate/at/1"], time.monotonic() + PATIENCE_S)
+    with pytest.raises(CommunicationError, match="rank 0 gives up: no sign of rank 2$"):
+        gates[0].give_up_after(0.0)
+    gates[2].leave()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+
+def test_who_leaves_is_heard_of_after_meetings_that_were_called_off() -> None:
+    first, second = (Gate(team.store, "gate", team.rank, 2, PATIENCE_S) for team in teams(2))
+    assert not first.enter(lambda: True) and not first.enter(lambda: True)
+    second.leave()
+    assert not first.enter(lambda: False)
+    assert first.remark == "rank 1 has left"
 
 
 class Gone:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua
-import bagua.engine.launcher
+import bagua.engine.lanes.pool
 from bagua.algorithms import AsyncModelAverage, Warmup
 from tests.algorithms.async_run import PATIENCE_S, Drift
 from tests.algorithms.quadratic import N

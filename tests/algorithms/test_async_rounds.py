@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bagua
-import bagua.engine.launcher
+import bagua.engine.lanes.pool
 from bagua.comm.team import Team
 from tests.algorithms.async_run import LR, Run, events, together
 from tests.algorithms.quadratic import N, Quadratic, start, target, targets
@@ -37,9 +37,9 @@ def test_it_mixes_and_keeps_the_mean(size: int, nodes: list[int] | None, hierarc
             run.train(5)
         else:
             run.train_rounds(10)
-        bagua.abort(run.model)
+        bagua.pause(run.model)
         x, stats = run.x(), bagua.stats(run.model)
-        bagua.average(run.model)
+        bagua.average_parameters(run.model)
         equal = run.x()
         bagua.detach(run.model)
         assert np.array_equal(equal, run.x())
@@ -68,7 +68,7 @@ def test_consensus_is_bounded() -> None:
     def rank_main(team: Team) -> tuple[np.ndarray, int, float]:
         run = Run(team)
         run.train_until(lambda: run.rounds >= 30 and run.steps >= 200)
-        bagua.abort(run.model)
+        bagua.pause(run.model)
         return run.x(), run.steps, bagua.stats(run.model).extra["staleness_steps"].max
 
     results = run_teams(2, rank_main)
@@ -84,7 +84,7 @@ def test_loss_falls_to_that_of_the_mean() -> None:
         run = Run(team, Quadratic)
         run.data = lambda: torch.tensor(target(team.rank, 0), dtype=torch.float32)  # type: ignore[method-assign]
         run.train_until(lambda: run.rounds >= 40 and run.steps >= 800, 0.0005)
-        bagua.average(run.model)
+        bagua.average_parameters(run.model)
         return run.x()
 
     x = run_teams(2, rank_main)[0]
@@ -141,7 +141,7 @@ def test_evaluation_accumulation_and_loose_forward_passes() -> None:
             run.train_until(evaluated.is_set)
             assert run.steps > before + 5
         run.train_rounds(2, last)
-        bagua.abort(run.model)
+        bagua.pause(run.model)
         return run.x(), run.local()
 
     results = run_teams(2, rank_main)

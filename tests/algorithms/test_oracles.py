@@ -62,7 +62,7 @@ def low_precision(size: int, interval: int) -> np.ndarray:
     me, seen = x.copy(), []
     for step in range(STEPS):
         x = x - LR * (x - targets(size, step))
-        if (step + 1) % interval == 0:
+        if step % interval == 0:
             left, right = np.roll(me, 1, 0), np.roll(me, -1, 0)
             if size == 1:
                 seen.append(x)
@@ -97,17 +97,18 @@ def test_bytegrad(size: int, error_feedback: bool) -> None:
         assert worst(results, want) > 1e-5, "nothing was quantised"
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    ("options", "topology"),
-    [
-        ({}, "complete"),
-        ({"peer_selection_mode": "shift_one"}, "shift_one"),
-        ({"topology": "ring"}, "ring"),
-        ({"topology": "exponential"}, "exponential"),
-    ],
+TOPOLOGIES: list[tuple[dict, str]] = [
+    ({}, "complete"),
+    ({"peer_selection_mode": "shift_one"}, "shift_one"),
+    ({"topology": "ring"}, "ring"),
+    ({"topology": "exponential"}, "exponential"),
+]
+
+
+@pytest.mark.parametrize(  # each topology meets each size, and each of both meets both intervals
+    ("size", "options", "topology", "interval"),
+    [(size, *TOPOLOGIES[j], [1, 3][(i + j) % 2]) for i, size in enumerate(SIZES) for j in range(len(TOPOLOGIES))],
 )
-@pytest.mark.parametrize("interval", [1, 3])
 def test_decentralized(size: int, options: dict, topology: str, interval: int) -> None:
     algorithm = Decentralized(communication_interval=interval, **options)
     assert worst(run_teams(size, follow, algorithm, STEPS), decentralized(size, topology, interval)) < 1e-5

@@ -32,7 +32,7 @@ def oracle(size: int, interval: int, steps: int = STEPS) -> tuple[np.ndarray, np
     for step in range(steps):
         x = x - LR * (x - targets(size, step)) + pending
         pending = np.zeros_like(x)
-        if (step + 1) % interval == 0 and size > 1:
+        if step % interval == 0 and size > 1:
             d = (x - me) + (np.roll(me, 1, 0) - me) / 3 + (np.roll(me, -1, 0) - me) / 3
             me = me + np.stack([quantise(row) for row in d])
             pending = me - x
@@ -159,12 +159,12 @@ def test_average_accumulation_and_switching_take_the_pending_over() -> None:
         with bagua.no_sync(run.model):
             run.model(torch.zeros(46)).backward()
         run.model.zero_grad()
-        bagua.abort(run.model)
+        bagua.pause(run.model)
         bagua.resume(run.model)
         seen = [run.x()]
-        bagua.average(run.model)
+        bagua.average_parameters(run.model)
         seen.append(run.x())
-        bagua.average(run.model)
+        bagua.average_parameters(run.model)
         seen.append(run.x())
         run.train(2)
         bagua.distribute(run.model, run.optimizer, "gradient_allreduce")

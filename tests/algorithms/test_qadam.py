@@ -27,19 +27,21 @@ def optimizer(params: Any, **options: Any) -> bagua.optim.QAdam:
     return bagua.optim.QAdam(params, **{"lr": LR, "warmup_steps": WARMUP, "betas": (B1, B2), **options})
 
 
-def oracle(size: int, steps: int = STEPS, weight_decay: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def oracle(
+    size: int, steps: int = STEPS, weight_decay: float = 0.0, decoupled: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Weights after each step [steps, N]; largest momentum that a rank would send; divisors at the end."""
     x, m, v, seen, sent = start(), np.zeros(N), np.zeros(N), [], []
     divisor = np.zeros(N)
     for k in range(1, steps + 1):
         gradients = x - targets(size, k - 1)
         sent.append(np.abs(B1 * m + (1 - B1) * gradients).max())
-        gradient = gradients.mean(0) + weight_decay * x
+        gradient = gradients.mean(0) + (0 if decoupled else weight_decay * x)
         m = B1 * m + (1 - B1) * gradient
         if k <= WARMUP:
             v = B2 * v + (1 - B2) * gradient**2
         divisor = np.sqrt(v) / np.sqrt(1 - B2 ** min(k, WARMUP)) + EPS
-        x = x - LR / (1 - B1**k) * m / divisor
+        x = x * (1 - LR * weight_decay if decoupled else 1) - LR / (1 - B1**k) * m / divisor
         seen.append(x)
     return np.stack(seen), np.array(sent), divisor
 
@@ -49,17 +51,27 @@ def all_equal(results: list) -> bool:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_the_optimizer_alone_is_adam_to_the_last_bit(foreach: bool, weight_decay: float) -> None:
-    """Groups with options of their own, missing gradients, a scheduler and a parameter in another memory layout."""
+@pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.0, False), (0.1, False), (0.1, True)])
+def test_the_optimizer_alone_is_adam_to_the_last_bit(foreach: bool, weight_decay: float, decoupled: bool) -> None:
+    """AdamW with decoupled weight decay.
+
+    Groups with options of their own, missing gradients, a scheduler and a parameter in another memory layout.
+    """
     shapes = [(7, 5), (11,), (4, 3, 2, 2), ()]
     generator = torch.Generator().manual_seed(1)
     mine = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     mine[2].data = mine[2].data.to(memory_format=torch.channels_last)
     theirs = [nn.Parameter(p.detach().clone()) for p in mine]
     options = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": weight_decay}
-    ours = bagua.optim.QAdam([{"params": mine[:2]}, {"params": mine[2:], "lr": 0.1}], warmup_steps=30, **options)
-    adam = torch.optim.Adam([{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0.1}], foreach=foreach, **options)
+    ours = bagua.optim.QAdam(
+        [{"params": mine[:2]}, {"params": mine[2:], "lr": 0.1}],
+        warmup_steps=30,
+        decoupled_weight_decay=decoupled,
+        **options,
+    )
+    adam = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+        [{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0.1}], foreach=foreach, **options
+    )
     schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (ours, adam)]
     for step in range(30):
         for index, (p, q) in enumerate(zip(mine, theirs, strict=True)):
@@ -80,24 +92,29 @@ def test_alone_after_the_warm_up_the_second_moment_is_fixed() -> None:
     assert np.abs(seen - oracle(1)[0]).max() < 1e-5
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-def test_without_loss_it_is_the_oracle(size: int, weight_decay: float) -> None:
-    """Also with several buckets; during the warm-up bit-equal to torch's Adam on the mean gradient."""
-    results = run_teams(size, along, QAdam(codec=Plain(), error_feedback=False), weight_decay)
-    assert max(np.abs(seen - oracle(size, weight_decay=weight_decay)[0]).max() for seen, _ in results) < 2e-5
+@pytest.mark.parametrize(
+    ("size", "weight_decay", "decoupled"),
+    [(1, 0.3, True), (2, 0.0, False), (2, 0.3, True), (3, 0.3, False), (3, 0.3, True), (4, 0.0, False), (8, 0.3, True)],
+)
+def test_without_loss_it_is_the_oracle(size: int, weight_decay: float, decoupled: bool) -> None:
+    """Also with several buckets; during the warm-up bit-equal to torch's Adam or AdamW on the mean gradient."""
+    results = run_teams(size, along, QAdam(codec=Plain(), error_feedback=False), weight_decay, decoupled)
+    want = oracle(size, weight_decay=weight_decay, decoupled=decoupled)[0]
+    assert max(np.abs(seen - want).max() for seen, _ in results) < 2e-5
     assert all_equal(results)
-    adam, _ = run_teams(size, along_adam, weight_decay)[0]
+    adam, _ = run_teams(size, along_adam, weight_decay, decoupled)[0]
     assert np.array_equal(results[0][0][:WARMUP], adam)
 
 
-def along(team: Team, algorithm: QAdam, weight_decay: float) -> Any:
-    return follow(team, algorithm, STEPS, lambda p: optimizer(p, weight_decay=weight_decay), bucket_bytes=100)
+def along(team: Team, algorithm: QAdam, weight_decay: float, decoupled: bool) -> Any:
+    options = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled}
+    return follow(team, algorithm, STEPS, lambda p: optimizer(p, **options), bucket_bytes=100)
 
 
-def along_adam(team: Team, weight_decay: float) -> Any:
+def along_adam(team: Team, weight_decay: float, decoupled: bool) -> Any:
     def adam(params: Any) -> torch.optim.Adam:
-        return torch.optim.Adam(params, lr=LR, betas=(B1, B2), eps=EPS, weight_decay=weight_decay)
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        return kind(params, lr=LR, betas=(B1, B2), eps=EPS, weight_decay=weight_decay)
 
     return follow(team, GradientAllReduce(), WARMUP, adam, bucket_bytes=100)
 
@@ -362,6 +379,31 @@ def test_state_dicts() -> None:
     go(adam, 1)
 
 
+@pytest.mark.parametrize("kind", [bagua.optim.QAdam, bagua.optim.OneBitLamb, bagua.optim.ZeroOneAdam])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_state_dicts_know_how_weights_decay(kind: Any, decoupled: bool) -> None:
+    """One that does not say so was made before the option and leaves the optimizer's own; torch's do say so."""
+    weight = nn.Parameter(torch.ones(3))
+    options = {"lr": 0.1, "weight_decay": 0.5, "decoupled_weight_decay": decoupled}
+    saved = kind([weight], **options).state_dict()
+    fresh = kind([weight], **{**options, "decoupled_weight_decay": not decoupled})
+    fresh.load_state_dict(saved)
+    assert fresh.param_groups[0]["decoupled_weight_decay"] is decoupled
+    del saved["param_groups"][0]["decoupled_weight_decay"]
+    old = kind([weight], **options)
+    old.load_state_dict(saved)
+    assert old.param_groups[0]["decoupled_weight_decay"] is decoupled
+    torchs = (torch.optim.AdamW if decoupled else torch.optim.Adam)([weight], weight_decay=0.5)
+    if "decoupled_weight_decay" in torchs.param_groups[0]:
+        fresh = kind([weight], **{**options, "decoupled_weight_decay": not decoupled})
+        fresh.load_state_dict(torchs.state_dict())
+        assert fresh.param_groups[0]["decoupled_weight_decay"] is decoupled
+    weight.grad = torch.zeros(3)
+    old.step()
+    assert bool((weight != 1).all()), "weights decay"
+    assert not old.state[weight]["exp_avg"].any() or not decoupled, "out of the moments"
+
+
 class Other(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -404,6 +446,7 @@ def test_wrong_optimizers_are_refused_in_distribute(make: Any, words: tuple[str,
         ({"betas": 0.9}, ("betas", "0.9")),
         ({"eps": -1e-8}, ("eps", "-1e-08")),
         ({"weight_decay": "much"}, ("weight_decay", "much")),
+        ({"decoupled_weight_decay": 0.1}, ("decoupled_weight_decay", "True or False", "0.1")),
     ],
 )
 def test_bad_options_of_the_optimizer(options: dict[str, Any], words: tuple[str, ...]) -> None:

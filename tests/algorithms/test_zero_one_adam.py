@@ -51,13 +51,18 @@ def mean_of_tensor(v: np.ndarray) -> np.ndarray:
     return np.concatenate([np.full(11, v[:11].mean()), np.full(35, v[11:].mean())])
 
 
-def oracle(size: int, weight_decay: float = 0.0) -> np.ndarray:
-    """Weights of each rank after each step, [steps, size, N]."""
+def oracle(size: int, weight_decay: float = 0.0, decoupled: bool = False) -> np.ndarray:
+    """Weights of each rank after each step, [steps, size, N].
+
+    Decoupled, what the interval began with and what was summed since decay with the weights.
+    """
     x, m, u = np.tile(start(), (size, 1)), np.zeros((size, N)), np.zeros((size, N))
     v, updates, length, anchor, seen = np.zeros(N), 0, 0.0, start(), []
     exact, meet = variance_steps(POLICY["var_freeze_step"], POLICY["var_update_scaler"]), meetings(STEPS)
     for k in range(1, STEPS + 1):
-        g = x - targets(size, k - 1) + weight_decay * x
+        g = x - targets(size, k - 1) + (0 if decoupled else weight_decay * x)
+        left = 1 - LR * weight_decay if decoupled else 1
+        x, u, length, anchor = left * x, left * u, left * length, left * anchor
         size_k = LR / (1 - B1**k)
         m = B1 * m + (1 - B1) * g
         if k in exact:
@@ -86,11 +91,12 @@ def test_policies() -> None:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_with_variance_steps_only_it_is_adam_to_the_last_bit(foreach: bool) -> None:
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_with_variance_steps_only_it_is_adam_to_the_last_bit(foreach: bool, decoupled: bool) -> None:
     mine = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5))]
     theirs = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5))]
-    ours = bagua.optim.ZeroOneAdam(mine, weight_decay=0.1, var_update_scaler=1000)
-    adam = torch.optim.Adam(theirs, weight_decay=0.1, foreach=foreach)
+    ours = bagua.optim.ZeroOneAdam(mine, weight_decay=0.1, var_update_scaler=1000, decoupled_weight_decay=decoupled)
+    adam = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, weight_decay=0.1, foreach=foreach)
     for step in range(30):
         for p, q in zip(mine, theirs, strict=True):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
@@ -100,12 +106,15 @@ def test_with_variance_steps_only_it_is_adam_to_the_last_bit(foreach: bool) -> N
         assert all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_without_loss_it_is_the_oracle(size: int, weight_decay: float) -> None:
+@pytest.mark.parametrize(
+    ("size", "weight_decay", "decoupled"),
+    [(1, 0.1, True), (2, 0.0, False), (2, 0.1, True), (3, 0.1, False), (3, 0.1, True), (4, 0.0, False), (8, 0.1, True)],
+)
+def test_without_loss_it_is_the_oracle(size: int, weight_decay: float, decoupled: bool) -> None:
     algorithm = ZeroOneAdam(codec=Plain(), error_feedback=False)
-    results = run_teams(size, follow, algorithm, STEPS, lambda p: optimizer(p, weight_decay=weight_decay))
-    want = oracle(size, weight_decay)
+    options = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled}
+    results = run_teams(size, follow, algorithm, STEPS, lambda p: optimizer(p, **options))
+    want = oracle(size, weight_decay, decoupled)
     for rank, (seen, _) in enumerate(results):
         assert np.abs(seen - want[:, rank]).max() < 1e-4
         for step in range(STEPS):
@@ -139,10 +148,16 @@ def test_1_bit_follows_adam_and_sends_little() -> None:
     assert abs(coarse[0][1].total.bytes_sent - sent) <= steps
 
 
-@pytest.mark.parametrize("stop", [1, 5, 14, 20, 21, 22, 27, 28])
-def test_resume_is_bit_identical(stop: int) -> None:
+def decaying(params: Any) -> bagua.optim.ZeroOneAdam:
+    return optimizer(params, weight_decay=0.1, decoupled_weight_decay=True)
+
+
+@pytest.mark.parametrize(
+    ("stop", "make"), [*((stop, optimizer) for stop in (1, 5, 14, 20, 21, 22, 27, 28)), (21, decaying), (29, decaying)]
+)
+def test_resume_is_bit_identical(stop: int, make: Any) -> None:
     """In the middle of an interval, too: each rank loads what it saved."""
-    for whole, resumed in run_teams(3, interrupted, optimizer, ZeroOneAdam(), stop, 36):
+    for whole, resumed in run_teams(3, interrupted, make, ZeroOneAdam(), stop, 36):
         assert torch.equal(whole, resumed)
 
 
@@ -155,11 +170,11 @@ class Branches(nn.Module):
         return torch.stack([self.parts[index](x) for index in use]).square().sum()
 
 
-def branches(team: Team) -> list[torch.Tensor]:
+def branches(team: Team, make: Any) -> list[torch.Tensor]:
     """In local steps each rank uses other parts; part 2 is used for the first time after the variance is fixed."""
     torch.manual_seed(0)
     model = Branches()
-    own = optimizer(model.parameters(), lr=0.01)
+    own = make(model.parameters())
     bagua.distribute(model, own, ZeroOneAdam(), process_group=team, bucket_bytes=100)
     for step in range(32):
         own.zero_grad()
@@ -171,8 +186,9 @@ def branches(team: Team) -> list[torch.Tensor]:
     return weights
 
 
-def test_ranks_that_use_other_parameters_still_meet() -> None:
-    results = run_teams(3, branches)
+@pytest.mark.parametrize("make", [optimizer, decaying])
+def test_ranks_that_use_other_parameters_still_meet(make: Any) -> None:
+    results = run_teams(3, branches, make)
     for weights in results:
         assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(weights, results[0], strict=True))
 
@@ -190,6 +206,16 @@ def test_ranks_that_use_other_parameters_still_meet() -> None:
 def test_bad_options(options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         optimizer([nn.Parameter(torch.ones(2))], **options)
+
+
+def test_a_decay_that_leaves_nothing_is_refused() -> None:
+    """Where the ranks step alone, sums are divided by what is left of the weights."""
+    weight = nn.Parameter(torch.ones(2))
+    own = optimizer([weight], lr=1.0, weight_decay=1.0, decoupled_weight_decay=True, local_step_scaler=1)
+    weight.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="weight_decay: decoupled, 1 at a learning rate of 1"):
+        for _ in range(STEPS):
+            own.step()
 
 
 def test_groups_share_the_policies() -> None:

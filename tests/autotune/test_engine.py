@@ -18,8 +18,8 @@ import bagua
 from bagua.algorithms import GradientAllReduce
 from bagua.autotune import Settings
 from bagua.autotune.progress import Progress
-from bagua.engine.attachment import attachments
 from bagua.engine.engine import Engine
+from bagua.engine.hooks import attachments
 from tests.autotune.training import WIDTH, Training, make_model, pretend
 from tests.rank_threads import run_teams
 
@@ -62,7 +62,7 @@ def test_two_ranks_train_the_same_bits(passes: int) -> None:
 def test_sums_straight_between_ranks_are_in_the_order_of_ranks_wherever_they_are_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bagua.engine.scope._sums_directly", lambda engine, hierarchy: False)
+    monkeypatch.setattr("bagua.engine.tuning.search_space._sums_directly", lambda engine, hierarchy: False)
     for progress in compare("gradient_allreduce", 3, nodes=[0, 1, 2], exact=True):
         assert progress.num_samples > 4
 
@@ -118,11 +118,11 @@ def small_buckets_are_fast(settings: Settings) -> float:
 
 def to_the_end(team: Any, **options: Any) -> tuple[Any, int, int, Tensor]:
     training = Training(team, autotune={**QUICK, **options}, bucket_bytes=START).until_tuned()
-    met = team.counters.meetings
+    met = team.counters.collectives
     training.steps(3)
     engine = engine_of(training)
-    assert team.counters.meetings == met, "not a word any more"
-    assert len(engine.lanes) == engine.num_busy_lanes
+    assert team.counters.collectives == met, "not a word any more"
+    assert len(engine.pool.shared) == engine.dispatcher.num_busy_lanes
     return bagua.stats(training.model), training.made, met, training.weights
 
 
@@ -156,7 +156,7 @@ def test_the_defaults_stay_where_nothing_is_faster(monkeypatch: pytest.MonkeyPat
 def scarce(team: Any) -> tuple[Progress, int]:
     training = Training(team, autotune=QUICK, bucket_bytes=START)
     engine = engine_of(training)
-    check, adopt = engine.check_settings, engine.adopt_settings
+    check, adopt = engine.binding.check_settings, engine.binding.adopt_settings
 
     def checked(settings: Settings) -> None:
         if team.rank == 1 and settings.bucket_bytes < START // 2:
@@ -168,9 +168,9 @@ def scarce(team: Any) -> tuple[Progress, int]:
         if team.rank == 0 and settings.num_lanes == 2:
             raise RuntimeError("no connection")
 
-    engine.check_settings, engine.adopt_settings = checked, adopted  # type: ignore[method-assign]
+    engine.binding.check_settings, engine.binding.adopt_settings = checked, adopted  # type: ignore[method-assign]
     training.until_tuned().steps(2)
-    return training.progress, len(engine.lanes)
+    return training.progress, len(engine.pool.shared)
 
 
 def test_settings_that_one_rank_cannot_have_are_skipped_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def moved(team: Any) -> list[tuple[Settings, str, tuple[str, ...]]]:
         bagua.load_state_dict(training.model, state)
         training.steps(1)
         stats = bagua.stats(training.model)
-        found.append((engine_of(training).settings, stats.tuning.phase if stats.tuning else "", stats.notices))
+        found.append((engine_of(training).binding.settings, stats.tuning.phase if stats.tuning else "", stats.notices))
     return found
 
 
@@ -346,7 +346,7 @@ def falling_back(team: Any) -> tuple[Progress, str, Settings]:
     guard = bagua.Guard(every=12, min_cosine=1.0)
     training = Training(team, "bytegrad", autotune=QUICK, guard=guard, bucket_bytes=START).steps(20)
     engine = engine_of(training)
-    return training.progress, engine.algorithm.name, engine.settings
+    return training.progress, engine.algorithm.name, engine.binding.settings
 
 
 def test_a_fallback_is_tuned_anew() -> None:
@@ -416,7 +416,7 @@ def test_a_dropped_module_is_freed_while_it_is_tuned() -> None:
 def test_plain_training_is_as_before() -> None:
     def train(team: Any) -> Any:
         training = Training(team).steps(3)
-        assert engine_of(training).tuning is None
+        assert engine_of(training).binding.tuning is None
         return bagua.stats(training.model).tuning
 
     assert run_teams(2, train) == [None, None]

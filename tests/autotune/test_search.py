@@ -120,13 +120,13 @@ def test_settings_that_come_to_the_same_are_measured_once() -> None:
     assert len(space.grid()) == 4
     assert not space.trivial
     run = Run(bowl, space, search="exhaustive")
-    assert len(run.tuner.board.samples) == 4
+    assert len(run.tuner.trials.samples) == 4
     assert Space(DEFAULT, AXES, lambda s: 0).trivial
 
 
 def test_limits_hold() -> None:
     run = Run(bowl, Space(DEFAULT, AXES), max_samples=3, search="random")
-    assert len(run.tuner.board.samples) == 3
+    assert len(run.tuner.trials.samples) == 3
     run = Run(bowl, Space(DEFAULT, AXES), max_turns=20)
     assert run.tuner.num_steps <= 21
 

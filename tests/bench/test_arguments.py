@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bagua.bench import entrants
+from bagua.bench import contenders
 from bagua.bench.conditions import Condition, parse
 from bagua.bench.main import main
 from bagua.lab.errors import LabError
@@ -92,13 +92,13 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_options_go_behind_a_colon() -> None:
-    entrant = entrants.get("bytegrad:bucket_bytes=1000,average=False")
-    assert entrant.options == {"bucket_bytes": 1000, "average": False}
-    assert entrant.name == "bytegrad:bucket_bytes=1000,average=False"
+    contender = contenders.get("bytegrad:bucket_bytes=1000,average=False")
+    assert contender.options == {"bucket_bytes": 1000, "average": False}
+    assert contender.name == "bytegrad:bucket_bytes=1000,average=False"
 
 
 def test_every_algorithm_takes_part() -> None:
     import bagua
 
-    algorithms = {entrant.algorithm for entrant in entrants.available().values()} - {""}
+    algorithms = {contender.algorithm for contender in contenders.available().values()} - {""}
     assert algorithms == {row.name for row in bagua.algorithms.available()}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bagua.bench import bounds, entrants, models
+from bagua.bench import bounds, contenders, models
 from bagua.bench.bounds import Moment, Timing, Traffic, bound_s
 
 N = 25_000_000
@@ -57,18 +57,18 @@ def test_the_least_time_of_a_step(traffic: Traffic, bits_per_s: float, latency_s
     assert bound_s(traffic, TIMING, bits_per_s, latency_s) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("entrant", entrants.available().values(), ids=lambda entrant: entrant.name)
-def test_every_entrant_sends_nothing_alone_and_something_in_company(entrant: entrants.Entrant) -> None:
+@pytest.mark.parametrize("contender", contenders.available().values(), ids=lambda contender: contender.name)
+def test_every_contender_sends_nothing_alone_and_something_in_company(contender: contenders.Contender) -> None:
     model = models.get("resnet50/10")
-    assert entrant.traffic(model, 1).bytes_per_host == 0
-    assert (entrant.traffic(model, 4).bytes_per_host > 0) is not entrant.name.startswith(entrants.OFF)
+    assert contender.traffic(model, 1).bytes_per_host == 0
+    assert (contender.traffic(model, 4).bytes_per_host > 0) is not contender.name.startswith(contenders.OFF)
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "qadam_1bit", "decentralized_shift_one"])
 def test_formulas_agree_with_what_the_algorithms_say(name: str) -> None:
     import bagua
 
-    entrant, model = entrants.get(name), models.get("layers25m")
-    algorithm = bagua.algorithms.get(entrant.algorithm, **entrant.options)
+    contender, model = contenders.get(name), models.get("layers25m")
+    algorithm = bagua.algorithms.get(contender.algorithm, **contender.options)
     said = algorithm.bytes_per_rank(model.num_elements, 4)
-    assert entrant.traffic(model, 4).bytes_per_host == pytest.approx(said, rel=0.03)  # codecs add scales
+    assert contender.traffic(model, 4).bytes_per_host == pytest.approx(said, rel=0.03)  # codecs add scales

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bagua.bench import peers
+from bagua.bench import baselines
 from bagua.bench.hosts import LocalHosts
 from bagua.bench.main import main
 from bagua.bench.measure import Job
@@ -16,12 +16,14 @@ from bagua.bench.runner import Outcome, run_cases
 from bagua.bench.tradeoff import parse_conditions
 from bagua.bench.wire import run_primitives
 
+pytestmark = pytest.mark.process
+
 SHORT = ["--local", "--hosts", "2", "--model", "layers25m/10", "--compute-ms", "30", "--steps", "2", "--budget-s", "1"]
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A results file of a few entrants."""
+    """A results file of a few contenders."""
     folder = tmp_path_factory.mktemp("bench")
     file = folder / "out.json"
     names = ["--algorithms", "ddp,qadam_1bit,async"]
@@ -34,6 +36,8 @@ def test_tradeoff(measured: Path) -> None:
     report = json.loads(measured.read_text())
     assert report["kind"] == "tradeoff"
     assert report["settings"]["conditions"][0]["bits_per_s"] is None
+    assert report["settings"]["entrants"] == ["ddp", "qadam_1bit", "async"]  # the keys of earlier files
+    assert "contender" not in report["rows"][0] and "contenders" not in report["settings"]
     rows: dict[str, dict[str, Any]] = {row["entrant"]: row for row in report["rows"]}
     assert list(rows) == ["off", "ddp", "qadam_1bit", "async"]
     for row in rows.values():
@@ -66,14 +70,14 @@ BROKEN = """
 import os
 if os.environ.get("BAGUA_BENCH_ADDRESS"):
     import time, torch.distributed as dist
-    from bagua.bench import peers
+    from bagua.bench import baselines
     def broken(model):
         if dist.get_rank() == 1:
             raise RuntimeError("this one is broken")
         dist.barrier()
     def stuck(model):
         time.sleep(600)
-    peers.ddp_fp16, peers.ddp_bf16 = broken, stuck
+    baselines.ddp_fp16, baselines.ddp_bf16 = broken, stuck
 """
 
 
@@ -125,5 +129,5 @@ def test_primitives_keep_each_condition(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_is_not_installed_says_so() -> None:
-    assert peers.missing("torch") == ""
-    assert peers.missing("no_such_package.torch") == "no_such_package is not installed"
+    assert baselines.missing("torch") == ""
+    assert baselines.missing("no_such_package.torch") == "no_such_package is not installed"

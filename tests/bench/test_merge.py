@@ -12,10 +12,10 @@ from bagua.bench.main import main
 from bagua.bench.merge import merged
 
 
-def report(condition: str, *entrants: str, **changes: Any) -> dict[str, Any]:
+def report(condition: str, *contenders: str, **changes: Any) -> dict[str, Any]:
     settings = {"conditions": [{"name": condition}], "hosts": 4, "compute_ms": 300}
     machine = {"cpu": "a", "cores": 2, "torch": "2.13.0"}
-    rows = [{"condition": condition, "hosts": 4, "entrant": entrant} for entrant in entrants]
+    rows = [{"condition": condition, "hosts": 4, "entrant": contender} for contender in contenders]
     made = {"kind": "tradeoff", "bagua": "1", "model": {"name": "m"}, "machine": machine, "settings": settings}
     return {**made, "rows": rows, **changes}
 

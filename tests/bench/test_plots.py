@@ -43,6 +43,21 @@ def test_both_figures(tmp_path: Path) -> None:
     assert "bytegrad" in text and "25.0 M fp32" in text and "broken" not in text
 
 
+def test_few_lines_that_can_be_told_apart() -> None:
+    """Of 20 contenders those are drawn that come first; each line has a colour and a shape of its own."""
+    (figure, _) = plots._of_tradeoff(report(rows=many_rows())["rows"])
+    names = plots._chosen(figure)
+    assert len(names) == len(set(plots._COLOURS)) == len(set(plots._MARKERS)) == 9
+    assert {"ddp", "post_local_sgd", "bytegrad"} <= set(names) and "alone" not in names
+    assert plots._honest(figure, names) == "2 values measured, lines only join them; 12 more in the table"
+
+
+def many_rows() -> list[dict[str, Any]]:
+    names = [f"other{number}" for number in range(10)] + list(plots._FIRST) + ["more"]
+    rows = [{**row, "entrant": name} for name in names for row in report()["rows"][:3]]
+    return [*rows, {**rows[0], "entrant": "alone"}]
+
+
 def test_collectives(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     rows = [

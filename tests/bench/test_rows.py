@@ -35,7 +35,7 @@ def rank(
 
 
 def rows(*outcomes: Outcome, condition: str = "1gbit/0ms") -> dict[str, Row]:
-    return {row.entrant: row for row in rows_of(conditions.parse(condition), MODEL, 4, outcomes)}
+    return {row.contender: row for row in rows_of(conditions.parse(condition), MODEL, 4, outcomes)}
 
 
 def of(name: str, *ranks: dict[str, Any], error: str = "") -> Outcome:

@@ -20,6 +20,8 @@ from benchmarks.convergence.report import Row, summarise, table, to_json
 from benchmarks.convergence.tasks import RANKS, make_task
 from benchmarks.convergence.training import Outcome, simulate
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

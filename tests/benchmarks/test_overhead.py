@@ -15,6 +15,8 @@ import torch
 
 from benchmarks.overhead import Block, Case, Result, compare, make_model, summarise, table
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -70,7 +70,7 @@ def cases() -> dict[str, Case]:
         "diloco": Case(DiLoCo(communication_interval=3)),
         "local_sgd": Case(LocalSGD(communication_interval=3)),
     }
-    plain = {row.name: fitting.get(row.name, Case(row.name)) for row in bagua.algorithms.available()}
+    plain = {row.name: fitting.get(row.name, Case(row.name)) for row in bagua.algorithms.available(builtin_only=True)}
     return plain | {
         "feedback": Case(ByteGrad(codec="int4")),
         "feedback_sum": Case(ByteGrad(codec="sign", average=False)),
@@ -151,7 +151,7 @@ class Run:
     def settle(self) -> None:
         """A round in the background ends whenever it does; with bits in view, let there be none."""
         if isinstance(self.case.algorithm, AsyncModelAverage):
-            bagua.abort(self.model)
+            bagua.pause(self.model)
 
 
 def through_torch_save(run: Run, path: Path) -> Callable[[Run], None]:

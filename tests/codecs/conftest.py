@@ -11,28 +11,17 @@ import pytest
 import torch
 
 from bagua import codecs
-from bagua.codecs import Bf16, Codec, Fp16, Identity, Int4, MinMaxUInt8, Sign, TopK
+from bagua.codecs import Codec
 from bagua.codecs.blocks import BlockCodec
+from bagua.codecs.registry import registry
+from tests.contract.variants import variants
 
-CODECS = (
-    Identity(),
-    Bf16(),
-    Fp16(),
-    MinMaxUInt8(),
-    MinMaxUInt8(block=96),
-    MinMaxUInt8(block=None),
-    Int4(),
-    Int4(block=94),
-    Sign(),
-    Sign(block=88),
-    TopK(ratio=0.02),
-    TopK(ratio=0.1, block=96),
-)
+CODECS = tuple(codec for name in registry.builtin() for codec in variants(registry[name]))
 BACKENDS = codecs.available_backends()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
-DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+DEVICES = ("cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []))
 
 
 @pytest.fixture(params=CODECS, ids=repr)

@@ -92,6 +92,7 @@ def test_use_backend_restores(fresh):
             raise AssertionError("not reached")
 
 
+@pytest.mark.process
 def test_importing_loads_no_library():
     script = (
         "import logging, sys; logging.basicConfig(level=0); import bagua.codecs as c; "
@@ -103,6 +104,7 @@ def test_importing_loads_no_library():
     assert "bagua" not in done.stderr
 
 
+@pytest.mark.process
 def test_the_library_has_no_weak_symbols():
     if not native.LIBRARY.exists() or not shutil.which("nm"):
         pytest.skip("needs the compiled library and nm")
@@ -118,7 +120,9 @@ def test_the_library_has_no_weak_symbols():
 
 
 def test_get_by_name_and_by_instance():
-    assert codecs.available() == ("bf16", "fp16", "identity", "int4", "minmax_uint8", "sign", "top_k")
+    known = {"bf16", "fp16", "identity", "int4", "minmax_uint8", "sign", "top_k"}
+    assert known <= set(codecs.available(builtin_only=True)) <= set(codecs.available())
+    assert list(codecs.available()) == sorted(codecs.available())
     for name in codecs.available():
         assert codecs.get(name).name == name
     assert codecs.get("minmax_uint8", block=512) == MinMaxUInt8(block=512)
@@ -128,29 +132,35 @@ def test_get_by_name_and_by_instance():
 
 def test_get_says_what_is_known():
     with pytest.raises(
-        ValueError, match=r"unknown codec 'int8'; known: bf16, fp16, identity, int4, minmax_uint8, sign, top_k"
+        ValueError,
+        match=r"codec 'int8' is unknown; available: identity, bf16, fp16, minmax_uint8, int4, sign, eden, top_k",
     ):
         codecs.get("int8")
-    with pytest.raises(ValueError, match="unknown codec 8"):
+    with pytest.raises(TypeError, match="codec: expected a name or a Codec, got int"):
         codecs.get(8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'bf16'.*block"):
         codecs.get("bf16", block=3)
-    with pytest.raises(ValueError, match="options \\['block'\\] need a name"):
+    with pytest.raises(ValueError, match="codec: options block go into the instance Identity"):
         codecs.get(Identity(), block=3)
 
 
 def test_register(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))
 
+    @codecs.register
     class Mine(Identity):
         name = "mine"
 
-    codecs.register("mine", Mine)
-    codecs.register("mine", Mine)
-    assert isinstance(codecs.get("mine"), Mine)
-    with pytest.raises(ValueError, match="'mine' is taken"):
-        codecs.register("mine", Identity)
-    with pytest.raises(ValueError, match="name"):
+    try:
+        assert isinstance(codecs.get("mine"), Mine) and "mine" in codecs.available()
+    finally:
+        registry.registry.unregister("mine")
+    with pytest.warns(FutureWarning, match="register a class"):
+        codecs.register("yours", lambda: Identity())
+    assert codecs.get("yours") == Identity() and "yours" in codecs.available()
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="codec 'yours' is already registered"):
+        codecs.register("yours", Identity)
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="non-empty name"):
         codecs.register("", Identity)
 
 

@@ -14,10 +14,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "setup.py").exists() or importlib.util.find_spec("setuptools") is None,
-    reason="needs a source checkout and setuptools",
-)
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(
+        not (ROOT / "setup.py").exists() or importlib.util.find_spec("setuptools") is None,
+        reason="needs a source checkout and setuptools",
+    ),
+]
 
 
 def build(folder: Path, **env: str) -> tuple[subprocess.CompletedProcess[str], Path]:

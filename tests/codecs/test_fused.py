@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -63,30 +64,28 @@ def same_numbers(codec: Codec, ours: Tensor, reference: Tensor, n: int) -> bool:
     return same(*decoded)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("backend")
-def test_encode_with_feedback(codec: Codec, make, dtype: torch.dtype):
-    for n in SIZES:
+def test_encode_with_feedback(codec: Codec, make):
+    for dtype, n in itertools.product(DTYPES, SIZES):
         x, residual = make(3, n, dtype), make(3, n, dtype).flip(0) * 0.3
         before = x.clone()
         for _ in range(2):
             wire, left = feedback_by_steps(codec, x, residual)
             got = codec.encode_with_feedback(x, residual)
-            assert same(got, wire), n
-            assert same(residual, left), n
+            assert same(got, wire), (dtype, n)
+            assert same(residual, left), (dtype, n)
         assert same(x, before), "the input was changed"
 
 
-@pytest.mark.parametrize("rows", [1, 8, 70])
 @pytest.mark.usefixtures("backend")
-def test_decode_mean_encode(codec: Codec, make, rows: int):
-    for n in SIZES:
+def test_decode_mean_encode(codec: Codec, make):
+    for index, (rows, n) in enumerate(itertools.product((1, 8, 70), SIZES)):
         with codecs.use_backend("torch"):
             wires = codec.encode(make(rows, n))
-        for residual in (None, make(1, n)[0] * 0.3):
-            wire, left = mean_by_steps(codec, wires, n, 1 / rows, residual)
-            assert same(codec.decode_mean_encode(wires, n, 1 / rows, residual), wire), n
-            assert residual is None or same(residual, left), n
+        residual = make(1, n)[0] * 0.3 if index % 2 else None  # every number of rows and every size has both
+        wire, left = mean_by_steps(codec, wires, n, 1 / rows, residual)
+        assert same(codec.decode_mean_encode(wires, n, 1 / rows, residual), wire), (rows, n)
+        assert residual is None or same(residual, left), (rows, n)
 
 
 def difference_by_steps(
@@ -102,18 +101,17 @@ def difference_by_steps(
     return wire_1W, me_N + moved_N
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weights", [[], [1 / 3], [0.3, 0.4, 0.1]], ids=len)
 @pytest.mark.usefixtures("backend")
-def test_encode_difference(codec: Codec, make, dtype: torch.dtype, weights: list[float]):
-    for n in SIZES:
+def test_encode_difference(codec: Codec, make):
+    mixes = itertools.cycle(([], [1 / 3], [0.3, 0.4, 0.1]))  # each meets every dtype and every size
+    for (dtype, n), weights in zip(itertools.product(DTYPES, SIZES), mixes, strict=False):
         x, me = make(2, n, dtype)
         peers = make(4, n, dtype)[1 : 1 + len(weights)]
         before, replica = peers.clone(), me.clone()
         wire, moved = difference_by_steps(codec, x, me, peers, weights)
         got = codec.encode_difference(x, me, peers, weights)
-        assert same(got, wire), n
-        assert same(me, moved), n
+        assert same(got, wire), (dtype, n, weights)
+        assert same(me, moved), (dtype, n, weights)
         assert same(x, me), "x is what the others will hold"
         assert same(peers, before), "the replicas were changed"
         replicas = torch.stack([torch.zeros_like(me), replica, replica])[1:]

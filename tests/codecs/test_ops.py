@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -9,17 +11,12 @@ from torch.library import opcheck
 import bagua.codecs.ops
 from bagua import codecs
 from bagua.codecs import Codec
+from bagua.codecs.registry import registry
+from tests.contract.variants import variants
 
-OPTIONS = {
-    "identity": (),
-    "bf16": (),
-    "fp16": (),
-    "minmax_uint8": (96,),
-    "int4": (94,),
-    "sign": (88,),
-    "top_k": (0.02, None),
-}
-NAMES = {"minmax_uint8": ("block",), "int4": ("block",), "sign": ("block",), "top_k": ("ratio", "block")}
+# Of each codec the options of the second of its variants, if there is one.
+CODECS = {name: variants(registry[name])[:2][-1] for name in registry.builtin()}
+OPTIONS = {name: astuple(codec) for name, codec in CODECS.items()}
 N = 301
 
 
@@ -28,7 +25,7 @@ def operator(name: str, what: str):
 
 
 def codec_of(name: str) -> Codec:
-    return codecs.get(name, **dict(zip(NAMES.get(name, ()), OPTIONS[name], strict=True)))
+    return CODECS[name]
 
 
 def calls(name: str, device: torch.device):
@@ -45,7 +42,7 @@ def calls(name: str, device: torch.device):
 
 
 def test_every_codec_has_operators():
-    assert {make.name for make in bagua.codecs.ops.OPTIONS} == set(codecs.available())  # type: ignore[attr-defined]
+    assert {make.name for make in bagua.codecs.ops.OPTIONS} == set(codecs.available(builtin_only=True))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", OPTIONS)

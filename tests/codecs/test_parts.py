@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bagua import codecs
-from bagua.codecs import Codec, Identity, Int4, MinMaxUInt8, Sign, TopK
+from bagua.codecs import Codec, Eden, Identity, Int4, MinMaxUInt8, Sign, TopK
 
-CODECS = (MinMaxUInt8(), MinMaxUInt8(block=64), Int4(), Sign(), Sign(block=8))
+CODECS = (MinMaxUInt8(), MinMaxUInt8(block=64), Int4(), Sign(), Sign(block=8), Eden(bits=2))
 CPU = torch.device("cpu")
 NATIVE = [name for name in codecs.available_backends() if name.startswith("native")]
 LERPING = [name for name in NATIVE if name != "native-baseline"]

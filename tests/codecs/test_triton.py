@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -77,14 +80,13 @@ def check(codec: Codec, x: torch.Tensor) -> None:
         assert torch.equal(reference, ours)
 
 
+_ONES = ("n", "num_blocks", "rows", "from_rows", "x_stride", "residual_stride", "out_stride")
+
+
 @needs_triton
 @pytest.mark.slow
 def test_kernels_compile_for_gpus_without_fused_multiply_add():
     """Needs no GPU: Triton brings its assembler. The interpreter must be off, so in a process of its own."""
-    import os
-    import subprocess
-    import sys
-
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", "from tests.codecs.test_triton import compile_all; compile_all()"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
@@ -93,6 +95,7 @@ def test_kernels_compile_for_gpus_without_fused_multiply_add():
 
 def compile_all() -> None:
     """Compiles each variant of each kernel for sm_90; asserts that it rounds each operation."""
+    os.environ.pop("TRITON_INTERPRET", None)  # conftest.py, imported above, has set it again
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile  # type: ignore[attr-defined]
 
@@ -102,8 +105,10 @@ def compile_all() -> None:
     types |= {"from8": "*u8", "wire8": "*u8", "from32": "*fp32", "wire32": "*fp32"}
     for module, tile in ((triton_minmax, (2, 1024)), (triton_int4, (32, 64)), (triton_sign, (16, 2048))):
         for kernel, switches in ((module.encode, ("MEAN", "FEEDBACK")), (module.decode, ("MEAN",))):
-            for values in itertools.product((False, True), repeat=len(switches)):
+            for *values, ones in itertools.product((False, True), repeat=len(switches) + 1):
                 constants = dict(zip((*switches, "K", "B"), (*values, *tile), strict=True))
+                if ones:  # a launch makes a constant of every integer that is 1: of a single row or a single element
+                    constants |= {name: 1 for name in kernel.arg_names if name in _ONES}
                 signature = {
                     name: "constexpr" if name in constants else types.get(name, "i64" if "stride" in name else "i32")
                     for name in kernel.arg_names

@@ -1,4 +1,4 @@
-"""Meeting in the store, and the groups of lanes."""
+"""Collectives on bytes in the store, and the groups of lanes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def on_each(members: list, function) -> list:
     return results
 
 
-def test_meet_and_tell() -> None:
+def test_all_gather_and_broadcast_of_bytes() -> None:
     def talk(team):
-        first = team.meet("greeting", f"hello {team.rank}".encode())
-        second = team.tell("news", b"news" if team.rank == 0 else None)
-        third = [team.meet("more", bytes([team.rank, n]))[2] for n in range(5)]
+        first = team.all_gather_bytes("greeting", f"hello {team.rank}".encode())
+        second = team.broadcast_bytes("news", b"news" if team.rank == 0 else None)
+        third = [team.all_gather_bytes("more", bytes([team.rank, n]))[2] for n in range(5)]
         return first, second, third
 
     for first, second, third in on_each(teams(3), talk):
@@ -50,7 +50,7 @@ def test_absent_ranks_are_named() -> None:
     def talk(team):
         if team.rank in (1, 3):
             return None
-        return team.meet("greeting", b"")
+        return team.all_gather_bytes("greeting", b"")
 
     results = on_each(members, talk)
     for rank in (0, 2):
@@ -60,7 +60,7 @@ def test_absent_ranks_are_named() -> None:
 
 def test_missing_names_who_is_silent() -> None:
     def talk(team):
-        return [] if team.rank == 1 else team.missing("roll", 0.5)
+        return [] if team.rank == 1 else team.missing_ranks("roll", 0.5)
 
     results = on_each(teams(3), talk)
     assert results[0] == [1] and results[2] == [1]
@@ -68,7 +68,7 @@ def test_missing_names_who_is_silent() -> None:
 
 def test_old_messages_are_deleted() -> None:
     members = teams(2)
-    on_each(members, lambda team: [team.meet("greeting", b"x") for _ in range(10)])
+    on_each(members, lambda team: [team.all_gather_bytes("greeting", b"x") for _ in range(10)])
     assert members[0].store.num_keys() <= 6
 
 

@@ -38,9 +38,11 @@ def links(path: Path) -> list[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """Return the anchors of the headings of a document."""
-    titles = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    """Return the anchors of a document: those of its headings, and those that it sets itself."""
+    text = prose(path)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    own = set(re.findall(r'<a id="([\w-]+)"></a>', text))
+    return own | {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def table_after(path: Path, heading: str) -> list[list[str]]:

@@ -24,8 +24,9 @@ def run(path: Path) -> str:
     try:
         for block in blocks(path):
             if block.language == "python":
-                # Line numbers as in the document, so that a traceback points there.
-                code = compile("\n" * (block.line - 1) + block.text, str(path), "exec")
+                # Line numbers as in the document, so that a traceback points there. Without this module's own
+                # `from __future__ import annotations`, by which dataclasses would take each ClassVar for a field.
+                code = compile("\n" * (block.line - 1) + block.text, str(path), "exec", dont_inherit=True)
                 with contextlib.redirect_stdout(io.StringIO()):
                     exec(code, namespace)
     except BaseException:

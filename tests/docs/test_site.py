@@ -18,14 +18,37 @@ from tests.docs.markdown import ROOT
 
 DOCS = ROOT / "docs"
 CONFIG = (ROOT / "mkdocs.yml").read_text()
-# Packages that are no attribute of `bagua` until they are imported; of `bagua.autotune` only `bagua.Autotune` counts.
-MORE = ("data", "elastic", "errors", "lab", "net", "simulation")
+# Packages that are not in `bagua.__all__`; of `bagua.autotune` only `bagua.Autotune` counts.
+MORE = ("errors", "simulation", "testing")
 
 
 def test_every_page_is_in_the_nav() -> None:
     listed = re.findall(r"([\w./-]+\.md)$", CONFIG.split("\nnav:\n", 1)[1], re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert set(listed) == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+
+
+def test_the_nav_is_grouped() -> None:
+    groups = re.findall(r"^  - ([^:]+):", CONFIG.split("\nnav:\n", 1)[1], re.MULTILINE)
+    assert groups == ["Home", "Run", "Train", "Data", "Network", "Help", "Reference"]
+
+
+def test_every_formula_can_be_typeset() -> None:
+    convert = pytest.importorskip("latex2mathml.converter", reason="pip install '.[docs]'").convert
+    formulas = [
+        each for path in DOCS.rglob("*.md") for each in re.findall(r"(?ms)^\$\$\n(.*?)\n\$\$$", path.read_text())
+    ]
+    assert len(formulas) >= 11
+    assert all("<merror" not in convert(each) for each in formulas)
+
+
+def test_the_site_is_built_without_its_checks() -> None:
+    """`make docs` runs MkDocs only; what takes minutes is `make docs-check`."""
+    recipes = dict(re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert recipes["docs"].count("\n") == 1 and "mkdocs build" in recipes["docs"]
+    assert all(
+        word in recipes["docs-check"] for word in ("tests.parity.page", "benchmarks.figures", "tests/docs", "slow or")
+    )
 
 
 def public_names() -> set[str]:
@@ -77,5 +100,11 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     page = (tmp_path / "site" / "getting-started.html").read_text()
     assert "source/examples/digits.py.html" in page
     assert (tmp_path / "site" / "source" / "examples" / "digits.py.html").exists()
+    search = (tmp_path / "site" / "search" / "search_index.js").read_text()
+    assert all(word in search for word in ("AdamW", "WAN", "Requirements"))
+    assert 'src="assets/iframe-worker.js"' in (tmp_path / "site" / "index.html").read_text()
+    assert "steps.svg#only-light" in (choosing := (tmp_path / "site" / "choosing.html").read_text())
+    assert "steps-dark.svg#only-dark" in choosing
+    assert "<mfrac>" in (tmp_path / "site" / "algorithms" / "qadam.html").read_text()
     everything = "".join(path.read_text() for path in (tmp_path / "site").rglob("*.html"))
     assert not re.search(r'(src|<link[^>]*href)="https?://', everything), "nothing is loaded from elsewhere"

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks import elastic, elastic_judge, elastic_report
-from benchmarks.elastic_judge import Run, judge
+from benchmarks.elastic import judge as judge_module
+from benchmarks.elastic import report
+from benchmarks.elastic.__main__ import main
+from benchmarks.elastic.judge import Run, judge
 
 Journal = list[dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
 def twelve_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_judge, "NUM_IMAGES", 12)
+    monkeypatch.setattr(judge_module, "NUM_IMAGES", 12)
 
 
 def journal(rank: int, size: int, meeting: str, start: int, steps: list[tuple[int, list[int]]], **end: Any) -> Journal:
@@ -58,7 +60,7 @@ def test_images_that_are_left_out_or_repeated_are_found() -> None:
 
 
 def test_more_than_an_interval_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_judge, "COMMIT_EVERY", 0)
+    monkeypatch.setattr(judge_module, "COMMIT_EVERY", 0)
     assert judged(good()).problems == ["lost 1 steps"]
 
 
@@ -82,7 +84,7 @@ def test_files_are_merged_and_nothing_is_counted_twice(tmp_path: Path, capsys: p
     for name, each in (("a.json", first), ("b.json", second)):
         (tmp_path / name).write_text(json.dumps(each))
     words = ["--runs", "0", "--json", str(tmp_path / "a.json"), "--add", str(tmp_path / "b.json"), "--table"]
-    assert elastic.main(words) == 0
+    assert main(words) == 0
     merged = json.loads((tmp_path / "a.json").read_text())
     assert [(each["seed"], each["hung"]) for each in merged["runs"]] == [(0, False), (1, False)]
     assert merged["undisturbed"] == alone
@@ -95,11 +97,11 @@ def test_files_are_merged_and_nothing_is_counted_twice(tmp_path: Path, capsys: p
 
 def test_a_missing_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        elastic.main(["--runs", "0", "--add", str(tmp_path / "none.json")])
+        main(["--runs", "0", "--add", str(tmp_path / "none.json")])
     assert "--add: no file" in capsys.readouterr().err
 
 
 def test_a_bad_run_is_counted() -> None:
     runs = [run_of("kill-rank", 0), run_of("kill-rank", 1, hung=True, problems=["x"], accuracy=None, recovered_s=None)]
-    (line,) = elastic_report.summary({"runs": runs, "undisturbed": []})
+    (line,) = report.summary({"runs": runs, "undisturbed": []})
     assert line.startswith("kill-rank: 1 of 2 good, 1 hung; lost at most 3 steps")

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elastic_judge import Run, journals, judge
+from benchmarks.elastic.judge import Run, journals, judge
 from tests.examples.scripts import start
+
+pytestmark = pytest.mark.process
 
 
 def test_every_image_of_an_epoch_once(tmp_path: Path) -> None:

@@ -103,6 +103,32 @@ def test_hosts_of_another_job_are_refused() -> None:
         Endpoints(hosts.list, "other").find(time.monotonic() + 5)
 
 
+def test_a_host_that_counted_as_lost_meets_the_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped for longer than its heartbeats may be late. The host that comes then does not wait for it."""
+    endpoint = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the launcher does
+    beats = {"keep_alive_interval": "1", "keep_alive_max_attempt": "5", "last_call_timeout": "1"}
+    first, second = (
+        FailoverRendezvous(RendezvousParameters(BACKEND, endpoint, "late", 1, 2, local_addr="127.0.0.1", **beats))
+        for _ in range(2)
+    )
+    assert first.next_rendezvous().world_size == 1
+    assert first.num_nodes_waiting() == 0
+    first._inner._stop_heartbeats()  # what a SIGSTOP does
+    time.sleep(6)
+    assert second.next_rendezvous().world_size == 1
+    assert first.num_nodes_waiting() == 1
+    with ThreadPoolExecutor(2) as threads:
+        late = threads.submit(first.next_rendezvous)
+        deadline = time.monotonic() + 20
+        while not second.num_nodes_waiting():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert [each.result(30).world_size for each in (threads.submit(second.next_rendezvous), late)] == [2, 2]
+    for handler in (first, second):
+        handler._inner._stop_heartbeats()
+
+
 def test_endpoints_are_parsed() -> None:
     assert parse_endpoints("a:1, b:2") == [("a", 1), ("b", 2)]
     assert parse_endpoints("[::1]:5,c:6") == [("::1", 5), ("c", 6)]

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,6 +19,8 @@ from bagua.elastic import Sampler
 from bagua.lab import Cluster, LabError
 from tests.elastic.test_failover import free_ports
 from tests.launch.launching import RUN, Launcher, launch, script
+
+pytestmark = pytest.mark.process
 
 TRAIN = """
 import os, signal, sys, time
@@ -38,7 +42,6 @@ with elastic.State(model, optimizer, sampler, steps=0, directory=os.environ.get(
     first = restored is None
     say(f"restored {restored} at {state.steps} of {size}")
     say("restarts " + os.environ["TORCHELASTIC_RESTART_COUNT"])
-    open(os.path.join(os.environ["PIDS"], str(os.getpid())), "w").close()
     sampler.set_epoch(0)
     loader = torch.utils.data.DataLoader(range(240), batch_size=4, sampler=sampler)
     for batch in sampler.track(loader):
@@ -47,6 +50,7 @@ with elastic.State(model, optimizer, sampler, steps=0, directory=os.environ.get(
         optimizer.zero_grad()
         state.steps += 1
         say(f"used {state.steps} {batch.tolist()}")
+        open(os.path.join(os.environ["PIDS"], str(os.getpid())), "w").close()  # it trains
         if first and rank == 1 and state.steps == int(os.environ.get("KILL_AT", "-1")):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(float(os.environ.get("PAUSE", "0")))
@@ -85,7 +89,6 @@ def test_sigterm_commits_and_nothing_is_lost(tmp_path: Path) -> None:
     env = {"DIRECTORY": str(tmp_path / "commits"), "PAUSE": "0.1"}
     launcher = Launcher(tmp_path, (*RUN, "--nproc-per-node", "2", path), env)
     launcher.wait_for_ranks(2)
-    time.sleep(0.3)
     launcher._process.terminate()
     ended = launcher.wait()
     assert ended.code == 128 + signal.SIGTERM, ended.err
@@ -178,9 +181,38 @@ def cluster() -> None:
 @pytest.mark.parametrize("scenario", ["kill-rank", "kill-host", "kill-host-0", "host-returns"])
 def test_an_accident_in_a_cluster(cluster: None, scenario: str) -> None:
     """Every image of every epoch once, at most one commit interval lost; see the benchmark."""
-    from benchmarks import elastic, elastic_judge
+    from benchmarks.elastic.judge import COMMIT_EVERY
+    from benchmarks.elastic.training import run
 
-    result = elastic.run(scenario, 100, epochs=4, limit_s=200)
+    result = run(scenario, 100, epochs=4, limit_s=200)
     assert result.problems == [] and not result.hung
-    assert result.lost_steps and max(result.lost_steps) <= elastic_judge.COMMIT_EVERY
+    assert result.lost_steps and max(result.lost_steps) <= COMMIT_EVERY
     assert result.accuracy is not None and result.accuracy > 0.9
+
+
+@pytest.mark.slow
+def test_a_host_that_is_killed_while_it_is_taken_in(tmp_path: Path) -> None:
+    """It counts as one of three, and never says how many ranks it has. The others go on, and take it in next time."""
+    path = script(tmp_path, TRAIN)
+    endpoints = ",".join(f"127.0.0.1:{port}" for port in free_ports(3))
+    config = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=90,read_timeout=5"
+    words = (
+        *(*RUN, "--nnodes", "2:3", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", endpoints, "--rdzv-id", "job", "--local-addr", "127.0.0.1", "--rdzv-conf", config, path),
+    )
+    folders = [tmp_path / name for name in ("first", "second", "again")]
+    for folder in folders:
+        folder.mkdir()
+    launchers = []
+    for folder in folders[:2]:
+        launchers.append(Launcher(folder, words, {"PAUSE": "2"}))
+        time.sleep(1)
+    for launcher in launchers:
+        launcher.wait_for_ranks(1)
+    ghost = subprocess.run([sys.executable, str(Path(__file__).parent / "ghost.py"), endpoints, config], timeout=120)
+    assert ghost.returncode == 9
+    again = Launcher(folders[2], words, {"PAUSE": "0.1"})
+    launchers.append(again)
+    ended = [launcher.wait(150) for launcher in launchers]
+    assert [each.code for each in ended] == [0, 0, 0], [each.err for each in ended]
+    assert "of 3" in ended[2].out and "source='memory'" in ended[2].out

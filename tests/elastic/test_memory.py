@@ -28,6 +28,7 @@ def run(code: str, memory: Memory) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.process
 def test_a_commit_is_read_by_another_process(memory: Memory) -> None:
     ((slot, _), _) = open_slots(memory.address)
     parts = [({"item": "model", "rank": 0}, b"abc"), ({"item": "empty", "rank": 1}, b"")]
@@ -42,6 +43,7 @@ print(about["number"], [part["item"] for part in about["parts"]], slot.part(0), 
     assert run(code, memory).stdout.strip() == "7 ['model', 'empty'] b'abc' b''"
 
 
+@pytest.mark.process
 def test_a_writer_that_is_killed_leaves_no_commit(memory: Memory) -> None:
     """Killed while it writes the second part; the other slot is untouched."""
     _, (first, second) = open_slots(memory.address)
@@ -99,6 +101,7 @@ def test_other_files_are_refused(memory: Memory, tmp_path: Path) -> None:
             open_slots(wrong)
 
 
+@pytest.mark.process
 def test_the_memory_is_gone_with_the_launcher() -> None:
     code = "from bagua.elastic.memory import Memory\nm = Memory(1)\nprint(m.address, flush=True)\ninput()"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -74,6 +74,7 @@ def test_every_sample_once_while_the_number_of_ranks_changes(seed: int, drop_las
         assert len(counts) == len(DATA) and len(seen) - len(DATA) < size
 
 
+@pytest.mark.process
 def test_a_loader_that_runs_ahead_is_not_counted() -> None:
     """Its workers have been given eight batches when the training has seen two."""
     sampler = Sampler(DATA, num_replicas=2, rank=0)
@@ -171,6 +172,7 @@ def test_as_many_ranks_go_on_with_the_same_plan() -> None:
         Resharded(make_tokens, 0, num_replicas=2, rank=0)
 
 
+@pytest.mark.process
 def test_tracking_a_batch_sampler() -> None:
     sampler = Resharded(make_tokens, len(LENGTHS), num_replicas=1, rank=0)
     data: Any = list(range(len(LENGTHS)))

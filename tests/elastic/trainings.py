@@ -121,7 +121,7 @@ def commit_twice_but(algorithm: str, addresses: list[str], victim: int) -> Data:
     facts = it.facts()
     it.steps(1)
     if dist.get_rank() == victim:
-        for slot in it.state._vault._mine:
+        for slot in it.state._memory._mine:
             slot.write = _full  # type: ignore[method-assign]
     try:
         it.state.commit()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import bagua
-from tests.engine.training import Net, batch, distributed, equal, values
+from tests.engine.training import Net, batch, distributed, equal, seeded, values
 from tests.rank_pool import RankPool
 
 
@@ -75,3 +77,51 @@ def test_fp16_parameters(pool: RankPool, algorithm: str) -> None:
         assert grad.dtype is torch.float16
         want = sum(batch(rank, step).half().float().sum(0) for rank in range(2)) / 2
         assert torch.allclose(grad[0].float(), want, atol=0.05)
+
+
+def late_scaler(algorithm: Any, kind: str, refused: int) -> None:
+    """Plain steps first, then a scaler; step `refused` fails, none if it is -1."""
+    model = seeded(Net, 0)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizers = [torch.optim.SGD(params[:3], lr=0.05), torch.optim.SGD(params[3:], lr=0.05)]
+    bagua.distribute(model, optimizers, algorithm)
+    make = bagua.GradScaler if kind == "bagua" else torch.amp.GradScaler
+    scaler = make("cpu", init_scale=1024.0, enabled=kind != "disabled")
+    for step in range(5):
+        model(batch(dist.get_rank(), step)).square().mean().backward()
+        optimizers[0].step()
+        if step < 3:
+            optimizers[1].step()
+        else:
+            for param in params[3:]:
+                param.grad.mul_(scaler.get_scale())
+            scaler.scale(torch.ones(()))
+            if refused == step:
+                with pytest.raises(RuntimeError, match=r"use bagua\.GradScaler"):
+                    scaler.step(optimizers[1])
+                return
+            scaler.step(optimizers[1])
+            scaler.update()
+        model.zero_grad()
+    assert refused < 0
+
+
+WARMUP = bagua.algorithms.Warmup(4, "gradient_allreduce", "local_sgd")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "refused"),
+    [
+        ("local_sgd", "torch", 3),
+        ("decentralized", "torch", 3),
+        (WARMUP, "torch", 4),
+        ("local_sgd", "bagua", -1),
+        ("local_sgd", "disabled", -1),
+        ("gradient_allreduce", "torch", -1),
+        ("async", "torch", -1),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_a_plain_scaler_is_refused_whenever_it_is_used(pool: RankPool, algorithm: Any, kind: str, refused: int) -> None:
+    """Later than the first step, and for another optimizer than the first one."""
+    pool.run(2, late_scaler, algorithm, kind, refused)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import bagua
-from bagua.engine.attach import attached_buckets
-from bagua.engine.plan import fitting_bucket_bytes
+from bagua.engine.distributed_module import attached_buckets
+from bagua.engine.reducer.bucketing import fitting_bucket_bytes
 from tests.rank_pool import RankPool
 
 MIB = 2**20

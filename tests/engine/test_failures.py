@@ -39,8 +39,7 @@ def lose_a_rank(how: str) -> tuple[str, str, float]:
     return "no error", "", 0.0
 
 
-@pytest.mark.parametrize("how", ["dies", "late"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("how", "size"), [("dies", 2), ("dies", 3), ("late", 3)])
 def test_lost_rank_is_named(pool: RankPool, how: str, size: int) -> None:
     results = pool.run(
         size, lose_a_rank, how, group_timeout_s=8, timeout_s=90, dies=[size - 1] if how == "dies" else []

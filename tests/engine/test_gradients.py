@@ -64,9 +64,17 @@ def one_backward(algorithm: str, options: dict, bucket_bytes: int) -> tuple[dict
     return gradients(local), gradients(model)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
-@pytest.mark.parametrize("options", [{}, {"error_feedback": True}, {"average": False}])
+SIZES, OPTIONS = [2, 3, 4], [{}, {"error_feedback": True}, {"average": False}]
+
+
+@pytest.mark.parametrize(  # each size of buckets meets each number of ranks, and each option both of them
+    ("bucket_bytes", "size", "options"),
+    [
+        (bucket_bytes, SIZES[j], OPTIONS[(i + j) % 3])
+        for i, bucket_bytes in enumerate([1, 200, 1 << 20])
+        for j in range(3)
+    ],
+)
 def test_bytegrad_is_within_the_bound_of_its_codec(pool: RankPool, size: int, bucket_bytes: int, options: dict) -> None:
     results = pool.run(size, one_backward, "bytegrad", options, bucket_bytes)
     factor = size if options.get("average") is False else 1
@@ -101,9 +109,14 @@ def train_and_report(algorithm: str, options: dict) -> tuple[dict, int]:
     ).num_buckets
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
-@pytest.mark.parametrize("hierarchical", [None, True, False])
-@pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 0, 1], [0, 1, 1], [0, 1, 2]])
+@pytest.mark.parametrize(
+    ("nodes", "hierarchical", "algorithm"),
+    [
+        (nodes, hierarchical, ["gradient_allreduce", "bytegrad"][(i + j) % 2])
+        for i, nodes in enumerate([[0, 0, 0], [0, 0, 1], [0, 1, 1], [0, 1, 2]])
+        for j, hierarchical in enumerate([None, True, False])
+    ],
+)
 def test_replicas_stay_equal(pool: RankPool, algorithm: str, hierarchical: bool | None, nodes: list[int]) -> None:
     results = pool.run(3, train_and_report, algorithm, {"hierarchical": hierarchical}, nodes=nodes)
     assert results[0][1] > 2
@@ -141,7 +154,7 @@ def mixed_dtypes(algorithm: str) -> tuple[dict, list[set]]:
         optimizer.zero_grad()
         model(batch(dist.get_rank(), step, 4)).square().mean().backward()
         optimizer.step()
-    return values(model), [{p.dtype for p in b.params} for b in bagua.engine.attach.live_engines()[0].buckets]
+    return values(model), [{p.dtype for p in b.params} for b in bagua.engine.api.live_engines()[-1].buckets]
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])

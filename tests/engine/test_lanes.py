@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua
-import bagua.engine.launcher as launcher
+import bagua.engine.lanes.dispatcher as dispatcher
 from bagua import algorithms
 from bagua.algorithms import Algorithm
-from bagua.engine.attach import attached_buckets, live_engines
-from bagua.engine.plan import check_num_lanes, default_num_lanes
+from bagua.engine.api import live_engines
+from bagua.engine.distributed_module import attached_buckets
+from bagua.engine.reducer.bucketing import check_num_lanes, default_num_lanes
 from tests.rank_pool import RankPool
 
 ALGORITHMS = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "diloco"]
@@ -23,7 +24,7 @@ ALGORITHMS = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_
 
 def train(algorithm: str, part_bytes: int, num_lanes: int, resume: bool = False, **options: Any) -> Any:
     """On a rank: parameters after 6 steps, and how many lanes and parts there were."""
-    before, launcher.PART_BYTES = launcher.PART_BYTES, part_bytes
+    before, dispatcher.PART_BYTES = dispatcher.PART_BYTES, part_bytes
     try:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 96), nn.Linear(96, 50))
@@ -45,13 +46,13 @@ def train(algorithm: str, part_bytes: int, num_lanes: int, resume: bool = False,
             model(torch.randn(8, 96, generator=generator)).square().mean().backward()
             optimizer.step()
         engine = live_engines()[-1]
-        parts = [len(bucket.parts(engine.part_bytes or 1 << 30)) for bucket in attached_buckets(model)]
+        parts = [len(bucket.parts(engine.dispatcher.part_bytes or 1 << 30)) for bucket in attached_buckets(model)]
         values = [param.detach().clone() for param in model.parameters()]
-        facts = len(engine.lanes), parts
+        facts = len(engine.pool.shared), parts
         bagua.detach(model)
         return values, facts
     finally:
-        launcher.PART_BYTES = before
+        dispatcher.PART_BYTES = before
 
 
 def compare(algorithm: str, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -127,4 +128,4 @@ def test_ranks_must_agree(pool: RankPool) -> None:
 )
 def test_parts_are_larger_where_lanes_matter_less(algorithm: Algorithm, factor: int) -> None:
     for size in (1, 2, 4, 8):
-        assert launcher.fitting_part_bytes(algorithm, size) == factor * launcher.PART_BYTES
+        assert dispatcher.fitting_part_bytes(algorithm, size) == factor * dispatcher.PART_BYTES

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua
-import bagua.engine.attach
-from bagua.engine.lane import InlineLane
+import bagua.engine.api
+from bagua.engine.lanes.lane import InlineLane
 from tests.engine.training import Net, batch, distributed, equal, gradients, seeded, train, values
 from tests.rank_pool import RankPool
 
@@ -205,11 +205,11 @@ def cycles(count: int) -> tuple[int, int]:
         del model, optimizer
         gc.collect()
         assert ref() is None, "the module is kept alive"
-    # A dropped module's lane ends by itself, soon.
+    # A dropped module's lane ends by itself, soon; so does a thread for calls of the store, once it is idle.
     for thread in threading.enumerate():
-        if thread.name == "bagua-lane":
-            thread.join(5)
-    return len(set(threading.enumerate()) - before), len(bagua.engine.attach.live_engines())
+        if thread.name in ("bagua-lane", "bagua-store"):
+            thread.join(20)
+    return len(set(threading.enumerate()) - before), len(bagua.engine.api.live_engines())
 
 
 def test_dropped_modules_leave_no_threads(pool: RankPool) -> None:
@@ -224,7 +224,7 @@ def test_a_hundred_cycles(pool: RankPool) -> None:
 def resume(algorithm: str, options: dict, lane: str) -> list[dict]:
     """Weights after 8 steps: without interruption, and with a stop, a save and a fresh start after 4."""
     if lane == "inline":
-        bagua.engine.attach.make_lane = lambda groups, device: InlineLane(groups)
+        bagua.engine.api.make_lane = lambda groups, device: InlineLane(groups)
     try:
         model, optimizer = distributed(Net, algorithm, bucket_bytes=100, **options)
         train(model, optimizer, range(4))
@@ -242,9 +242,9 @@ def resume(algorithm: str, options: dict, lane: str) -> list[dict]:
         train(model, optimizer, range(4, 8))
         return [whole, values(model)]
     finally:
-        from bagua.engine.lane import make_lane
+        from bagua.engine.lanes.lane import make_lane
 
-        bagua.engine.attach.make_lane = make_lane
+        bagua.engine.api.make_lane = make_lane
 
 
 @pytest.mark.parametrize(

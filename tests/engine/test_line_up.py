@@ -9,7 +9,7 @@ from torch import nn
 
 import bagua
 from bagua.comm.team import Team
-from bagua.engine.attachment import attachments
+from bagua.engine.hooks import attachments
 from tests.rank_threads import run_teams
 
 LATE_S = 0.3
@@ -19,11 +19,11 @@ def arrive(team: Team) -> float:
     net = nn.Linear(4, 4)
     bagua.distribute(net, torch.optim.SGD(net.parameters(), 0.1), process_group=team)
     engine = attachments[net].engine
-    engine.line_up()
+    engine.dispatcher.line_up()
     started = time.perf_counter()
     if team.rank == 1:
         time.sleep(LATE_S)
-    engine.line_up()
+    engine.dispatcher.line_up()
     return time.perf_counter() - started
 
 

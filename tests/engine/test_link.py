@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua
-import bagua.engine.launcher as launcher
-from bagua.engine import link
-from bagua.engine.attach import live_engines
+import bagua.engine.lanes.dispatcher as dispatcher
+from bagua.engine.api import live_engines
+from bagua.engine.startup import link_probe as link
 from bagua.errors import RankMismatchError
 from tests.rank_pool import RankPool
 
 
 def train(rate: float, smallest: int, algorithm: str = "gradient_allreduce", **options: Any) -> Any:
     """On a rank: parameters after 4 steps, the lanes that sums may use, and those that were used."""
-    kept = link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, launcher.PART_BYTES
-    link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, launcher.PART_BYTES = rate, smallest, 8_192
+    kept = link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, dispatcher.PART_BYTES
+    link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, dispatcher.PART_BYTES = rate, smallest, 8_192
     try:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(4)), nn.Tanh(), nn.Linear(96, 50))
@@ -32,7 +32,7 @@ def train(rate: float, smallest: int, algorithm: str = "gradient_allreduce", **o
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
             optimizer.zero_grad()
             model(torch.randn(8, 96, generator=generator)).square().mean().backward()
-            for number, lane in enumerate(engine.lanes):
+            for number, lane in enumerate(engine.pool.shared):
                 submit = lane.submit
 
                 def counted(run: Any, label: str, number: int = number, submit: Any = submit) -> Any:
@@ -42,11 +42,11 @@ def train(rate: float, smallest: int, algorithm: str = "gradient_allreduce", **o
                 lane.submit = counted  # pyright: ignore
             optimizer.step()
         values = [param.detach().clone() for param in model.parameters()]
-        found = engine.lanes_of_sums, used
+        found = engine.pool.lanes_of_sums, used
         bagua.detach(model)
         return values, found
     finally:
-        link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, launcher.PART_BYTES = kept
+        link._FAST_BYTES_PER_S, link._SMALLEST_BYTES, dispatcher.PART_BYTES = kept
 
 
 def compare() -> Any:

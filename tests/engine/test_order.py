@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import bagua
-from bagua.engine.attach import live_engines
-from bagua.engine.plan import Entry, Plan, make_plan
+from bagua.engine.api import live_engines
+from bagua.engine.reducer.bucketing import Entry, Plan, make_plan
 from bagua.exchanges import AllReduce
 from tests.engine.training import Branches, batch, distributed, train
 from tests.rank_pool import RankPool
@@ -50,7 +50,7 @@ def order_of_buckets() -> tuple[list[tuple[str, ...]], list, bool]:
     model, optimizer = distributed(Shuffled, Records(), bucket_bytes=1)
     assert bagua.stats(model).num_buckets == 0, "no order is known before the first pass"
     train(model, optimizer, range(3))
-    engine = live_engines()[0]
+    engine = live_engines()[-1]
     total = model.layers[0].weight.detach().clone()
     dist.all_reduce(total)
     return (
@@ -74,7 +74,9 @@ def overlap() -> list[str]:
     model, optimizer = distributed(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), bucket_bytes=1)
     for step in range(2):
         handle = model[0].weight.register_hook(
-            lambda grad: events.append(f"first layer, {sum(t.done or True for t in live_engines()[0]._tickets)} away")
+            lambda grad: events.append(
+                f"first layer, {sum(t.done or True for t in live_engines()[-1].dispatcher._tickets)} away"
+            )
         )
         model(batch(dist.get_rank(), step)).sum().backward()
         handle.remove()
@@ -127,7 +129,7 @@ def first_step_partial() -> list[str]:
     model, _ = distributed(Branches, bucket_bytes=1)
     model(torch.randn(2, 4), [2]).backward()
     seen: list[str] = []
-    for bucket in live_engines()[0].buckets:
+    for bucket in live_engines()[-1].buckets:
         for name in bucket.names:
             index = name.split(".")[1]
             if index not in seen:

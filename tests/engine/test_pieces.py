@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from bagua.engine.pieces import InPieces
+from bagua.engine.lanes.chunks import InPieces
 
 
 def in_threads(jobs: list) -> list[BaseException | None]:

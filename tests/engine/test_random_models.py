@@ -1,9 +1,10 @@
-"""A hundred random models, with tied, frozen, nested and root-level parameters, stay in sync."""
+"""Random models, with tied, frozen, nested and root-level parameters, stay in sync."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
@@ -89,16 +90,33 @@ def drive(spec: list[dict], root: bool, bucket_bytes: int, algorithm: str) -> tu
     return values(model), synced, own
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(
-    spec=st.lists(PART, min_size=1, max_size=6),
-    bucket_bytes=st.sampled_from([1, 50, 300, 1 << 20]),
-    algorithm=st.sampled_from(["gradient_allreduce", "bytegrad"]),
-    size=st.sampled_from([2, 2, 3]),
-)
+RUNS = {
+    "spec": st.lists(PART, min_size=1, max_size=6),
+    "bucket_bytes": st.sampled_from([1, 50, 300, 1 << 20]),
+    "algorithm": st.sampled_from(["gradient_allreduce", "bytegrad"]),
+    "size": st.sampled_from([2, 2, 3]),
+}
+HOW = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+@settings(HOW, max_examples=40)
+@given(**RUNS)
 def test_random_models_stay_in_sync(
     pool: RankPool, spec: list[dict], bucket_bytes: int, algorithm: str, size: int
 ) -> None:
+    check(pool, spec, bucket_bytes, algorithm, size)
+
+
+@pytest.mark.slow
+@settings(HOW, max_examples=200)
+@given(**RUNS)
+def test_many_random_models_stay_in_sync(
+    pool: RankPool, spec: list[dict], bucket_bytes: int, algorithm: str, size: int
+) -> None:
+    check(pool, spec, bucket_bytes, algorithm, size)
+
+
+def check(pool: RankPool, spec: list[dict], bucket_bytes: int, algorithm: str, size: int) -> None:
     # The root-level parameter comes first and is always used, so that every model has something to train.
     results = pool.run(size, drive, spec, True, bucket_bytes, algorithm)
     for weights, synced, _ in results:

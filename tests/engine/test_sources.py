@@ -13,10 +13,10 @@ import bagua
 from bagua.algorithms.base import Algorithm, Context, Payload
 from bagua.algorithms.base import Bucket as BucketView
 from bagua.comm.team import Team
-from bagua.engine import bucket as bucket_module
-from bagua.engine.bucket import Bucket
+from bagua.engine.reducer import bucket as bucket_module
+from bagua.engine.reducer.bucket import Bucket
 from bagua.exchanges import AllReduce, Exchange
-from bagua.exchanges import source as source_module
+from bagua.exchanges import payload_source as source_module
 from tests.rank_threads import run_teams
 
 SGD = [
@@ -68,8 +68,8 @@ def compare(monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
     results, taken = [], []
     take = Bucket.take
 
-    def counted(self: Bucket, passage: Any) -> Any:
-        source = take(self, passage)
+    def counted(self: Bucket, hook: Any) -> Any:
+        source = take(self, hook)
         taken.append(source is not None)
         return source
 
@@ -113,6 +113,9 @@ def test_with_other_momenta(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> 
     compare(monkeypatch, algorithm, {}, make, False)
 
 
+REFUSED = "launch: hook needs before and after too, for exchanges that cannot use it"
+
+
 class Incomplete(Algorithm):
     """Says what to do on the way, and nothing for exchanges that cannot do it there."""
 
@@ -123,7 +126,7 @@ class Incomplete(Algorithm):
         return AllReduce()
 
     def on_ready(self, ctx: Context, bucket: BucketView) -> None:
-        ctx.launch(self.exchange, bucket, before=lambda: None, passage=Halves())
+        ctx.launch(self.exchange, bucket, before=lambda: None, hook=Halves())
 
 
 class Halves:
@@ -134,9 +137,21 @@ class Halves:
         pass
 
 
-def train_incomplete(team: Team) -> str:
+class OldKeyword(Incomplete):
+    """Uses the old name of `hook`."""
+
+    name = "old_keyword"
+
+    def on_ready(self, ctx: Context, bucket: BucketView) -> None:
+        with pytest.raises(ValueError, match="passage is the old name of hook"):
+            ctx.launch(self.exchange, bucket, hook=Halves(), passage=Halves())
+        with pytest.warns(FutureWarning, match="passage is called hook now"):
+            ctx.launch(self.exchange, bucket, before=lambda: None, passage=Halves())
+
+
+def train_incomplete(team: Team, algorithm: type[Algorithm]) -> str:
     net = nn.Linear(4, 4)
-    bagua.distribute(net, torch.optim.SGD(net.parameters(), 0.1), Incomplete(), process_group=team)
+    bagua.distribute(net, torch.optim.SGD(net.parameters(), 0.1), algorithm(), process_group=team)
     try:
         net(torch.ones(1, 4)).sum().backward()
     except ValueError as error:
@@ -144,11 +159,12 @@ def train_incomplete(team: Team) -> str:
     return "accepted"
 
 
-def test_a_passage_alone_is_refused() -> None:
-    assert (
-        run_teams(2, train_incomplete)
-        == ["launch: passage needs before and after too, for exchanges that cannot use it"] * 2
-    )
+def test_a_hook_alone_is_refused() -> None:
+    assert run_teams(2, train_incomplete, Incomplete) == [REFUSED] * 2
+
+
+def test_the_old_keyword_is_the_hook() -> None:
+    assert run_teams(1, train_incomplete, OldKeyword) == [REFUSED]
 
 
 def bucket_of(*params: nn.Parameter) -> Bucket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import bagua
+
+_seeding = threading.Lock()
 
 
 class Net(nn.Module):
@@ -48,9 +51,10 @@ def batch(rank: int, step: int, features: int = 6) -> Tensor:
 
 
 def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A model with weights from `seed`."""
-    torch.manual_seed(seed)
-    return make()
+    """A model with weights from `seed`; ranks that are threads share torch's generator."""
+    with _seeding:
+        torch.manual_seed(seed)
+        return make()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int], set_to_none: bool = True) -> None:

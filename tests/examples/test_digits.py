@@ -34,7 +34,7 @@ def run_script(words: list[str]) -> dict[str, float]:
     return {name: value.double().sum().item() for name, value in kept[0].state_dict().items()}
 
 
-@pytest.mark.parametrize("algorithm", [row.name for row in bagua.algorithms.available()])
+@pytest.mark.parametrize("algorithm", [row.name for row in bagua.algorithms.available(builtin_only=True)])
 def test_two_ranks(pool: RankPool, tmp_path: Path, algorithm: str) -> None:
     file = tmp_path / "result.json"
     words = [*SMALLEST, "--algorithm", algorithm, "--bucket-bytes", "100000", "--json", str(file)]
@@ -47,7 +47,7 @@ def test_two_ranks(pool: RankPool, tmp_path: Path, algorithm: str) -> None:
     if load_digits().make_options(algorithm) or algorithm == "local_sgd":
         return  # what is sent in five steps says nothing of an interval
     if algorithm in ("gradient_allreduce", "bytegrad"):
-        row = next(row for row in bagua.algorithms.available() if row.name == algorithm)
+        row = next(row for row in bagua.algorithms.available(builtin_only=True) if row.name == algorithm)
         assert result["compression_ratio"] == pytest.approx(6.0 / row.bytes_per_step, rel=0.05)
     assert result["mb_sent_per_step"] > 0
 
@@ -89,11 +89,20 @@ def test_under_the_launcher() -> None:
     assert done.stdout.count("epoch 1/1") == 1  # one rank prints
 
 
+def test_without_scikit_learn_one_line_names_the_command(tmp_path: Path) -> None:
+    (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError('no module', name='sklearn')\n")
+    words = ["import sys; sys.argv[:] = sys.argv[1:]; sys.path.insert(0, sys.argv.pop()); import runpy"]
+    words[0] += "; runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = start("-c", words[0], SCRIPT, tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["digits: sklearn is not installed: pip install '.[demo]'"]
+
+
 def test_an_unknown_algorithm_is_refused_with_the_names_of_all(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_digits().build_parser().parse_args(["--algorithm", "bytegard"])
     message = capsys.readouterr().err
-    assert all(row.name in message for row in bagua.algorithms.available())
+    assert all(row.name in message for row in bagua.algorithms.available(builtin_only=True))
 
 
 @pytest.mark.parametrize(

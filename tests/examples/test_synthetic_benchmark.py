@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 import types
@@ -114,15 +116,34 @@ def test_an_installed_library_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         choose("vgg16", "library")
 
 
+def printed(words: list[str]) -> str:
+    """On a rank: what the benchmark prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        run_script(words)
+    return text.getvalue()
+
+
+@pytest.mark.slow
 def test_under_the_launcher(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     words = ["-m", "bagua.distributed.run", "--nproc-per-node", "2", "examples/synthetic_benchmark.py"]
     done = start(*words, *SMALLEST, "--model", "resnet18", "--json", file)
     assert done.returncode == 0, done.stderr
+    check(file, done.stdout)
+
+
+def test_what_two_ranks_print_and_write(pool: RankPool, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    text, nothing = pool.run(2, printed, ["--model", "resnet18", "--json", str(file)])
+    assert not nothing, "one rank prints"
+    check(file, text)
+
+
+def check(file: Path, text: str) -> None:
     result = json.loads(file.read_text())
     assert result["ranks"] == 2 and len(result["per_rank"]) == 2 and result["unit"] == "img"
     assert result["total"]["mean"] == pytest.approx(sum(each["mean"] for each in result["per_rank"]))
-    lines = done.stdout.splitlines()
+    lines = text.splitlines()
     assert "Number of CPUs: 2, 1 threads each" in lines
     assert sum(line.startswith("Iter #") and line.endswith("img/sec CPU") for line in lines) == 2
     assert any(line.startswith("Img/sec per CPU: ") and " +-" in line for line in lines)

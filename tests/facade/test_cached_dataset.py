@@ -12,6 +12,8 @@ from bagua.torch_api.contrib.cache_loader import CacheLoader
 from bagua.torch_api.contrib.cached_dataset import CachedDataset
 from tests.data.cache.conftest import _clean, hosts, needs_server, servers  # noqa: F401  (fixtures)
 
+pytestmark = pytest.mark.process
+
 pytest.importorskip("redis")
 
 
@@ -57,3 +59,20 @@ def test_named_hosts(cluster_mode: bool, hosts: list, caplog: pytest.LogCaptureF
             assert [loader.get(key, lambda key: key * 2) for key in ("a", "b", "c")] == ["aa", "bb", "cc"]
     assert loader.num_keys() == 3 and loader.stats.num_hits == 3
     loader.clear()
+
+
+@needs_server
+def test_a_store_by_its_old_name() -> None:
+    from bagua.torch_api.contrib.utils.redis_store import RedisStore
+
+    store = RedisStore(cluster_mode=False, capacity_per_node=10_000_000)
+    store.clear()
+    assert store.num_keys() == 0 and store.status()
+    store.set("1", b"one")
+    store.mset({"2": "two", "3": b"three"})
+    assert store.mget(["1", "2", "5"]) == [b"one", b"two", None]
+    assert store.get("3") == b"three" and store.get("6") is None
+    assert store.num_keys() == 3
+    store.clear()
+    assert store.num_keys() == 0
+    store.shutdown()

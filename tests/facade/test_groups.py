@@ -60,8 +60,15 @@ def _subgroups() -> None:
 
     torch_group = dist.new_group([1, 2, 3])
     if rank == 0:
-        with pytest.raises(ValueError, match="group: rank 0 is not a member"):
-            bagua.from_torch_group(torch_group)
+        group = bagua.from_torch_group(torch_group)
+        assert group.ranks == [] and communication._rank_not_in_group(group)
+        for comm in (
+            group.get_global_communicator(),
+            group.get_intra_node_communicator(),
+            group.get_inter_node_communicator(),
+        ):
+            assert comm is communication.CommMember.NON_COMM_MEMBER
+            bagua.allreduce_inplace(torch.ones(1), comm=comm)
     else:
         group = bagua.from_torch_group(torch_group)
         comm = group.get_global_communicator()
@@ -219,10 +226,13 @@ def _abort() -> float:
         comm.abort()
         comm.abort()
         assert comm.check_abort()
+        mine = torch.full((1,), 5.0)
+        bagua.allreduce_inplace(mine, comm=comm)
+        comm.allreduce_inplace(mine)
+        bagua.barrier(comm)
+        assert mine.item() == 5.0, "nothing is done any more"
         with pytest.raises(CommunicationError, match="was aborted"):
-            bagua.allreduce_inplace(torch.ones(1), comm=comm)
-        with pytest.raises(CommunicationError, match="was aborted"):
-            comm.barrier()
+            bagua.broadcast_object({}, 0, comm)
     else:
         with pytest.raises(CommunicationError, match="allreduce_inplace on rank 0 of 2"):
             bagua.allreduce_inplace(torch.ones(1), comm=comm)

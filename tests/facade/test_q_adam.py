@@ -54,7 +54,9 @@ def test_signatures_of_the_original() -> None:
     from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 
     made = inspect.signature(QAdamOptimizer.__init__).parameters
-    defaults = {name: made[name].default for name in list(made)[2:] if name != "variance_floor"}  # ours
+    ours = {"variance_floor", "decoupled_weight_decay"}  # after the original's, so that calls by position are right
+    assert set(list(made)[-2:]) == ours
+    defaults = {name: made[name].default for name in list(made)[2:] if name not in ours}
     assert defaults == {
         "lr": 1e-3,
         "warmup_steps": 100,

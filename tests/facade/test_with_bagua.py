@@ -153,7 +153,7 @@ def _reports() -> list[str]:
 def test_what_cannot_act_is_reported_once(pool: RankPool) -> None:
     [said] = pool.run(1, _reports)
     assert [line for line in said if "do_flatten" in line] == [
-        "with_bagua: do_flatten=False cannot act, gradients are always views of flat buckets"
+        "with_bagua: do_flatten=False cannot act, gradients are always exchanged in flat buckets"
     ]
 
 
@@ -186,6 +186,7 @@ def test_registry() -> None:
         type("MyImpl", (AlgorithmImpl,), {})
 
 
+@pytest.mark.process
 def test_only_the_facade_patches() -> None:
     code = (
         "import bagua, bagua.engine, bagua.comm.communicator\n"

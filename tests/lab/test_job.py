@@ -44,10 +44,10 @@ def test_one_hosts_failure_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_events_and_timeout(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = (
-        f"echo run >> {tmp_path}/$NODE_RANK; [ $NODE_RANK = 0 ] && exec sleep 1.5; [ -e {tmp_path}/back ] && exit 0; "
+        f"echo run >> {tmp_path}/$NODE_RANK; [ $NODE_RANK = 0 ] && exec sleep 3; [ -e {tmp_path}/back ] && exit 0; "
     )
     script += f"touch {tmp_path}/back; sleep 100"
-    events = ["--at", "500ms:kill:1", "--at", "1s:start:1", "--at", "100ms:slow:1=0.5", "--at", "0s:cut:0"]
+    events = ["--at", "1500ms:kill:1", "--at", "2s:start:1", "--at", "100ms:slow:1=0.5", "--at", "0s:cut:0"]
     assert main(["run", "--hosts", "2", "--keep-going", *events, "--", "sh", "-c", script]) == 0
     assert (tmp_path / "1").read_text() == "run\nrun\n" and (tmp_path / "0").read_text() == "run\n"
     assert "[lab] kill host1" in capfd.readouterr().err
@@ -72,20 +72,49 @@ def test_wrong_arguments(words: list[str], message: str, capfd: pytest.CaptureFi
     assert message in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "ignored"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted(number: int, code: int) -> None:
+def test_interrupted(number: int, code: int, ignored: bool) -> None:
+    """Also where the shell has started it with the signals ignored, as it does with `command &` in a script."""
     boot = (
         f"import sys, types; package = types.ModuleType('bagua'); package.__path__ = [{PACKAGE!r}]; "
         "sys.modules['bagua'] = package; from bagua.lab.main import main; sys.exit(main(sys.argv[1:]))"
     )
     words = ["run", "--hosts", "2", "--", "sh", "-c", "echo up; sleep 1000"]
-    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", boot, *words], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline().endswith("up\n")
-    spaces = spaces_below(process.pid)
-    process.send_signal(number)
-    process.communicate(timeout=20)
+    command = [sys.executable, "-I", "-S", "-c", boot, *words]
+    process = subprocess.Popen(ignoring(command) if ignored else command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline().endswith("up\n")
+        spaces = spaces_below(process.pid)
+        process.send_signal(number)
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.communicate()
     assert process.returncode == code
     assert within(10, lambda: not any(_in(pid, spaces) for pid in os.listdir("/proc") if pid.isdigit()))
+
+
+def ignoring(command: list[str]) -> list[str]:
+    """The command, started with the signals ignored that end it."""
+    return ["sh", "-c", 'trap "" INT HUP TERM; exec "$@"', "sh", *command]
+
+
+def test_says_what_is_emulated_before_anything_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "--hosts", "2", "--bandwidth", "1gbit", "--latency", "2ms", "--loss", "0.01", "--seed", "3"]
+    assert main([*words, "--", "sh", "-c", "echo up >&2"]) == 0
+    said, starting, *rest = capfd.readouterr().err.splitlines()
+    assert said.startswith("[lab] 2 hosts; link of each: bandwidth 1gbit, latency 2ms, loss 0.01; wire ")
+    assert starting == "[lab] starting on each host: sh -c 'echo up >&2'"
+    assert sorted(rest) == ["[host0] up", "[host1] up"]
+
+
+def test_says_that_a_silent_job_runs(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bagua.lab.job._SILENCE_S", 0.1)
+    assert main(["run", "--hosts", "2", "--", "sh", "-c", "sleep 1"]) == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if "2 hosts run" in line]
+    assert lines and all("MB sent; no output for a while" in line for line in lines)
+    assert len(lines) <= 4, "less and less often"
 
 
 def _in(pid: str, spaces: set[str]) -> bool:

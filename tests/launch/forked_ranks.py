@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua
-from bagua.comm import goodbye
+from bagua.comm import shutdown
 
 KEPT: list[object] = []
 
@@ -42,9 +42,9 @@ def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
     }
     bagua.init_process_group(timeout=timedelta(seconds=60))
     if "plain" in words:
-        goodbye.cancel()
+        shutdown.cancel()
     elif "timeout" in values:
-        goodbye.install(float(values["timeout"]))
+        shutdown.install(float(values["timeout"]))
     dist.all_reduce(torch.ones(100))
     last = rank == size - 1
     if "groups" in words:
@@ -59,7 +59,7 @@ def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
         stop = threading.Event()
         thread = threading.Thread(target=stop.wait, daemon=True)
         thread.start()
-        goodbye.before_exit(lambda: (stop.set(), thread.join(), print("hook ran", file=sys.stderr))[-1])
+        shutdown.before_exit(lambda: (stop.set(), thread.join(), print("hook ran", file=sys.stderr))[-1])
     if "dropped" in words:
         for _ in range(6):
             dist.all_reduce(torch.ones(500_000), async_op=True)

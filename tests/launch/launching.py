@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-RUN = ("-m", "bagua.distributed.run")
+RUN = ("-m", "bagua.cli.main", "run")
+MODULE = ("-m", "bagua.distributed.run")  # with the defaults of the original
 LAUNCH = ("-m", "bagua.distributed.launch")
 # What a launch must not inherit from the launch that runs the tests.
 _CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "PET_", "BAGUA_")
@@ -39,7 +40,9 @@ class Ended:
 class Launcher:
     """A launcher that runs; `wait` for its end, or `interrupt` it."""
 
-    def __init__(self, tmp: Path, words: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, tmp: Path, words: Sequence[str], env: Mapping[str, str] | None = None, before: Sequence[str] = ()
+    ) -> None:
         self.pids = tmp / "pids"
         self.pids.mkdir(exist_ok=True)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_CLEAN)}
@@ -52,7 +55,7 @@ class Launcher:
         }
         self._started = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, *words],
+            [*before, sys.executable, *words],
             cwd=tmp,
             env={**kept, "TMPDIR": str(tmp), **(env or {})},
             stdout=subprocess.PIPE,
@@ -66,6 +69,9 @@ class Launcher:
             assert self._process.poll() is None, self._process.communicate()
             assert time.monotonic() < deadline, "the ranks did not start"
             time.sleep(0.05)
+
+    def hang_up(self) -> None:
+        self._process.send_signal(signal.SIGHUP)
 
     def interrupt(self) -> None:
         self._started = time.monotonic()

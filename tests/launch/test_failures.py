@@ -32,11 +32,11 @@ if rank == 1:
 dist.all_reduce(torch.ones(8))
 """
 )
-# Rank 0 sits in a receive, in C++; rank 1 in Python.
+# Rank 0 of two sits in a receive, in C++; rank 1 in Python.
 WAITING = (
     INIT
     + """
-if rank == 0:
+if rank == 0 and dist.get_world_size() > 1:
     dist.recv(torch.ones(1), src=1)
 time.sleep(600)
 """
@@ -90,6 +90,18 @@ def test_interrupt_ends_every_rank(tmp_path: Path) -> None:
     assert ended.code == 130, ended.err
     assert "ended by SIGINT" in ended.err
     assert ended.seconds < 20, f"took {ended.seconds:.1f} s"
+
+
+def test_a_launcher_under_nohup_outlives_its_terminal_and_can_be_interrupted(tmp_path: Path) -> None:
+    before = ("sh", "-c", 'trap "" INT HUP; exec "$@"', "sh")
+    launcher = Launcher(tmp_path, [*RUN, "--nproc-per-node", "1", script(tmp_path, WAITING)], before=before)
+    launcher.wait_for_ranks(1)
+    launcher.hang_up()
+    time.sleep(0.5)
+    launcher.interrupt()
+    ended = launcher.wait()
+    assert ended.code == 130, ended.err
+    assert "ended by SIGINT" in ended.err
 
 
 def test_a_restart_works_on_gloo(tmp_path: Path) -> None:

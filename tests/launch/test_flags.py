@@ -11,12 +11,12 @@ import pytest
 from bagua.cli.main import main as bagua_main
 from bagua.distributed import launch as launch_module
 from bagua.distributed import run as run_module
-from tests.launch.launching import LAUNCH, RUN, launch, script
+from tests.launch.launching import LAUNCH, MODULE, RUN, launch, script
 
 # No torch in it, so that a launch costs little more than the launcher.
 SHOW = """
 import json, os, sys
-SEEN = ("BAGUA_", "TORCH_DISABLE", "LOCAL_RANK", "OMP_")
+SEEN = ("BAGUA_", "TORCH_DISABLE", "LOCAL_RANK", "NODE_RANK", "OMP_")
 seen = {k: v for k, v in os.environ.items() if k.startswith(SEEN)}
 sys.stdout.write(json.dumps({"argv": sys.argv[1:], **seen}) + "\\n")  # one write: ranks share the stream
 """
@@ -73,8 +73,38 @@ def test_launch_serves_older_scripts(tmp_path: Path) -> None:
     ranks = shown("".join(log.read_text() for log in logs))
     assert [r["argv"] for r in ranks] == [[f"--local_rank={n}", "--lr", "0.1"] for n in range(2)]
     assert {r["BAGUA_DEFAULT_BUCKET_SIZE"] for r in ranks} == {"99"}
+    assert {r["NODE_RANK"] for r in ranks} == {"0"}
     for flag in ("--report-metrics", "--host-list", "--ssh-port"):
         assert ended.err.count(f"{flag} has no effect") == 1
+
+
+def test_the_module_has_the_defaults_of_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    def defaults(*prog: str) -> tuple[str, int]:
+        args = run_module.get_args_parser(*prog).parse_args(["--use_env", "x.py"])
+        return args.nproc_per_node, args.max_restarts
+
+    name = "python -m bagua.distributed.run"
+    assert defaults(name) == ("auto", 3)
+    assert defaults() == ("1", 0), "torchrun's"
+    monkeypatch.setenv("PET_MAX_RESTARTS", "5")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+    assert defaults(name) == defaults() == ("2", 5)
+    args = launch_module.get_args_parser().parse_args(["--use-env", "--node_rank=1", "x.py"])
+    assert args.use_env and args.node_rank == 1
+
+
+def test_the_module_starts_a_rank_again_that_died(tmp_path: Path) -> None:
+    """Two times; `bagua run` does not, unless it is told to."""
+    die_twice = """
+import os, sys
+attempts = len([name for name in os.listdir() if name.startswith("attempt")])
+open(f"attempt{attempts}", "w").close()
+sys.exit(0 if attempts >= 2 else 7)
+"""
+    path = script(tmp_path, die_twice)
+    ended = launch(tmp_path, *MODULE, "--nproc_per_node=1", "--monitor-interval=0.1", path)
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "attempt2").exists()
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def test_pytorch_lightning(pool: RankPool) -> None:
     assert torch.equal(one, other)
 
 
+@pytest.mark.process
 def test_bagua_does_not_import_lightning() -> None:
     code = "import sys, bagua; print([name for name in sys.modules if 'lightning' in name])"
     done = subprocess.run(
@@ -154,6 +155,7 @@ def test_the_example_in_its_smallest_form(pool: RankPool, tmp_path: Path) -> Non
     assert result["test_accuracy"] > 0.3 and result["compression_ratio"] > 2
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_lightning_starts_the_processes_of_the_example(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn, of which the digits come, is not installed")

@@ -108,10 +108,10 @@ class Paused(Regression):
     """Notes whether the engine rests while it is evaluated."""
 
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        from bagua.engine.attachment import attachments
+        from bagua.engine.hooks import attachments
 
         if self in attachments:
-            self.paused.append(attachments[self].engine.paused)
+            self.paused.append(attachments[self].engine.state.paused)
         super().validation_step(batch, batch_idx)
 
 

@@ -68,7 +68,7 @@ def loop(algorithm: str, options: dict[str, Any], kind: str, seed: int) -> torch
             optimizer.zero_grad()
             call_through_hooks(model, "training_step", batch, 0).backward()
             optimizer.step()
-    bagua.average(model)
+    bagua.average_parameters(model)
     return flat(bagua.detach(model))
 
 

@@ -68,11 +68,14 @@ def train(name: str, longest: int, monkeypatch: pytest.MonkeyPatch, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.0, False), (0.1, False), (0.1, True)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_same_bits(name: str, weight_decay: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = train(name, 1 << 40, monkeypatch, dtype, weight_decay=weight_decay)
-    walked = train(name, RANGE, monkeypatch, dtype, weight_decay=weight_decay)
+def test_the_same_bits(
+    name: str, weight_decay: float, decoupled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled}
+    whole = train(name, 1 << 40, monkeypatch, dtype, **options)
+    walked = train(name, RANGE, monkeypatch, dtype, **options)
     assert len(whole) == len(walked) > STEPS
     for a, b in zip(whole, walked, strict=True):
         assert a.stride() == b.stride()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import bagua
-from bagua.engine.attach import attached_buckets
+from bagua.engine.distributed_module import attached_buckets
 from bagua.optim.fused.stepper import Stepper
 from tests.rank_pool import RankPool
 

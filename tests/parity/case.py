@@ -125,7 +125,7 @@ class Case:
         """Ranks hold the same weights; those that need not, once averaged."""
         assert all(tensor.isfinite().all() for tensor in weights(model).values())
         if not self.shares_gradients:
-            bagua.average(model)
+            bagua.average_parameters(model)
         assert same_everywhere(weights(model)), "ranks hold different weights"
 
 
@@ -150,7 +150,7 @@ KNOWN = {
     )
 }
 FEW = ("gradient_allreduce", "bytegrad", "decentralized")  # with which rows are tried every day that cost much
-NAMES = [row.name for row in bagua.algorithms.available()]
+NAMES = [row.name for row in bagua.algorithms.available(builtin_only=True)]
 
 
 def case_of(name: str) -> Case:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import bagua
-from bagua.engine.attach import live_engines
+from bagua.engine.api import live_engines
 from bagua.engine.engine import Engine
 from tests.parity.case import FEW, NAMES, Case
 from tests.parity.feature import Refused, feature, says
@@ -100,7 +99,7 @@ def compile_regions(case: Case) -> None:
     case.distribute(model, optimizer, bucket_bytes=1)
     engine = engine_of(model)
     left: list[int] = []
-    handle = model.first.weight.register_hook(lambda _: left.append(engine.backward._next))
+    handle = model.first.weight.register_hook(lambda _: left.append(engine.reducer._next))
     train(model, optimizer)
     handle.remove()
     assert left[0] == 0 or not case.shares_gradients, "their order was not known yet"
@@ -138,8 +137,8 @@ def static_graph(case: Case) -> None:
     model, optimizer = case.build(Shared, static_graph=True, bucket_bytes=1)
     engine = engine_of(model)
     asked: list[int] = []
-    union = engine.backward._usage.union
-    engine.backward._usage.union = lambda number, used: asked.append(number) or union(number, used)
+    union = engine.reducer._usage.union
+    engine.reducer._usage.union = lambda number, used: asked.append(number) or union(number, used)
     train(model, optimizer)
     assert bagua.stats(model).steps == STEPS
     assert len(asked) <= 1, f"asked at passes {asked}"
@@ -203,11 +202,11 @@ def cuda_graphs(case: Case) -> None:
     """Here with a stream that only says that it captures; on a GPU in `tests/engine/test_gpu.py`."""
     model, optimizer = case.build()
     train(model, optimizer, [0])
-    engine = engine_of(model)
-    engine.inventory = dataclasses.replace(engine.inventory, device=torch.device("cuda"))
+    inventory = engine_of(model).inventory  # the engine's parts share it
+    object.__setattr__(inventory, "device", torch.device("cuda"))
     with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
         said = says(RuntimeError, "CUDA graphs", run=lambda: loss_of(model, 1))
-    engine.inventory = dataclasses.replace(engine.inventory, device=torch.device("cpu"))
+    object.__setattr__(inventory, "device", torch.device("cpu"))
     train(model, optimizer, range(1, STEPS))
     case.check_same_run(model, exactly=True)
     raise Refused(said)

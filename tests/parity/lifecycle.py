@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import bagua
-from bagua.engine.attach import live_engines
+from bagua.engine.api import live_engines
 from tests.parity.case import Case
 from tests.parity.feature import NotApplicable, feature, says
 from tests.parity.model import Small, equal, loss_of, train, weights
@@ -30,7 +30,7 @@ def copies(case: Case) -> None:
     model, optimizer = case.build()
     train(model, optimizer)
     if not case.synchronous:
-        bagua.abort(model)  # nothing may move the weights while they are compared
+        bagua.pause(model)  # nothing may move the weights while they are compared
     stream = io.BytesIO()
     torch.save(model, stream)
     stream.seek(0)
@@ -52,7 +52,7 @@ def state_dict(case: Case) -> None:
     assert list(model.state_dict()) == list(plain.state_dict())
     saved, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     train(model, optimizer)
-    bagua.abort(model)
+    bagua.pause(model)
     model.load_state_dict(saved)
     assert equal(weights(model), case.start())
     plain.load_state_dict(model.state_dict())

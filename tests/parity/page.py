@@ -7,6 +7,7 @@ runs every cell, slow ones too, and fails without writing if one is not as it sh
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ PAGE = ROOT / "docs" / "compatibility.md"
 WORDS = {"yes": "yes", "refused": "refused", "not applicable": "n/a"}
 HEAD = """# What works with which algorithm
 
-Written by `make docs` from the results of `tests/parity`; change the tests, not this page. Each cell was run on two
-ranks with real process groups (gloo, CPU). "yes": it works as the row says. "refused": a clear error, quoted below the
-table, at `bagua.distribute` or where the feature is used. "n/a": the question does not arise. Numbers lead to the notes
-below each table.
+Written by `python -m tests.parity.page` from the results of `tests/parity`; change the tests, not this page. Each cell
+was run on two ranks with real process groups (gloo, CPU). "yes": it works as the row says. "refused": a clear error,
+quoted below the table, at `bagua.distribute` or where the feature is used. "n/a": the question does not arise. Numbers
+lead to the notes below each table.
 
 Not in the tables, since no algorithm matters: GPU behaviour is tested by `tests/engine/test_gpu.py` where there is one
 (`torch.nn.SyncBatchNorm`, fused optimizers with a scaler, the refusal of CUDA graphs).
@@ -102,15 +103,24 @@ def _suite() -> str:
     return "\n".join([*lines, ""])
 
 
-def main() -> int:
-    """Run and write; returns an exit code."""
+def main(argv: list[str] | None = None) -> int:
+    """Run, and write or check; returns an exit code."""
+    parser = argparse.ArgumentParser(description="The page on what works with which algorithm.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not up to date")
+    check = parser.parse_args(argv).check
     collector = Collector()
     tests = str(Path(__file__).with_name("test_parity.py"))
     # An empty expression selects slow cells too.
     code = pytest.main(["-q", "-m", "", "-p", "no:cacheprovider", "--timeout=600", tests], plugins=[collector])
     if code:
         return int(code)
-    PAGE.write_text(render(collector.cells))
+    text = render(collector.cells)
+    if check:
+        current = PAGE.read_text() == text
+        state = "up to date" if current else "not up to date; write it with: python -m tests.parity.page"
+        print(f"{PAGE.relative_to(ROOT)}: {state}")
+        return int(not current)
+    PAGE.write_text(text)
     print(f"wrote {PAGE.relative_to(ROOT)}: {len(collector.cells)} cells")
     return 0
 

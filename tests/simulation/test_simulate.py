@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bagua
-import bagua.engine.launcher
+import bagua.engine.failures
 from bagua.exchanges import Exchange
 from bagua.simulation.turns import Deadlock
 from tests.algorithms.quadratic import Quadratic, flat, follow, target
@@ -35,7 +35,7 @@ def run(algorithm, ranks: int = 4, steps: int = 12, **options) -> bagua.Simulati
 
 ALGORITHMS = [
     name
-    for name, *_ in bagua.algorithms.available()
+    for name, *_ in bagua.algorithms.available(builtin_only=True)
     if name in ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "local_sgd")
 ]
 
@@ -91,12 +91,12 @@ class Waits(bagua.algorithms.GradientAllReduce):
 
 
 @pytest.fixture
-def short_roll_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that failed wait less for the others to fail too."""
-    monkeypatch.setattr(bagua.engine.launcher, "_ROLL_CALL_S", 0.05)
+    monkeypatch.setattr(bagua.engine.failures, "_SIGN_OF_LIFE_S", 0.05)
 
 
-@pytest.mark.usefixtures("short_roll_call")
+@pytest.mark.usefixtures("short_sign_of_life")
 def test_a_deadlock_is_an_error() -> None:
     before = threading.active_count()
     with pytest.raises(bagua.CommunicationError, match="a message from rank 1") as error:
@@ -105,7 +105,7 @@ def test_a_deadlock_is_an_error() -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.usefixtures("short_roll_call")
+@pytest.mark.usefixtures("short_sign_of_life")
 def test_an_exception_of_one_rank_ends_all() -> None:
     def explode(module: nn.Module, rank: int, step: int) -> torch.Tensor:
         if (rank, step) == (2, 3):

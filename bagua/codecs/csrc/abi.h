@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define BAGUA_CODECS_ABI 5
+#define BAGUA_CODECS_ABI 6
 
 #define BAGUA_JOIN2(a, b) a##_##b
 #define BAGUA_JOIN(a, b) BAGUA_JOIN2(a, b)
@@ -65,6 +65,14 @@ BAGUA_API int32_t bagua_codecs_isa();  // 0 baseline, 1 avx2, 2 avx512: the high
 BAGUA_BLOCK_CODEC(minmax_uint8);  // header min, max; one byte for each element
 BAGUA_BLOCK_CODEC(int4);          // header absmax; one nibble for each element, `block` even
 BAGUA_BLOCK_CODEC(sign);          // header scale; one bit for each element, `block` a multiple of 8
+BAGUA_BLOCK_CODEC(eden1);         // header scale and seed; 1 to 4 planes of bits, `block` a power of two in 8..4096
+BAGUA_BLOCK_CODEC(eden2);
+BAGUA_BLOCK_CODEC(eden3);
+BAGUA_BLOCK_CODEC(eden4);
+BAGUA_BLOCK_CODEC_LERP(eden1);
+BAGUA_BLOCK_CODEC_LERP(eden2);
+BAGUA_BLOCK_CODEC_LERP(eden3);
+BAGUA_BLOCK_CODEC_LERP(eden4);
 BAGUA_BLOCK_CODEC_LERP(minmax_uint8);
 BAGUA_BLOCK_CODEC_LERP(int4);
 BAGUA_BLOCK_CODEC_LERP(sign);

@@ -9,6 +9,7 @@ namespace {
 constexpr float kUp = 0x1p100f, kDown = 0x1p-100f;
 constexpr float kTiny = kDown;  // below it 255 / range may overflow and range / 255 lose digits
 constexpr int64_t kFetch = 2048;             // elements between what is read and what is fetched
+constexpr int kLanes = 64, kVectors = kLanes / W;  // partial sums of a block
 constexpr int32_t kInfinity = 0x7f800000;    // bits; larger ones without sign are NaN
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -63,9 +64,30 @@ inline float input_one(const float* x, float* residual) {
   return *x;
 }
 
+// W bits from bit i, which is a multiple of W; higher ones may hold anything.
+inline int32_t bits_at(const uint8_t* bits, int64_t i) {
+  if (W < 16) return bits[i / 8] >> (i % 8);
+  uint16_t two;
+  memcpy(&two, bits + i / 8, sizeof two);
+  return two;
+}
+
+// plus where the bit is clear, minus where it is set.
+inline VF choose(int32_t bits, VF plus, VF minus) {
+#if defined(__AVX512F__)
+  return (VF)_mm512_mask_blend_ps((__mmask16)bits, (__m512)plus, (__m512)minus);
+#else
+  VI each;
+  for (int k = 0; k < W; ++k) each[k] = 1 << k;
+  return ((bits - VI{}) & each) == each ? minus : plus;
+#endif
+}
+
+inline bool bit_at(const uint8_t* bits, int64_t i) { return bits[i / 8] >> (i % 8) & 1; }
+
 inline bool aligned(const float* p) { return (uintptr_t)p % sizeof(VF) == 0; }
 
-// What follows is the same for all block codecs. C names the header's bytes, the elements in a byte of codes, and the
+// What follows is the same for all block codecs. C names the header's bytes, the bits of an element's code, and the
 // functions of one block or more.
 
 template <bool kFeedback, typename C>
@@ -81,7 +103,7 @@ template <typename C>
 void decode_mean_rows(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows, int64_t n,
                       int64_t block, float weight, float* out) {
   for (int64_t i = 0, k = 0; i < n; i += block, ++k)
-    C::mean(head + k * C::kHeader, codes + i / C::kPerByte, wire_stride, rows, least(block, n - i), weight, out + i);
+    C::mean(head + k * C::kHeader, codes + i * C::kCodeBits / 8, wire_stride, rows, least(block, n - i), weight, out + i);
 }
 
 template <typename C>
@@ -89,7 +111,7 @@ void decode_mean_encode(const uint8_t* head, const uint8_t* codes, int64_t wire_
                         int64_t block, float weight, float* residual, float* scratch, uint8_t* head_out,
                         uint8_t* codes_out) {
   for (int64_t i = 0, k = 0; i < n; i += block, ++k) {
-    const int64_t m = least(block, n - i), h = k * C::kHeader, c = i / C::kPerByte;
+    const int64_t m = least(block, n - i), h = k * C::kHeader, c = i * C::kCodeBits / 8;
     C::mean(head + h, codes + c, wire_stride, rows, m, weight, scratch);
     if (residual)
       C::template encode<true>(scratch, residual + i, m, block, head_out + h, codes_out + c);
@@ -119,7 +141,7 @@ inline void differ(const float* x, const float* me, const float* peers, int64_t 
 template <typename C>
 void decode_blocks(const uint8_t* head, const uint8_t* codes, int64_t n, int64_t block, float* out) {
   for (int64_t i = 0, k = 0; i < n; i += block, ++k)
-    C::mean(head + k * C::kHeader, codes + i / C::kPerByte, 0, 1, least(block, n - i), 1.0f, out + i);
+    C::mean(head + k * C::kHeader, codes + i * C::kCodeBits / 8, 0, 1, least(block, n - i), 1.0f, out + i);
 }
 
 template <typename C>
@@ -128,7 +150,7 @@ void encode_difference(float* x, float* me, const float* peers, int64_t peers_st
   const int64_t step = scratch_of(n, block);
   for (int64_t i = 0; i < n; i += step) {
     const int64_t m = least(step, n - i);
-    uint8_t *const h = head + i / block * C::kHeader, *const c = codes + i / C::kPerByte;
+    uint8_t *const h = head + i / block * C::kHeader, *const c = codes + i * C::kCodeBits / 8;
     differ(x + i, me + i, peers + i, peers_stride, weights, num_peers, m, scratch);
     C::template encode<false>(scratch, nullptr, m, block, h, c);
     decode_blocks<C>(h, c, m, block, scratch);
@@ -149,7 +171,7 @@ void decode_add(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, 
   for (int64_t r = 0; r < rows; ++r, out += out_stride, head += wire_stride, codes += wire_stride)
     for (int64_t i = 0; i < n; i += step) {
       const int64_t m = least(step, n - i);
-      decode_blocks<C>(head + i / block * C::kHeader, codes + i / C::kPerByte, m, block, scratch);
+      decode_blocks<C>(head + i / block * C::kHeader, codes + i * C::kCodeBits / 8, m, block, scratch);
       int64_t j = 0;
       for (; j + W <= m; j += W) store(out + i + j, load(out + i + j) + load(scratch + j));
       for (; j < m; ++j) out[i + j] = out[i + j] + scratch[j];
@@ -179,7 +201,7 @@ void encode_lerp(const float* x, const float* other, float weight, float* residu
   const int64_t step = scratch_of(n, block);
   for (int64_t i = 0; i < n; i += step) {
     const int64_t m = least(step, n - i);
-    uint8_t *const h = head + i / block * C::kHeader, *const c = codes + i / C::kPerByte;
+    uint8_t *const h = head + i / block * C::kHeader, *const c = codes + i * C::kCodeBits / 8;
     lerp<false>(x + i, other + i, weight, m, scratch);
     if (residual)
       C::template encode<true>(scratch, residual + i, m, block, h, c);
@@ -196,7 +218,7 @@ void decode_lerp(const uint8_t* head, const uint8_t* codes, int64_t n, int64_t b
   const bool streams = away && aligned(out) && step % W == 0;
   for (int64_t i = 0; i < n; i += step) {
     const int64_t m = least(step, n - i);
-    decode(head + i / block * C::kHeader, codes + i / C::kPerByte, m, scratch);
+    decode(head + i / block * C::kHeader, codes + i * C::kCodeBits / 8, m, scratch);
     (streams ? lerp<true> : lerp<false>)(scratch, other + i, weight, m, out + i);
   }
   if (streams) stream_end();

@@ -157,7 +157,7 @@ void mean_block(const uint8_t* head, const uint8_t* codes, int64_t stride, int64
 }
 
 struct Int4 {
-  static constexpr int64_t kHeader = 4, kPerByte = 2;
+  static constexpr int64_t kHeader = 4, kCodeBits = 4;
   static constexpr auto mean = mean_block;
 
   // The largest magnitudes of a few blocks first: blocks are short, and so they need not wait for each other.
@@ -173,7 +173,7 @@ struct Int4 {
       for (int64_t i = first, b = 0; i < end; i += block, ++b)
         encode_block<kFeedback>(kFeedback ? residual + i : x + i, kFeedback ? residual + i : nullptr,
                                 least(block, n - i), float_of(most[b]), head + (k + b) * kHeader,
-                                codes + i / kPerByte);
+                                codes + i * kCodeBits / 8);
     }
   }
 };

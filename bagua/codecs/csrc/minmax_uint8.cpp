@@ -178,7 +178,7 @@ void mean_block(const uint8_t* head, const uint8_t* codes, int64_t stride, int64
 }
 
 struct MinMax {
-  static constexpr int64_t kHeader = 8, kPerByte = 1;
+  static constexpr int64_t kHeader = 8, kCodeBits = 8;
   static constexpr auto mean = mean_block;
 
   template <bool kFeedback>

@@ -7,7 +7,6 @@
 
 namespace {
 
-constexpr int kLanes = 64, kVectors = kLanes / W;
 constexpr int32_t kMagnitude = 0x7fffffff;
 
 // Writes the sign bits, returns the sum of the magnitudes.
@@ -67,27 +66,6 @@ void encode_block(const float* x, float* residual, int64_t n, uint8_t* head, uin
   memcpy(head, &scale, sizeof scale);
 }
 
-// W bits from bit i, which is a multiple of W; higher ones may hold anything.
-inline int32_t bits_at(const uint8_t* bits, int64_t i) {
-  if (W < 16) return bits[i / 8] >> (i % 8);
-  uint16_t two;
-  memcpy(&two, bits + i / 8, sizeof two);
-  return two;
-}
-
-// plus where the bit is clear, minus where it is set.
-inline VF choose(int32_t bits, VF plus, VF minus) {
-#if defined(__AVX512F__)
-  return (VF)_mm512_mask_blend_ps((__mmask16)bits, (__m512)plus, (__m512)minus);
-#else
-  VI each;
-  for (int k = 0; k < W; ++k) each[k] = 1 << k;
-  return ((bits - VI{}) & each) == each ? minus : plus;
-#endif
-}
-
-inline bool bit_at(const uint8_t* bits, int64_t i) { return bits[i / 8] >> (i % 8) & 1; }
-
 template <bool kStream>
 void decode_block(const uint8_t* bits, int64_t n, float scale, float* out) {
   const VF plus = splat(scale), minus = -plus;
@@ -122,14 +100,14 @@ void mean_block(const uint8_t* head, const uint8_t* bits, int64_t stride, int64_
 }
 
 struct Sign {
-  static constexpr int64_t kHeader = 4, kPerByte = 8;
+  static constexpr int64_t kHeader = 4, kCodeBits = 1;
   static constexpr auto mean = mean_block;
 
   template <bool kFeedback>
   static void encode(const float* x, float* residual, int64_t n, int64_t block, uint8_t* head, uint8_t* codes) {
     for (int64_t i = 0, k = 0; i < n; i += block, ++k)
       encode_block<kFeedback>(x + i, kFeedback ? residual + i : nullptr, least(block, n - i), head + k * kHeader,
-                              codes + i / kPerByte);
+                              codes + i * kCodeBits / 8);
   }
 };
 

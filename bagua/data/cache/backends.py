@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from bagua.data.cache.capacity import check_capacity
 from bagua.data.cache.cluster_store import ClusterStore
-from bagua.data.cache.guarded_store import GuardedStore
+from bagua.data.cache.fallback_store import FallbackStore
 from bagua.data.cache.interface import choose_address
 from bagua.data.cache.job_servers import start_servers
 from bagua.data.cache.lmdb_directory import check_directory, job_directory
@@ -47,7 +47,7 @@ class MemoryBackend:
 
     def open(self) -> Store:
         """Make it, empty."""
-        return GuardedStore(MemoryStore(self.capacity_bytes, self.zero_copy), "memory")
+        return FallbackStore(MemoryStore(self.capacity_bytes, self.zero_copy), "memory")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LmdbBackend:
 
     def open(self) -> Store:
         """Open the file."""
-        return GuardedStore(LmdbStore(self.path, self.capacity_bytes), self.path)
+        return FallbackStore(LmdbStore(self.path, self.capacity_bytes), self.path)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class RedisBackend:
 
     def open(self) -> Store:
         """Make connections, at the first use of each."""
-        stores: dict[str, Store] = {host.name: GuardedStore(RedisStore(host), host.name) for host in self.hosts}
+        stores: dict[str, Store] = {host.name: FallbackStore(RedisStore(host), host.name) for host in self.hosts}
         return ClusterStore(stores) if len(stores) > 1 else next(iter(stores.values()))
 
 

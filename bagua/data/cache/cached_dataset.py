@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -28,6 +28,8 @@ class CachedDataset(Dataset[Any]):
         TypeError: `dataset` cannot be indexed; else as CacheLoader.
     """
 
+    loader_class: ClassVar[type[CacheLoader]] = CacheLoader
+
     def __init__(
         self,
         dataset: Any,
@@ -42,7 +44,7 @@ class CachedDataset(Dataset[Any]):
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(f"dataset: expected one with __getitem__, got {type(dataset).__name__}")
         self.dataset = dataset
-        self.cache_loader = CacheLoader(
+        self.cache_loader = self.loader_class(
             backend, dataset_name, capacity_per_node, writer_buffer_size, serializer=serializer, **backend_options
         )
 

@@ -42,7 +42,7 @@ def start_servers(interface: str | None, capacity_bytes: int | None) -> list[Red
     if team is None:
         _started[options] = [_start(interface, capacity_bytes, num_nodes=1)]
         return _started[options]
-    nodes = team.discover_nodes([key.decode() for key in team.meet("CachedDataset", team.node.encode())])
+    nodes = team.discover_nodes([key.decode() for key in team.all_gather_bytes("CachedDataset", team.node.encode())])
     node = next(members for members in nodes if team.rank in members)
     told: dict[str, object] = {}
     if team.rank == node[0]:
@@ -51,7 +51,7 @@ def start_servers(interface: str | None, capacity_bytes: int | None) -> list[Red
             told = {"host": host.host, "port": host.port, "password": host.password}
         except (OSError, RuntimeError, ValueError) as error:
             told = {"error": str(error)}
-    replies = [json.loads(reply) for reply in team.meet("CachedDataset", json.dumps(told).encode())]
+    replies = [json.loads(reply) for reply in team.all_gather_bytes("CachedDataset", json.dumps(told).encode())]
     problems = [f"rank {rank}: {reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
     if problems:
         raise RuntimeError(f"no redis server for the cache: {'; '.join(problems)}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua.data.cache.capacity import disk_room_bytes
-from bagua.data.cache.fork_gate import ForkGate
+from bagua.data.cache.fork_safety import ForkLock
 from bagua.data.cache.lmdb_directory import condemn, note_synced, prepare
 from bagua.data.cache.lmdb_tables import Tables
 from bagua.data.cache.store import Buffer, StoreError, StoreFullError, StoreStatus
@@ -27,7 +27,7 @@ _MAX_READERS = 1024
 _MAX_HITS_NOTED = 100_000
 _FEW_BLOCKS = 256
 
-_gate = ForkGate()
+_fork_lock = ForkLock()
 _inherited: list[Any] = []  # environments of the parent process; not even collected
 # One environment a path and process: LMDB's locks belong to the process, closing a second one would drop them.
 _open_paths: weakref.WeakValueDictionary[Path, LmdbStore] = weakref.WeakValueDictionary()
@@ -60,7 +60,7 @@ class LmdbStore:
         self._hits: dict[bytes, int] = {}
         self._tables: Tables | None = None
         prepare(self._path, self._read_last_txn)
-        _gate.add(self)
+        _fork_lock.add(self)
         _open_paths[self._path] = self
 
     def get(self, key: bytes) -> Buffer | None:
@@ -130,7 +130,7 @@ class LmdbStore:
                 env.sync(True)
                 note_synced(self._path, last)
                 self._wrote = False
-        with _gate, self._lock:
+        with _fork_lock, self._lock:
             if self._env is not None:
                 self._env.close()
                 self._env = None
@@ -156,7 +156,7 @@ class LmdbStore:
         """The open environment, safe from forks; errors of LMDB and of the disk become StoreError."""
         lmdb = self._lmdb
         try:
-            with _gate:
+            with _fork_lock:
                 with self._lock:
                     if self._env is None:
                         self._env = self._open()

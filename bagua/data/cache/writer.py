@@ -26,7 +26,7 @@ class Writer:
     pending.
 
     Args:
-        store: does not raise StoreError; see GuardedStore.
+        store: does not raise StoreError; see FallbackStore.
         buffer_size: entries in a batch.
         reuse: whether memory of written entries is used again, since the store keeps copies. New memory costs more
             than the copy that goes there: the system clears it page by page.

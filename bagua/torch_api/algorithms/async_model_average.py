@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 import bagua.algorithms
-from bagua.engine.attach import abort, resume
+from bagua.engine.distributed_module import pause, resume
 from bagua.torch_api.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 
 __all__ = ["AsyncModelAverageAlgorithm"]
@@ -40,8 +40,8 @@ class AsyncModelAverageAlgorithm(Algorithm):
         return self._core
 
     def abort(self, bagua_module: nn.Module) -> None:
-        """Stop averaging in the background; see `bagua.abort`. Waits for no other rank."""
-        abort(_distributed(bagua_module))
+        """Stop averaging in the background; see `bagua.pause`. Waits for no other rank."""
+        pause(_distributed(bagua_module))
 
     def resume(self, bagua_module: nn.Module) -> None:
         """Start averaging again after `abort`; no effect otherwise."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import bagua.algorithms
 
-__all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "as_core_algorithm"]
+__all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "UnknownAlgorithmError", "as_core_algorithm"]
 
 _ELSEWHERE = (
     "write algorithms of your own as subclasses of bagua.Algorithm, whose instances with_bagua() takes too; "
@@ -31,7 +31,7 @@ class Algorithm:
         """Return the registered algorithm `name`, made with `kwargs`.
 
         Raises:
-            ValueError: no such name.
+            UnknownAlgorithmError: no such name; it is a KeyError and a ValueError.
             TypeError: the algorithm has no such argument.
         """
         return GlobalAlgorithmRegistry.get(name)(**kwargs)
@@ -52,14 +52,17 @@ class AlgorithmImpl:
         raise TypeError(f"{cls.__qualname__}: AlgorithmImpl cannot be subclassed; {_ELSEWHERE}")
 
 
-class GlobalAlgorithmRegistry:
-    """Algorithms by name."""
+class UnknownAlgorithmError(KeyError, ValueError):
+    """No algorithm has that name. A `KeyError` as in the original, a `ValueError` as elsewhere here."""
 
-    _classes: dict[str, type[Algorithm]] = {}  # noqa: RUF012
-    _descriptions: dict[str, str] = {}  # noqa: RUF012
+    def __str__(self) -> str:
+        return str(self.args[0])
 
-    @classmethod
-    def register(cls, name: str, algorithm: type[Algorithm], description: str | None = None) -> None:
+
+class AlgorithmRegistry(dict[str, dict[str, Any]]):
+    """Algorithms by name: {"algorithm": class, "description": text} each."""
+
+    def register(self, name: str, algorithm: type[Algorithm], description: str | None = None) -> None:
         """Make `algorithm` known as `name`.
 
         Raises:
@@ -72,27 +75,29 @@ class GlobalAlgorithmRegistry:
             raise TypeError(
                 f"algorithm: expected a subclass of bagua.torch_api.algorithms.Algorithm, got {algorithm!r}"
             )
-        known = cls._classes.get(name)
-        if known is not None and known is not algorithm:
-            raise ValueError(f"name: {name!r} is already registered as {known.__qualname__}")
-        cls._classes[name] = algorithm
-        cls._descriptions[name] = description or ""
+        if name in self and self[name]["algorithm"] is not algorithm:
+            raise ValueError(f"name: {name!r} is already registered as {self[name]['algorithm'].__qualname__}")
+        self[name] = {"algorithm": algorithm, "description": description or ""}
 
-    @classmethod
-    def get(cls, name: str) -> type[Algorithm]:
+    def get(self, name: str) -> type[Algorithm]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the class registered as `name`.
 
         Raises:
-            ValueError: no such name.
+            UnknownAlgorithmError: no such name.
         """
-        if name not in cls._classes:
-            raise ValueError(f"name: algorithm {name!r} is unknown; available: {', '.join(cls._classes)}")
-        return cls._classes[name]
+        if name not in self:
+            raise UnknownAlgorithmError(f"name: algorithm {name!r} is unknown; available: {', '.join(self)}")
+        return self[name]["algorithm"]
 
-    @classmethod
-    def available_algorithms(cls) -> list[str]:
+    def available_algorithms(self) -> list[str]:
         """All names."""
-        return list(cls._classes)
+        return list(self)
+
+    def __str__(self) -> str:
+        return f"Registered Algorithms: {', '.join(self)}"
+
+
+GlobalAlgorithmRegistry = AlgorithmRegistry()
 
 
 def as_core_algorithm(algorithm: Any) -> bagua.algorithms.Algorithm:

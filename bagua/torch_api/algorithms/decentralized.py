@@ -20,6 +20,8 @@ class DecentralizedAlgorithm(Algorithm):
     def __init__(
         self, hierarchical: bool = True, peer_selection_mode: str = "all", communication_interval: int = 1
     ) -> None:
+        self.hierarchical, self.peer_selection_mode = hierarchical, peer_selection_mode
+        self.communication_interval = communication_interval
         self._core = bagua.algorithms.get(
             "decentralized",
             hierarchical=hierarchical,
@@ -38,10 +40,11 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
 
     Args:
         hierarchical: exact average within each node, the ring joins nodes.
-        communication_interval: gossip after every so many steps only.
+        communication_interval: gossip after the first step and every so many from there.
     """
 
     def __init__(self, hierarchical: bool = True, communication_interval: int = 1) -> None:
+        self.hierarchical, self.communication_interval = hierarchical, communication_interval
         self._core = bagua.algorithms.get(
             "low_precision_decentralized", hierarchical=hierarchical, communication_interval=communication_interval
         )

@@ -7,10 +7,42 @@ from typing import Any
 from bagua.data.cache import CacheLoader as _CacheLoader
 from bagua.torch_api.report import report_once
 
-__all__ = ["CacheLoader"]
+__all__ = ["CacheLoader", "StoredCacheLoader", "without_foreign"]
 
 
-class CacheLoader(_CacheLoader):
+class StoreOfLoader:
+    """What holds a loader's entries, by the original's names: `clear()`, `num_keys()`, `status()`, `shutdown()`."""
+
+    def __init__(self, loader: _CacheLoader) -> None:
+        self._loader = loader
+
+    def clear(self) -> None:
+        """Remove all entries, those of other loaders included."""
+        self._loader.clear()
+
+    def num_keys(self) -> int:
+        """Return the number of entries."""
+        return self._loader.num_keys()
+
+    def status(self) -> bool:
+        """Whether it answers."""
+        return self._loader.status().available
+
+    def shutdown(self) -> None:
+        """Write what is pending and close it."""
+        self._loader.close()
+
+
+class StoredCacheLoader(_CacheLoader):
+    """A loader with the attribute `store`."""
+
+    @property
+    def store(self) -> StoreOfLoader:
+        """What holds the entries."""
+        return StoreOfLoader(self)
+
+
+class CacheLoader(StoredCacheLoader):
     """`get(key, load_fn)` and `num_keys()`, with the original's arguments and defaults.
 
     Differs: samples are stored without pickle (`serializer="pickle"` brings it back); pending entries are written by

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from bagua.data.cache import CachedDataset as _CachedDataset
-from bagua.torch_api.contrib.cache_loader import without_foreign
+from bagua.data.cache import CacheLoader
+from bagua.torch_api.contrib.cache_loader import StoredCacheLoader, without_foreign
 
 __all__ = ["CachedDataset"]
 
@@ -17,6 +18,8 @@ class CachedDataset(_CachedDataset):
         dataset: anything with `__getitem__`.
         backend, dataset_name, writer_buffer_size, **kwargs: see `CacheLoader`.
     """
+
+    loader_class: ClassVar[type[CacheLoader]] = StoredCacheLoader
 
     def __init__(
         self,

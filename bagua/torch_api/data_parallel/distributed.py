@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from bagua.engine.attach import no_sync
+from bagua.engine.distributed_module import no_sync
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.patch import with_bagua
 from bagua.torch_api.primitives import broadcast_coalesced
@@ -20,7 +20,12 @@ from bagua.torch_api.process_group import (
 )
 from bagua.torch_api.report import report_once
 
-__all__ = ["DistributedDataParallel"]
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallel_V1_9_0",
+    "DistributedDataParallel_V1_9_0_Interface",
+    "to_bagua_process_group",
+]
 
 _MIB = 2**20
 
@@ -41,7 +46,7 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: MiB of gradients exchanged at once; None is 25.
         find_unused_parameters: needs nothing done: parameters without a gradient are always found.
         check_reduction: cannot act and is reported in the log: failures always raise.
-        gradient_as_bucket_view: False cannot act and is reported in the log: gradients always are views.
+        gradient_as_bucket_view: as in `bagua.distribute`.
         optimizers: the optimizers, for algorithms that need them and for their state at the start.
         algorithm: as in `with_bagua`.
 
@@ -74,28 +79,29 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(f"dim: expected 0, got {dim!r}: inputs are not split over several devices of one process")
         if check_reduction:
             report_once("DistributedDataParallel: check_reduction cannot act, failed reductions always raise")
-        if not gradient_as_bucket_view:
-            report_once("DistributedDataParallel: gradient_as_bucket_view=False cannot act, gradients are always so")
         self.device = _checked_device(module, device_ids, output_device)
         self.device_ids = None if self.device is None else [self.device.index]
         self.output_device = None if self.device is None else self.device.index
         self.dim = dim
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = True
+        self.gradient_as_bucket_view = gradient_as_bucket_view
         self.bucket_bytes_cap = _bucket_bytes(bucket_cap_mb)
         self.require_backward_grad_sync = True
         chosen = GradientAllReduceAlgorithm() if algorithm is None else algorithm
-        group = process_group
-        if group is None:
-            group = _get_default_group()
-        elif not isinstance(group, BaguaProcessGroup):
-            group = from_torch_group(group)
+        group = to_bagua_process_group(process_group)
         self.parameters_to_ignore: set[str] = {
             *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
             *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
         }
-        with_bagua(module, optimizers, chosen, group, bucket_bytes=self.bucket_bytes_cap)
+        with_bagua(
+            module,
+            optimizers,
+            chosen,
+            group,
+            bucket_bytes=self.bucket_bytes_cap,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
         self.module = module
         self.process_group: BaguaProcessGroup | None = group
         self._comm: Any = group.get_global_communicator() if broadcast_buffers else None
@@ -188,6 +194,23 @@ class DistributedDataParallel(nn.Module):
             NotImplementedError: always.
         """
         raise NotImplementedError("register_comm_hook: choose an algorithm, or write one as a bagua.Algorithm")
+
+
+# In the original, a function `DistributedDataParallel` made one of these; pytorch_lightning 1.9 imports the class.
+DistributedDataParallel_V1_9_0 = DistributedDataParallel
+DistributedDataParallel_V1_9_0_Interface = DistributedDataParallel
+
+
+def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
+    """Return `process_group`, of either kind, as a `BaguaProcessGroup`; None is all processes.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised.
+        TypeError: not a process group.
+    """
+    if process_group is None:
+        return _get_default_group()
+    return process_group if isinstance(process_group, BaguaProcessGroup) else from_torch_group(process_group)
 
 
 def _bucket_bytes(bucket_cap_mb: float | None) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua.comm.primitives import all_reduce_
-from bagua.torch_api.primitives import op_name
+from bagua.torch_api.primitives import ReduceOp, op_name
 from bagua.torch_api.process_group import (
     BaguaProcessGroup,
     CommMember,
@@ -19,7 +19,7 @@ from bagua.torch_api.process_group import (
     from_torch_group,
 )
 
-__all__ = ["all_reduce"]
+__all__ = ["ReduceOp", "all_reduce", "torch_reduce_op_to_bagua"]
 
 _OPS = ("sum", "avg", "max")
 _made: weakref.WeakKeyDictionary[Any, BaguaProcessGroup] = weakref.WeakKeyDictionary()
@@ -48,6 +48,15 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -
         raise TypeError(f"tensor: expected a torch.Tensor, got {type(tensor).__name__}")
     comm = _communicator(group)
     return tensor if comm is CommMember.NON_COMM_MEMBER else _AllReduce.apply(tensor, name, comm)  # pyright: ignore
+
+
+def torch_reduce_op_to_bagua(op: Any) -> ReduceOp:
+    """Return the `ReduceOp` of this package for one of `torch.distributed`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return ReduceOp[op_name(op).upper()]
 
 
 def _communicator(group: Any) -> Any:

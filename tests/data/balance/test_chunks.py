@@ -24,8 +24,8 @@ def samplers(data: Any, ranks: int, **options: Any) -> list[LoadBalancingDistrib
 
 
 def test_facade() -> None:
-    assert FacadeSampler is LoadBalancingDistributedSampler
-    assert FacadeBatches is LoadBalancingDistributedBatchSampler
+    assert issubclass(FacadeSampler, LoadBalancingDistributedSampler)
+    assert issubclass(FacadeBatches, LoadBalancingDistributedBatchSampler)
 
 
 def test_order_without_shuffling() -> None:

@@ -87,6 +87,7 @@ def test_epochs_differ_and_repeat() -> None:
     assert in_order == sorted(in_order, reverse=True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_resuming_in_mid_epoch(num_workers: int) -> None:
     lengths = lengths_of(300)

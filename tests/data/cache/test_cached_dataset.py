@@ -17,6 +17,8 @@ from bagua.data import CachedDataset, CacheLoader
 from bagua.data.cache.redis_host import RedisHost
 from tests.rank_pool import RankPool
 
+pytestmark = pytest.mark.process
+
 NEAR = {"MASTER_ADDR": "127.0.0.1"}
 
 

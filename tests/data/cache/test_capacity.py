@@ -110,6 +110,7 @@ def test_a_smaller_capacity_takes_hold_with_the_next_writes(cache_path: Path) ->
     store.close()
 
 
+@pytest.mark.process
 def test_a_server_honours_its_capacity(hosts: list) -> None:
     loader = CacheLoader("redis", "big", hosts=hosts[:1])
     for i in range(100):

@@ -105,6 +105,7 @@ def start_rank(tmp_path: Path, rank: int, port: int = 1234) -> tuple[subprocess.
     return process, process.stdout.readline().strip()
 
 
+@pytest.mark.process
 def test_ranks_of_a_job_share_a_directory_until_the_last_leaves_and_crashed_jobs_leave_none(tmp_path: Path) -> None:
     (first, path), (second, same), (other, elsewhere) = (start_rank(tmp_path, 0), start_rank(tmp_path, 1),
                                                          start_rank(tmp_path, 0, 99))  # fmt: skip

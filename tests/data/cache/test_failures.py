@@ -14,12 +14,14 @@ import torch
 
 from bagua.data.cache import CacheLoader, StoreError, StoreFullError, StoreStatus, lmdb_store, writer
 from bagua.data.cache.client import connect
+from bagua.data.cache.fallback_store import FallbackStore
 from bagua.data.cache.frame import make_key
-from bagua.data.cache.guarded_store import GuardedStore
 from bagua.data.cache.lmdb_store import LmdbStore
 from bagua.data.cache.memory_store import MemoryStore
 from bagua.data.cache.redis_host import RedisHost
 from bagua.data.cache.redis_server import RedisServer
+
+pytestmark = pytest.mark.process
 
 
 def wait_until(what: Callable[[], bool], timeout_s: float = 20) -> None:
@@ -139,7 +141,7 @@ class Moody(MemoryStore):
 
 def test_a_full_store_is_still_read_and_not_asked_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
     moody = Moody(1 << 20)
-    store = GuardedStore(moody, "moody")
+    store = FallbackStore(moody, "moody")
     store.set(b"a", b"1")
     moody.mood = StoreFullError
     for _ in range(10):
@@ -152,7 +154,7 @@ def test_a_full_store_is_still_read_and_not_asked_again_at_once(caplog: pytest.L
 
 def test_a_store_that_is_back_is_used_again(caplog: pytest.LogCaptureFixture) -> None:
     moody = Moody(1 << 20)
-    store = GuardedStore(moody, "moody")
+    store = FallbackStore(moody, "moody")
     store.set(b"a", b"1")
     for _ in range(2):
         moody.mood = StoreError
@@ -216,8 +218,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() or subprocess.run(command, capture_output=True, check=False, timeout=10).returncode:
         pytest.skip("needs root, to mount a small file system")
     yield mount
-    lmdb_store._gate._before()
-    lmdb_store._gate._after_in_parent()  # closes the files
+    lmdb_store._fork_lock._before()
+    lmdb_store._fork_lock._after_in_parent()  # closes the files
     subprocess.run(["umount", "-l", str(mount)], check=True, timeout=10)
 
 

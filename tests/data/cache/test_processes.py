@@ -13,9 +13,9 @@ import torch
 
 from bagua.data import CacheLoader
 from bagua.data.cache.client import close_all
-from bagua.data.cache.fork_gate import ForkGate
+from bagua.data.cache.fork_safety import ForkLock
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 
 
 def sample(key: int) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_a_child_of_a_child(cache_path: Path) -> None:
 
 
 def test_a_fork_waits_for_those_inside_and_keeps_others_out() -> None:
-    gate, order = ForkGate(), []
+    lock, order = ForkLock(), []
 
     class Member:
         def suspend(self) -> None:
@@ -131,32 +131,32 @@ def test_a_fork_waits_for_those_inside_and_keeps_others_out() -> None:
         def abandon(self) -> None: ...
 
     member = Member()
-    gate._members.add(member)
+    lock._members.add(member)
     inside, leave = threading.Event(), threading.Event()
 
     def stay() -> None:
-        with gate:
+        with lock:
             inside.set()
             leave.wait(10)
             order.append("left")
 
     def come_late() -> None:
-        with gate:
+        with lock:
             order.append("late")
 
     first = threading.Thread(target=stay)
     first.start()
     inside.wait(10)
-    forking = threading.Thread(target=gate._before)
+    forking = threading.Thread(target=lock._before)
     forking.start()
-    while not gate._forking:
+    while not lock._forking:
         time.sleep(0.001)
     late = threading.Thread(target=come_late)
     late.start()
     leave.set()
     forking.join(10)
     assert order == ["left", "suspended"]
-    gate._after_in_parent()
+    lock._after_in_parent()
     late.join(10)
     first.join(10)
     assert order == ["left", "suspended", "late"]

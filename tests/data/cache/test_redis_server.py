@@ -20,6 +20,8 @@ from bagua.data.cache.redis_store import RedisStore
 from bagua.data.cache.store import StoreError
 from tests.data.cache.test_failures import children, kill, wait_until
 
+pytestmark = pytest.mark.process
+
 redis = pytest.importorskip("redis")
 
 

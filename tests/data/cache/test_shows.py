@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cache.entrants import ENTRANTS, missing
+from benchmarks.cache.contenders import CONTENDERS, missing
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,8 +42,8 @@ def test_the_example_on_two_ranks_computes_each_sample_once(tmp_path: Path) -> N
 def test_the_benchmark_runs_and_compares_all_that_is_installed() -> None:
     report = json.loads(run("-m", "benchmarks.cache", "--quick", "--json"))
     rows = {row["name"]: row for row in report["rows"]}
-    assert set(rows) | set(report["not_installed"]) == {entrant.name for entrant in ENTRANTS}
-    assert set(report["not_installed"]) == {entrant.name for entrant in ENTRANTS if missing(entrant)}
+    assert set(rows) | set(report["not_installed"]) == {contender.name for contender in CONTENDERS}
+    assert set(report["not_installed"]) == {contender.name for contender in CONTENDERS if missing(contender)}
     for row in rows.values():
         assert row["first_epoch_ms"] > row["later_epoch_ms"] / 2 > 0
     assert rows["bagua memory"]["speedup"] > 2

@@ -9,20 +9,22 @@ from pathlib import Path
 import pytest
 
 from bagua.data.cache.cluster_store import ClusterStore
+from bagua.data.cache.fallback_store import FallbackStore
 from bagua.data.cache.frame import make_key
-from bagua.data.cache.guarded_store import GuardedStore
 from bagua.data.cache.lmdb_store import LmdbStore
 from bagua.data.cache.memory_store import MemoryStore
 from bagua.data.cache.redis_host import RedisHost
 from bagua.data.cache.redis_store import RedisStore
 from bagua.data.cache.store import Store
 
+pytestmark = pytest.mark.process
 
-@pytest.fixture(params=["memory", "lmdb", "redis", "cluster", "guarded"])
+
+@pytest.fixture(params=["memory", "lmdb", "redis", "cluster", "fallback"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    if request.param in ("memory", "guarded"):
+    if request.param in ("memory", "fallback"):
         made: Store = MemoryStore(1 << 30)
-        made = GuardedStore(made, "m") if request.param == "guarded" else made
+        made = FallbackStore(made, "m") if request.param == "fallback" else made
     elif request.param == "lmdb":
         pytest.importorskip("lmdb")
         made = LmdbStore(tmp_path / "cache")

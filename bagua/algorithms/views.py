@@ -1,0 +1,119 @@
+"""What an algorithm sees of buckets, launched exchanges and lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bagua.comm.groups import Groups
+
+__all__ = ["BackgroundLane", "Bucket", "Gate", "Lane", "Ticket"]
+
+
+class Bucket(Protocol):
+    """A run of parameters whose payload lies in one flat tensor, exchanged at once."""
+
+    @property
+    def index(self) -> int:
+        """Position in the order of exchange."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters, in the order in which they lie in `flat`."""
+        ...
+
+    @property
+    def params(self) -> tuple[torch.nn.Parameter, ...]:
+        """The parameters, in the same order."""
+        ...
+
+    @property
+    def flat(self) -> Tensor:
+        """The payload: [N], one dtype; each parameter's gradient (or the parameter itself) is a view of it."""
+        ...
+
+    def split(self, flat: Tensor) -> Sequence[Tensor]:
+        """Return each parameter's part of `flat`, a tensor like the payload, in the parameter's shape."""
+        ...
+
+
+class Ticket(Protocol):
+    """One launched exchange."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not; on a GPU: whether its result may be used without waiting."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, once it is done."""
+        ...
+
+    def wait(self) -> None:
+        """Block until it is done. `Context.wait` also raises and keeps count; prefer it."""
+        ...
+
+
+class Lane(Protocol):
+    """Where exchanges run, first in first out."""
+
+    @property
+    def groups(self) -> Groups:
+        """The lane's own groups."""
+        ...
+
+
+class Gate(Protocol):
+    """Where the jobs of a background lane wait for the other ranks'."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody will ever pass again, since a rank has left."""
+        ...
+
+    @property
+    def remark(self) -> str:
+        """Why, or which rank is late; "" if there is nothing to say."""
+        ...
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the remark tells of trouble."""
+        ...
+
+    def give_up_after(self, seconds: float) -> None:
+        """Raise `CommunicationError` if for so long no meeting took place because a rank is gone or does not come."""
+        ...
+
+    def enter(self, give_up: Callable[[], bool]) -> bool:
+        """Wait, in `before` of a launch, for all ranks to enter as often as this one has; true if they all did.
+
+        False if a rank gave up or has left, and then on all ranks.
+
+        Args:
+            give_up: asked now and then; true calls this meeting off, unless all have entered already.
+        """
+        ...
+
+
+class BackgroundLane(Lane, Protocol):
+    """A lane that may wait for other ranks as long as it has to, while training goes on."""
+
+    @property
+    def timeout_s(self) -> float:
+        """The process group's."""
+        ...
+
+    @property
+    def gate(self) -> Gate:
+        """Jobs hold it and not the lane, so that the lane of a dropped module can end."""
+        ...
+
+    def abandon(self) -> None:
+        """Give the lane up after an error; other ranks no longer wait for this one."""
+        ...

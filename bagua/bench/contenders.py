@@ -1,0 +1,216 @@
+"""Who takes part: algorithms of this package with fitting options, and what is there to compare them with."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any
+
+import bagua
+from bagua.bench import baselines, bounds
+from bagua.bench.bounds import Moment, Traffic
+from bagua.bench.compute import EmulatedModel
+from bagua.bench.models import Model
+from bagua.bench.training import Training, make_optimizer
+
+__all__ = ["ADAMS", "OFF", "Contender", "available", "get"]
+
+OFF = "off"
+INTERVAL, LONG_INTERVAL = 8, 64  # steps between two averages of weights; of DiLoCo
+POWER_RANK = 8
+ADAMS = ("qadam", "one_bit_lamb", "zero_one_adam")  # optimizers with an update of their own
+
+
+Amount = Callable[[Model, int], Traffic]  # from model and number of hosts
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the table.
+
+    Attributes:
+        name: of the row.
+        family: "bagua", or whose it is.
+        traffic: what a host sends.
+        baseline: makes a model ready for training; a collective. None for algorithms of this package.
+        algorithm, optimizer, options: for `bagua.distribute`.
+        warmup_steps: to be made before the clock runs, so that the steps measured are all alike.
+        period: steps after which the pattern of steps repeats.
+        synchronous: no rank gets ahead of the others.
+        missing: why it cannot run here; empty if it can.
+    """
+
+    name: str
+    family: str
+    traffic: Amount
+    baseline: Callable[[EmulatedModel], Training] | None = None
+    algorithm: str = ""
+    optimizer: str = "sgd"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    warmup_steps: int = 3
+    period: int = 1
+    synchronous: bool = True
+    missing: str = ""
+
+    @property
+    def averaged(self) -> bool:
+        """Steps differ, so that their mean counts and not their median."""
+        return self.period > 1 or (self.family == "bagua" and not self.synchronous)
+
+    def prepare(self, model: EmulatedModel, emulated: bool) -> Training:
+        """Make `model` ready for training; a collective.
+
+        Args:
+            emulated: optimizers of the Adam kind do the arithmetic of SGD.
+        """
+        if self.baseline is not None:
+            return self.baseline(model)
+        optimizer = make_optimizer(self.optimizer, model, emulated)
+        bagua.distribute(model, optimizer, self.algorithm, **self.options)
+        return Training.of(model, optimizer, lambda: _detach(model))
+
+
+def _detach(model: EmulatedModel) -> None:
+    bagua.detach(model)
+
+
+def _mean(bits: float, moment: Moment = Moment.GRADIENT, every: int = 1) -> Amount:
+    return lambda model, ranks: bounds.all_to_all_mean(model.num_elements, ranks, bits, moment, every)
+
+
+def _unknown(algorithm: str, options: Mapping[str, Any]) -> str:
+    known = {each.name for each in fields(bagua.algorithms.get(algorithm))}
+    known |= {"bucket_bytes", "num_lanes", "hierarchical"} & set(inspect.signature(bagua.distribute).parameters)
+    unknown = sorted(set(options) - known)
+    return f"algorithm {algorithm!r} has no option {', '.join(unknown)}" if unknown else ""
+
+
+def _ours(
+    name: str, traffic: Amount, algorithm: str = "", how: Mapping[str, Any] | None = None, **options: Any
+) -> Contender:
+    """An algorithm of this package with `options`; `how` are other attributes of the contender."""
+    algorithm = algorithm or name
+    contender = Contender(name, "bagua", traffic, algorithm=algorithm, options=options, **(how or {}))
+    return replace(contender, missing=_unknown(algorithm, options))
+
+
+def _all() -> list[Contender]:
+    after, param = Moment.AFTER, Moment.PARAMETER
+
+    def gossip(model: Model, ranks: int) -> Traffic:
+        return bounds.gossip(model.num_elements, ranks)
+
+    def differences(overlap: bool) -> Callable[[Model, int], Traffic]:
+        return lambda model, ranks: bounds.difference_gossip(model.num_elements, ranks, overlap=overlap)
+
+    def nothing(model: Model, ranks: int) -> Traffic:
+        return Traffic(0, 0, Moment.BACKGROUND)
+
+    def low_rank(model: Model, ranks: int) -> Traffic:
+        return bounds.low_rank(model.shapes, ranks, POWER_RANK)
+
+    def background(model: Model, ranks: int) -> Traffic:
+        return bounds.background(model.num_elements, ranks)
+
+    long = LONG_INTERVAL
+    seldom: dict[str, Any] = {"warmup_steps": INTERVAL, "period": INTERVAL}
+    return [
+        Contender(OFF, "none", nothing, baselines.off, warmup_steps=2, synchronous=False),
+        *(_off_with(kind, nothing) for kind in ADAMS),
+        Contender("ddp", "torch", _mean(32), baselines.ddp),
+        Contender("ddp_fp16", "torch", _mean(16), baselines.ddp_fp16),
+        Contender("ddp_bf16", "torch", _mean(16), baselines.ddp_bf16),
+        Contender("ddp_powersgd", "torch", low_rank, baselines.ddp_power_sgd, warmup_steps=5),
+        Contender("post_local_sgd", "torch", _mean(32, after, INTERVAL), baselines.post_local_sgd, **seldom),
+        Contender("deepspeed", "DeepSpeed", _mean(32), baselines.deepspeed, missing=baselines.missing("deepspeed")),
+        Contender("accelerate", "Accelerate", _mean(32), baselines.accelerate, missing=baselines.missing("accelerate")),
+        Contender("horovod", "Horovod", _mean(32), baselines.horovod, missing=baselines.missing("horovod.torch")),
+        _ours("gradient_allreduce", _mean(32)),
+        _ours("gradient_allreduce_bf16", _mean(16), "gradient_allreduce", codec="bf16"),
+        _ours("bytegrad", _mean(8)),
+        _ours("int4", _mean(4), "gradient_allreduce", codec="int4", error_feedback=True),
+        _ours("qadam", _mean(8), how=_adam("qadam")),
+        _ours("qadam_1bit", _mean(1), "qadam", _adam("qadam"), codec="sign"),
+        _ours("one_bit_lamb", _mean(1), how=_adam("one_bit_lamb")),
+        _ours("zero_one_adam", _mean(1), how=_adam("zero_one_adam")),
+        _ours("power_sgd", low_rank, rank=POWER_RANK),
+        _ours("decentralized", _mean(32, param)),
+        _ours("decentralized_shift_one", gossip, "decentralized", peer_selection_mode="shift_one"),
+        _ours("low_precision_decentralized", differences(False)),
+        _ours("low_precision_decentralized_overlap", differences(True), "low_precision_decentralized", overlap=True),
+        _ours("async", background, how={"synchronous": False}, sync_interval_ms=0),
+        _ours("local_sgd", _mean(32, after, INTERVAL), how=seldom, communication_interval=INTERVAL),
+        _ours(
+            "diloco",
+            _mean(32, param, long),
+            how={"warmup_steps": long, "period": long},
+            communication_interval=long,
+            delay=long // 2,
+        ),
+    ]
+
+
+def _off_with(optimizer: str, traffic: Amount) -> Contender:
+    off = partial(baselines.off, optimizer=optimizer)
+    return Contender(f"{OFF}_{optimizer}", "none", traffic, off, synchronous=False)
+
+
+def _adam(optimizer: str) -> dict[str, Any]:
+    """Two exact steps, then one that makes buffers, then one more."""
+    return {"optimizer": optimizer, "warmup_steps": 4}
+
+
+def _with_defaults(algorithm: str) -> Contender:
+    """A registered algorithm that has no row of its own: its default options, and the bytes that it says it sends."""
+    made = bagua.algorithms.get(algorithm)
+    exchanges_gradients = made.payload is bagua.algorithms.Payload.GRAD
+    moment = Moment.GRADIENT if exchanges_gradients else Moment.AFTER
+
+    def traffic(model: Model, ranks: int) -> Traffic:
+        return Traffic(made.bytes_per_rank(model.num_elements, ranks), min(ranks - 1, 2), moment)
+
+    synchronous = made.exactness is not bagua.algorithms.Exactness.ASYNCHRONOUS
+    return _ours(algorithm, traffic, how={"synchronous": synchronous})
+
+
+def available() -> dict[str, Contender]:
+    """All contenders by name, those that cannot run here included; each registered algorithm is one at least."""
+    found = {each.name: each for each in _all()}
+    compared = {each.algorithm for each in found.values()}
+    missing = [row.name for row in bagua.algorithms.available() if row.name not in compared]
+    return found | {name: _with_defaults(name) for name in missing}
+
+
+def get(text: str) -> Contender:
+    """Return the contender `NAME`, or `NAME:OPTION=VALUE,...` with more options of `bagua.distribute`.
+
+    Raises:
+        ValueError: there is no such contender, or it takes no such option.
+    """
+    name, _, more = text.partition(":")
+    known = available()
+    if name not in known:
+        raise ValueError(f"contender {name!r} is unknown; available: {', '.join(known)}")
+    contender = known[name]
+    if not more:
+        return contender
+    if contender.family != "bagua":
+        raise ValueError(f"contender {text!r}: only algorithms of this package take options")
+    options = {**contender.options, **dict(_option(text, word) for word in more.split(","))}
+    problem = _unknown(contender.algorithm, options)
+    if problem:
+        raise ValueError(f"contender {text!r}: {problem}")
+    return replace(contender, name=text, options=options)
+
+
+def _option(text: str, word: str) -> tuple[str, Any]:
+    key, equals, value = word.partition("=")
+    if not equals or not key.isidentifier():
+        raise ValueError(f"contender {text!r}: expected OPTION=VALUE, got {word!r}")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value

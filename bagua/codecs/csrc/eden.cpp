@@ -1,0 +1,312 @@
+// One to four bits for each element of a rotated block, compiled once for each instruction set. eden_torch.py does the
+// same fp32 operations in the same order, so all backends give the same bits. Sums are taken in kLanes partial sums, as
+// sign.cpp says. With m elements in a block, padded ones
+// included, plane p of its codes begins at byte p * ceil(m / 8).
+#include <math.h>
+
+#include "blocks.h"
+
+namespace {
+
+constexpr int64_t kLongest = 4096;  // elements of a block
+constexpr int32_t kMagnitude = 0x7fffffff, kSeed = 0xfff;
+
+typedef uint32_t VU __attribute__((vector_size(4 * W)));
+
+// The magnitudes of the centroids, and the squares of the numbers halfway between them.
+template <int kBits>
+struct Levels;
+template <>
+struct Levels<1> {
+  static constexpr float kCentroids[1] = {1.0f}, kBoundaries[1] = {};
+};
+template <>
+struct Levels<2> {
+  static constexpr float kCentroids[2] = {0.4527800346f, 1.5104176085f}, kBoundaries[1] = {0.9635362466f};
+};
+template <>
+struct Levels<3> {
+  static constexpr float kCentroids[4] = {0.2450941789f, 0.7560052812f, 1.3439092785f, 2.1519457045f};
+  static constexpr float kBoundaries[3] = {0.2505500323f, 1.1024102896f, 3.0552505155f};
+};
+template <>
+struct Levels<4> {
+  static constexpr float kCentroids[8] = {0.1283950299f, 0.3880482995f, 0.6567591185f, 0.9423404565f,
+                                          1.2562311973f, 1.6180463860f, 2.0690172265f, 2.7325895710f};
+  static constexpr float kBoundaries[7] = {0.0666784281f, 0.2729056352f, 0.6392798627f, 1.2084293292f,
+                                           2.0653679066f, 3.3986095208f, 5.7638569597f};
+};
+
+inline uint32_t mix(uint32_t h) {
+  h = (h ^ h >> 16) * 0x7feb352du;
+  h = (h ^ h >> 15) * 0x5e8b4d35u;
+  return h ^ h >> 16;
+}
+
+// v with the random signs of a seed.
+void flip(float* v, int64_t n, int32_t seed) {
+  uint32_t words[kLongest / 32];
+  for (int64_t w = 0; w * 32 < n; ++w) words[w] = mix((uint32_t)seed << 16 | (uint32_t)w);
+  const uint8_t* const bits = (const uint8_t*)words;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const VF a = load(v + i);
+    store(v + i, choose(bits_at(bits, i), a, -a));
+  }
+  for (; i < n; ++i) v[i] = words[i / 32] >> (i % 32) & 1 ? -v[i] : v[i];
+}
+
+// Lane i of v and lane i ^ k: their sum where i has not the bit k, their difference where it has.
+template <int k>
+inline VF across(VF v) {
+  VI lanes, negate;
+  for (int i = 0; i < W; ++i) {
+    lanes[i] = i ^ k;
+    negate[i] = i & k ? ~kMagnitude : 0;
+  }
+#if defined(__AVX512F__)
+  const VF other = (VF)_mm512_permutexvar_ps((__m512i)lanes, (__m512)v);
+#elif defined(__AVX2__)
+  const VF other = (VF)_mm256_permutevar8x32_ps((__m256)v, (__m256i)lanes);
+#else
+  VF other;
+  for (int i = 0; i < W; ++i) other[i] = v[i ^ k];
+#endif
+  return other + (VF)((VI)v ^ negate);
+}
+
+// Sums and differences of elements n / 2, ..., 1 apart, times `factor`; n is a power of two.
+void hadamard(float* v, int64_t n, float factor) {
+  int64_t half = n / 2;
+  for (; half / 2 >= W; half /= 4) {  // two distances at once
+    const int64_t quarter = half / 2;
+    for (int64_t first = 0; first < n; first += 2 * half)
+      for (int64_t i = first; i < first + quarter; i += W) {
+        const VF a = load(v + i), b = load(v + i + quarter), c = load(v + i + half),
+                 d = load(v + i + half + quarter);
+        const VF p = a + c, q = b + d, r = a - c, s = b - d;
+        store(v + i, p + q);
+        store(v + i + quarter, p - q);
+        store(v + i + half, r + s);
+        store(v + i + half + quarter, r - s);
+      }
+  }
+  for (; half >= W; half /= 2)
+    for (int64_t first = 0; first < n; first += 2 * half)
+      for (int64_t i = first; i < first + half; i += W) {
+        const VF a = load(v + i), b = load(v + i + half);
+        store(v + i, a + b);
+        store(v + i + half, a - b);
+      }
+  if (n >= W) {
+    for (int64_t i = 0; i < n; i += W) {
+      VF a = load(v + i);
+      if (W > 8) a = across<W / 2>(a);
+      if (W > 4) a = across<4>(a);
+      a = across<1>(across<2>(a));
+      store(v + i, a * factor);
+    }
+    return;
+  }
+  for (; half > 0; half /= 2)
+    for (int64_t first = 0; first < n; first += 2 * half)
+      for (int64_t i = first; i < first + half; ++i) {
+        const float a = v[i], b = v[i + half];
+        v[i] = a + b;
+        v[i + half] = a - b;
+      }
+  for (int64_t i = 0; i < n; ++i) v[i] = v[i] * factor;
+}
+
+// The least power of two from n on: to it a ragged block is padded with zeros.
+inline int64_t padded(int64_t n) {
+  int64_t size = 1;
+  while (size < n) size *= 2;
+  return size;
+}
+
+// By the orthonormal matrix, which is its own inverse.
+inline void rotate(float* v, int64_t n) { hadamard(v, n, (float)(1.0 / sqrt((double)n))); }
+
+// The sum of what `vector(i)` gives for W elements and `one(i)` for one.
+template <typename Vector, typename One>
+inline float lane_sum(int64_t n, Vector vector, One one) {
+  VF acc[kVectors] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int k = 0; k < kVectors; ++k) acc[k] = acc[k] + vector(i + k * W);
+  float lanes[kLanes];
+  memcpy(lanes, acc, sizeof lanes);
+  for (int64_t k = 0; i + k < n; ++k) lanes[k] = lanes[k] + one(i + k);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int k = 0; k < half; ++k) lanes[k] = lanes[k] + lanes[k + half];
+  return lanes[0];
+}
+
+template <int kBits>
+struct Eden {
+  static constexpr int64_t kHeader = 4, kCodeBits = kBits;
+  static constexpr int kLevels = 1 << (kBits - 1);
+  using L = Levels<kBits>;
+
+  // Writes the planes, returns the sum of |z| times the centroid.
+  static float quantise(const float* z, int64_t n, float mean_square, uint8_t* codes) {
+    const int64_t stride = (n + 7) / 8;
+    float boundaries[kLevels];
+    for (int t = 0; t + 1 < kLevels; ++t) boundaries[t] = mean_square * L::kBoundaries[t];
+    memset(codes, 0, (size_t)(kBits * stride));
+    const auto vector = [&](int64_t i) {
+      const VF v = load(z + i), square = v * v;
+      VI level = {};
+      VF magnitude = splat(L::kCentroids[0]);
+      for (int t = 0; t + 1 < kLevels; ++t) {
+        const VI above = square > splat(boundaries[t]);
+        level = level - above;
+        magnitude = above ? splat(L::kCentroids[t + 1]) : magnitude;
+      }
+      for (int p = 0; p < kBits; ++p) {
+        const uint32_t bits = sign_bits(p == 0 ? v : (VF)(level << (32 - p))) << (i % 8);
+        for (int byte = 0; byte < (W + 7) / 8; ++byte) codes[p * stride + i / 8 + byte] |= (uint8_t)(bits >> 8 * byte);
+      }
+      return (VF)((VI)v & kMagnitude) * magnitude;
+    };
+    const auto one = [&](int64_t i) {
+      const float v = z[i], square = v * v;
+      int level = 0;
+      for (int t = 0; t + 1 < kLevels; ++t) level += square > boundaries[t];
+      const int code = (bits_of(v) < 0) | level << 1;
+      for (int p = 0; p < kBits; ++p) codes[p * stride + i / 8] |= (uint8_t)((code >> p & 1) << (i % 8));
+      return float_of(bits_of(v) & kMagnitude) * L::kCentroids[level];
+    };
+    return lane_sum(n, vector, one);
+  }
+
+  template <bool kFeedback>
+  static void encode_block(const float* x, float* residual, int64_t n, uint8_t* head, uint8_t* codes) {
+    alignas(64) float z[kLongest];
+    VI most_of = {};
+    VU sum_of = {};
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+      const VF v = input<kFeedback>(x + i, residual + i);
+      most_of = vmax((VI)v & kMagnitude, most_of);
+      sum_of = sum_of + (VU)(VI)v;
+      store(z + i, v);
+    }
+    int32_t most = largest(most_of);
+    uint32_t sum = 0;
+    for (int k = 0; k < W; ++k) sum += sum_of[k];
+    for (; i < n; ++i) {
+      z[i] = input_one<kFeedback>(x + i, residual + i);
+      const int32_t bits = bits_of(z[i]);
+      sum += (uint32_t)bits;
+      most = (bits & kMagnitude) > most ? bits & kMagnitude : most;
+    }
+    const int64_t size = padded(n);
+    int32_t exponent = (most >> 23) - 127;
+    exponent = exponent < -100 ? -100 : exponent > 120 ? 120 : exponent;
+    int32_t header = kInfinity;
+    if (most < kInfinity) {
+      const float down = float_of((127 - exponent) << 23), up = float_of((127 + exponent) << 23);
+      const int32_t seed = (int32_t)(mix(sum) >> 20);
+      for (i = 0; i + W <= n; i += W) store(z + i, load(z + i) * down);
+      for (; i < n; ++i) z[i] = z[i] * down;
+      for (; i < size; ++i) z[i] = 0.0f;
+      flip(z, n, seed);
+      rotate(z, size);
+      const float energy = lane_sum(
+          size,
+          [&](int64_t j) {
+            const VF v = load(z + j);
+            return v * v;
+          },
+          [&](int64_t j) { return z[j] * z[j]; });
+      const float dot = quantise(z, size, energy / (float)size, codes);
+      const float scale = (energy == 0.0f ? 0.0f : energy / dot) * up;
+      header = bits_of(scale) < kInfinity ? ((bits_of(scale) + 0x800) & ~kSeed) : kInfinity;
+      if (header < kInfinity) header |= seed;
+    }
+    if (header >= kInfinity) {
+      header = 0x7fc00000;
+      memset(codes, 0, (size_t)(kBits * ((size + 7) / 8)));
+    }
+    memcpy(head, &header, sizeof header);
+    if (!kFeedback) return;
+    decode_block(head, codes, n, z);
+    for (i = 0; i + W <= n; i += W) store(residual + i, keep_finite(load(residual + i) - load(z + i)));
+    for (; i < n; ++i) residual[i] = keep_finite(residual[i] - z[i]);
+  }
+
+  static void decode_block(const uint8_t* head, const uint8_t* codes, int64_t n, float* out) {
+    const int64_t size = padded(n), stride = (size + 7) / 8;
+    alignas(64) float all[kLongest];
+    float* const z = size == n ? out : all;
+    int32_t header;
+    memcpy(&header, head, sizeof header);
+    int64_t i = 0;
+    for (; i + W <= size; i += W) {
+      VF v[kLevels];
+      for (int j = 0; j < kLevels; ++j) v[j] = splat(L::kCentroids[j]);
+      for (int p = 1; p < kBits; ++p) {
+        const int32_t bits = bits_at(codes + p * stride, i);
+        for (int j = 0; j < kLevels >> p; ++j) v[j] = choose(bits, v[2 * j], v[2 * j + 1]);
+      }
+      store(z + i, choose(bits_at(codes, i), v[0], -v[0]));
+    }
+    for (; i < size; ++i) {
+      int level = 0;
+      for (int p = 1; p < kBits; ++p) level |= bit_at(codes + p * stride, i) << (p - 1);
+      z[i] = bit_at(codes, i) ? -L::kCentroids[level] : L::kCentroids[level];
+    }
+    rotate(z, size);
+    const float scale = float_of(header & ~kSeed);
+    for (i = 0; i + W <= n; i += W) store(out + i, load(z + i) * scale);
+    for (; i < n; ++i) out[i] = z[i] * scale;
+    flip(out, n, header & kSeed);
+  }
+
+  static void mean(const uint8_t* head, const uint8_t* codes, int64_t stride, int64_t rows, int64_t n, float weight,
+                   float* out) {
+    alignas(64) float row[kLongest];
+    for (int64_t r = 0; r < rows; ++r) {
+      decode_block(head + r * stride, codes + r * stride, n, row);
+      int64_t i = 0;
+      for (; i + W <= n; i += W) store(out + i, (r ? load(out + i) : VF{}) + load(row + i));
+      for (; i < n; ++i) out[i] = (r ? out[i] : 0.0f) + row[i];
+    }
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(out + i, load(out + i) * weight);
+    for (; i < n; ++i) out[i] = out[i] * weight;
+  }
+
+  template <bool kFeedback>
+  static void encode(const float* x, float* residual, int64_t n, int64_t block, uint8_t* head, uint8_t* codes) {
+    for (int64_t i = 0, k = 0; i < n; i += block, ++k)
+      encode_block<kFeedback>(x + i, kFeedback ? residual + i : nullptr, least(block, n - i), head + k * kHeader,
+                              codes + i * kCodeBits / 8);
+  }
+
+  static void decode(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows, int64_t n,
+                     int64_t block, float* out, int64_t out_stride) {
+    for (int64_t r = 0; r < rows; ++r, out += out_stride, head += wire_stride, codes += wire_stride)
+      for (int64_t i = 0; i < n; i += block)
+        decode_block(head + i / block * kHeader, codes + i * kCodeBits / 8, least(block, n - i), out + i);
+  }
+};
+
+}  // namespace
+
+// Outputs are scratch of the transform, so they are not written past the caches.
+#define BAGUA_EDEN(codec, bits)                                                                                    \
+  BAGUA_BLOCK_CODEC_FUNCTIONS(codec, Eden<bits>)                                                                   \
+  void BAGUA_FN(bagua_##codec##_decode)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride,            \
+                                        int64_t rows, int64_t n, int64_t block, float* out, int64_t out_stride,    \
+                                        int64_t) {                                                                 \
+    Eden<bits>::decode(head, codes, wire_stride, rows, n, block, out, out_stride);                                 \
+  }                                                                                                                \
+  BAGUA_BLOCK_CODEC_LERP_FUNCTIONS(codec, Eden<bits>)
+
+BAGUA_EDEN(eden1, 1)
+BAGUA_EDEN(eden2, 2)
+BAGUA_EDEN(eden3, 3)
+BAGUA_EDEN(eden4, 4)

@@ -1,0 +1,215 @@
+"""A store whose calls end.
+
+torch's TCPStore client reads its socket without a deadline. If the process that serves it is stopped, or one of the two
+is cut off from the network, a call returns when TCP gives up: after a quarter of an hour or never. So calls run in a
+daemon thread, and who calls waits for no longer than a limit. A call that came back late is dropped; later ones work
+again.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from bagua.errors import CommunicationError
+
+__all__ = ["BoundedStore", "RendezvousStore", "root_of"]
+
+_IDLE_S = 0.1  # after so long without a call the thread ends; the next call starts another one
+_POLL_S = (0.0005, 0.05)  # first and longest sleep between two looks into the store
+_GRACE_S = 3.0  # for a last call, when the time of a wait is over
+_T = TypeVar("_T")
+
+
+def root_of(store: Any) -> Any:
+    """The store below all prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+class BoundedStore:
+    """A `torch.distributed` store, or a part of it, whose calls raise `CommunicationError` instead of blocking.
+
+    Args:
+        store: what is called.
+        limit_s: longest time for a call.
+
+    Attributes:
+        server: who serves it, for messages.
+    """
+
+    def __init__(self, store: Any, limit_s: float, caller: _Caller | None = None) -> None:
+        self._store, self._limit_s = store, limit_s
+        # In memory nothing can block, and a thread would only cost time.
+        self._caller = None if isinstance(root_of(store), dist.HashStore) else caller or _Caller()
+        launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.server = "the launcher, which serves the store" if launcher else "rank 0, which serves the store"
+
+    def within(self, limit_s: float) -> BoundedStore:
+        """The same store with another limit."""
+        return BoundedStore(self._store, limit_s, self._caller)
+
+    def under(self, prefix: str) -> BoundedStore:
+        """The keys below a prefix."""
+        return BoundedStore(dist.PrefixStore(prefix, self._store), self._limit_s, self._caller)
+
+    @property
+    def unbounded(self) -> Any:
+        """The store itself."""
+        return self._store
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write."""
+        self._call(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Read a key that is there."""
+        return self._call(lambda: self._store.get(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Read keys that are there."""
+        return self._call(lambda: self._store.multi_get(keys))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there."""
+        return self._call(lambda: self._store.check(keys))
+
+    def add(self, key: str, number: int) -> int:
+        """Count; returns the sum."""
+        return self._call(lambda: self._store.add(key, number))
+
+    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+        """Write if the key holds `expected`; returns what it holds then."""
+        return self._call(lambda: self._store.compare_set(key, expected, value))
+
+    def delete_key(self, key: str) -> bool:
+        """Delete; whether it was there."""
+        return self._call(lambda: self._store.delete_key(key))
+
+    def clone(self) -> Any:
+        """Another connection to what is called, without a limit."""
+        return self._call(lambda: self._store.clone())
+
+    def num_keys(self) -> int:
+        """Of the whole store, whatever the prefix."""
+        return self._call(lambda: self._store.num_keys())
+
+    def await_keys(self, keys: Sequence[str], deadline: float) -> list[str]:
+        """Wait until all keys are there; returns those that are not at `deadline` (`time.monotonic`)."""
+        pause = _POLL_S[0]
+        # Polling, not store.wait(): that holds the client's lock, and watchdogs and lanes need the store too.
+        while not self.within(max(deadline - time.monotonic(), _GRACE_S)).check(keys):
+            if time.monotonic() > deadline:
+                last = self.within(_GRACE_S)
+                return [key for key in keys if not last.check([key])]
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S[1])
+        return []
+
+    def _call(self, call: Callable[[], _T]) -> _T:
+        try:
+            return call() if self._caller is None else self._caller.run(call, self._limit_s)
+        except TimeoutError:
+            raise CommunicationError(
+                f"{self.server}, gave no answer within {self._limit_s:.3g} s: it is stopped or gone, or the network "
+                "between it and this rank is cut"
+            ) from None
+        except (RuntimeError, OSError) as error:
+            raise CommunicationError(f"the store is out of reach; {self.server}, is probably gone: {error}") from error
+
+
+class _Job:
+    """One call. The lock is held until it has ended."""
+
+    __slots__ = ("call", "dropped", "ended", "error", "result")
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call: Callable[[], Any] | None = call
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.dropped = False
+        self.ended = threading.Lock()
+        self.ended.acquire()
+
+
+class _Caller:
+    """Runs calls one after the other, as the client's lock would, in a thread that ends when there are none."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._working = False
+
+    def run(self, call: Callable[[], _T], limit_s: float) -> _T:
+        """What `call` returns or raises; TimeoutError if it does neither in time."""
+        job = _Job(call)
+        with self._lock:
+            self._jobs.put(job)
+            if not self._working:
+                threading.Thread(target=self._work, name="bagua-store", daemon=True).start()
+                self._working = True
+        if not job.ended.acquire(timeout=limit_s):
+            job.dropped = True
+            raise TimeoutError
+        if job.error is not None:
+            raise job.error
+        return job.result
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._working = False
+                        return
+                continue
+            if job.call is not None and not job.dropped:
+                try:
+                    job.result = job.call()
+                except Exception as error:  # raised where the call was made
+                    job.error = error
+            job.call = None  # it must not keep alive what its caller holds
+            job.ended.release()
+            del job
+
+
+class RendezvousStore(dist.Store):
+    """The store through which gloo connects a group: its calls end in time, and it records the keys of this rank.
+
+    Args:
+        store: for this group alone.
+    """
+
+    def __init__(self, store: BoundedStore) -> None:
+        super().__init__()
+        self._store = store
+        self.written: list[str] = []
+
+    def set(self, key: str, value: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Write."""
+        self.written.append(key)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Read a key that is there."""
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Whether all keys are there."""
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Until all keys are there."""
+        absent = self._store.await_keys(keys, time.monotonic() + timeout.total_seconds())
+        if absent:
+            raise CommunicationError(f"nothing from {', '.join(absent)} within {timeout.total_seconds():g} s")

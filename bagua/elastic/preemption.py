@@ -1,0 +1,118 @@
+"""Preemption: SIGTERM asks a rank to commit and leave within a limit of time.
+
+The limit holds even where the main thread is stuck.
+
+torch's agent sends SIGTERM to the process group of each rank when it is itself told to end, when another rank of the
+node has failed, and when hosts come or go; SIGKILL follows after `--shutdown-timeout` (30 s).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+__all__ = ["EXIT_CODE", "PreemptionHandler", "shield"]
+
+EXIT_CODE = 128 + signal.SIGTERM
+_log = logging.getLogger("bagua")
+_current: PreemptionHandler | None = None
+_registered = False
+
+
+class PreemptionHandler:
+    """Records SIGTERM from now on, in place of whatever else was to happen then. One at a time in a process.
+
+    Args:
+        grace_s: after SIGTERM, end the process if it has not ended by itself.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._asked = threading.Event()
+        self._over = threading.Event()
+        self._previous: Any = None
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        global _current, _registered
+        if threading.current_thread() is not threading.main_thread():
+            _log.warning("elastic: not made in the main thread, so SIGTERM ends this rank without a commit")
+            return
+        self._previous = signal.signal(signal.SIGTERM, self._note)
+        # Python runs handlers in the main thread, which may be inside a collective: this tells a thread at once.
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        earlier = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        if earlier != -1:
+            signal.set_wakeup_fd(earlier)
+            _log.warning("elastic: signals already wake something else up; SIGTERM may be noticed late")
+        self._sockets = (ours, theirs)
+        _current = self
+        if not _registered:
+            _registered = True
+            os.register_at_fork(after_in_child=_forget)
+        threading.Thread(target=self._watch, args=(ours,), name="bagua-elastic-sigterm", daemon=True).start()
+
+    @property
+    def asked(self) -> bool:
+        """Whether SIGTERM has come."""
+        return self._asked.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it comes within `seconds`."""
+        return self._asked.wait(seconds)
+
+    def close(self) -> None:
+        """Back to what SIGTERM did before. Call it in the main thread."""
+        global _current
+        self._over.set()
+        if self._sockets is None:
+            return
+        ours, theirs = self._sockets
+        self._sockets = _current = None
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # the thread may have ended
+            ours.shutdown(socket.SHUT_RDWR)  # wakes it up
+        theirs.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._asked.set()
+
+    def _watch(self, ours: socket.socket) -> None:
+        with ours:
+            while signal.SIGTERM not in (numbers := ours.recv(64)):
+                if not numbers:
+                    return
+            self._asked.set()
+            if self._over.wait(self._grace_s):
+                return
+            print(
+                f"bagua: SIGTERM came {self._grace_s:g} s ago and no commit since; leaving without one",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(EXIT_CODE)
+
+
+def _forget() -> None:
+    """A forked child has the handler and the socket too: its signals must not count as its parent's."""
+    global _current
+    if _current is not None:
+        _current = None
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def shield(worker_id: int = 0) -> None:
+    """For `DataLoader(worker_init_fn=...)`: the worker outlives a SIGTERM, so that the rank can still commit.
+
+    The launcher sends SIGTERM to a rank's whole process group. A worker that ends takes the rank with it; a shielded
+    one ends when its rank does.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,298 @@
+"""`bagua.distribute` and `bagua.detach`: put an engine on a module, and take it off again."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from bagua import algorithms
+from bagua.algorithms.base import Algorithm, Payload
+from bagua.autotune import Autotune, as_options
+from bagua.comm.shutdown import before_exit
+from bagua.comm.team import Team, encode
+from bagua.engine.averaging import mean_optimizers
+from bagua.engine.buffers import check_broadcast
+from bagua.engine.config import EngineConfig
+from bagua.engine.distributed_module import attachment_of
+from bagua.engine.engine import Engine
+from bagua.engine.guard import Guard
+from bagua.engine.hooks import attach, attachments
+from bagua.engine.inference_mode import outside_inference
+from bagua.engine.lanes.lane import make_lane
+from bagua.engine.optimizer_discovery import follow_optimizers
+from bagua.engine.reducer.bucketing import (
+    LANES_OF_WIDE,
+    check_num_lanes,
+    default_num_lanes,
+    fitting_bucket_bytes,
+    lanes_are_given,
+)
+from bagua.engine.reducer.sparse import check_sparse
+from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
+from bagua.engine.startup.conflicts import check_sharded, check_shared, check_wrapped
+from bagua.engine.startup.handshake import shake_hands
+from bagua.engine.startup.inventory import Inventory, as_optimizers, take_inventory
+from bagua.engine.startup.link_probe import lanes_of_sums
+from bagua.engine.startup.optimizer_outline import subclasses
+from bagua.engine.startup.rollback import unless_it_fails
+from bagua.engine.tuning.saved_results import check_files, session_of
+from bagua.engine.tuning.search_space import hierarchy_is_free
+
+__all__ = ["detach", "distribute"]
+
+_STOP_S = 1.0  # at the end of the process, for a lane that is still busy
+_log = logging.getLogger("bagua")
+_M = TypeVar("_M", bound=nn.Module)
+
+
+@outside_inference
+def distribute(
+    module: _M,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    algorithm: str | Algorithm = "gradient_allreduce",
+    *,
+    process_group: Any = None,
+    bucket_bytes: int | None = None,
+    num_lanes: int | None = None,
+    hierarchical: bool | None = None,
+    guard: Guard | None = None,
+    broadcast_buffers: bool = False,
+    static_graph: bool = False,
+    gradient_as_bucket_view: bool = True,
+    autotune: Autotune | bool | dict[str, Any] | str | os.PathLike[str] | None = None,
+    **algorithm_options: Any,
+) -> _M:
+    """Distribute `module`: from now on backward passes and optimizer steps communicate as `algorithm` says.
+
+    Collective: call it on all ranks with the same arguments. It returns the same module object with unchanged
+    `state_dict` keys and broadcasts rank 0's parameters, buffers and optimizer state. Gradients are reduced during
+    `backward()`. Your training loop needs no other change.
+
+    Call it again to switch the algorithm during training. If replicas differ then, parameters and the floating-point
+    tensors of the optimizers' state are averaged first. If the switch raises, the previous algorithm stays in use.
+
+    Args:
+        module: a module on its final device, with all trainable parameters on that device.
+        optimizers: one or several optimizers; each must hold a parameter of the module. An optimizer made later is
+            followed from its first step on, but not compared between ranks. Pass [] if no optimizer steps the module:
+            each backward pass then counts as a step.
+        algorithm: a name from `bagua.algorithms.available()`, or an instance.
+        process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`. Default: the default group or, for a switch,
+            the previous group.
+        bucket_bytes: bucket size in bytes. Default: BAGUA_DEFAULT_BUCKET_SIZE, or 10 % of the parameter bytes, at least
+            1 MiB and at most 10 MiB.
+        num_lanes: number of exchanges in flight on gloo, each with its own connections. Default: BAGUA_NUM_LANES or 4.
+            Exchanges with 8 bits per element or more use 3; all-reduces in full precision use fewer if the network is
+            faster than the CPU.
+        hierarchical: average exactly within a node and use the algorithm's exchange between nodes. Default: the
+            algorithm's own.
+        guard: measure the compression error periodically, and fall back if it is too large. Default: neither.
+        broadcast_buffers: broadcast rank 0's buffers, such as running statistics, before each forward pass in training
+            mode that will be synchronised. All ranks wait for it.
+        static_graph: promise that every step uses the same parameters, each as often as in the first step. Ranks that
+            leave some out then skip a query, and reentrant checkpoints may share weights.
+        gradient_as_bucket_view: True makes `.grad` a view of a bucket, which the next backward pass overwrites. False
+            copies the mean to the tensor that was `.grad`, so gradients kept over `zero_grad()` do not change. This
+            costs a copy per pass and memory for all gradients. No effect with algorithms that exchange weights.
+        autotune: measure bucket sizes and other settings in the first steps and keep the fastest. True, a
+            `bagua.Autotune`, a dict of its arguments, or the path of a results file. Only the order of sums changes.
+            Default: BAGUA_AUTOTUNE, or off.
+        **algorithm_options: options of the named algorithm.
+
+    Returns:
+        `module`.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised.
+        ValueError, TypeError: an argument is wrong; the message names it. `RankMismatchError`, a ValueError: ranks
+            hold different parameters or options, or the arguments of another rank are wrong.
+        CommunicationError: a rank did not call it within the group's timeout.
+
+    Examples:
+        >>> bagua.init_process_group()
+        >>> model = torch.nn.Linear(10, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> model = bagua.distribute(model, optimizer, "bytegrad")
+        >>> inputs = torch.randn(4, 10)
+        >>> model(inputs).square().mean().backward()  # averages the gradients over the ranks
+        >>> optimizer.step()
+    """
+    previous = attachments.get(module) if isinstance(module, nn.Module) else None
+    if process_group is None and previous is not None:
+        process_group = previous.process_group
+    if previous is not None:
+        previous.engine.failures.leave_broken_pass()
+    problem: Exception | None = None
+    chooses_lanes = False
+    inventory: Inventory | None = None
+    items: tuple[torch.optim.Optimizer, ...] = ()
+    chosen: Algorithm | None = None
+    tune: Autotune | None = None
+    special: list[Any] = []
+    try:
+        if hierarchical is not None:
+            algorithm_options["hierarchical"] = hierarchical
+        chosen = algorithms.get(algorithm, **algorithm_options)
+        if bucket_bytes is not None:
+            _check_bucket_bytes(bucket_bytes)
+        chooses_lanes = num_lanes is None and not lanes_are_given()
+        num_lanes = default_num_lanes() if num_lanes is None else check_num_lanes("num_lanes", num_lanes)
+        if not isinstance(guard, Guard | None):
+            raise TypeError(f"guard: expected a bagua.Guard or None, got {type(guard).__name__}")
+        for name, value in (
+            ("broadcast_buffers", broadcast_buffers),
+            ("static_graph", static_graph),
+            ("gradient_as_bucket_view", gradient_as_bucket_view),
+        ):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: expected True or False, got {value!r}")
+        tune = as_options(autotune)
+        if broadcast_buffers:
+            check_broadcast(chosen)
+        items = as_optimizers(optimizers)
+        check_wrapped(module)
+        inventory = take_inventory(module, items, chosen.payload)
+        if bucket_bytes is None:
+            bucket_bytes = fitting_bucket_bytes(sum(param.nbytes for param in inventory.trainable.values()))
+        check_shared(module, inventory)
+        check_sharded(items, chosen)
+        chosen.check(inventory.trainable, items)
+        chosen.check_sparse(inventory.sparse, items)
+        check_sparse(inventory.sparse, chosen, guard.fallback_on(((0,),)) if guard is not None else None)
+        special = subclasses(items, [*inventory.parameters.values(), *inventory.frozen.values()])
+    except (ValueError, TypeError) as error:
+        problem = error  # the other ranks must hear of it before it is raised
+    device = inventory.device if inventory is not None else _any_device(module)
+    team = Team.of(process_group, device)
+    problem = problem or check_files(tune, team.rank)
+    signature = inventory.signature() if inventory is not None else []
+    options = {
+        "algorithm": repr(chosen),
+        "bucket_bytes": str(bucket_bytes),
+        "num_lanes": f"{num_lanes} by default" if chooses_lanes else str(num_lanes),
+        "guard": repr(guard),
+        "broadcast_buffers": str(broadcast_buffers),
+        "static_graph": str(static_graph),
+        "gradient_as_bucket_view": str(gradient_as_bucket_view),
+        "autotune": repr(tune),
+        "optimizers": ", ".join(f"{type(item).__name__} of {len(item.param_groups)} groups" for item in items),
+    }
+    if problem is None:
+        kinds = hashlib.sha256(encode(special)).hexdigest() if special else "none"
+        options["tensor subclasses in the optimizers' state"] = kinds
+    ready = previous is not None and not previous.engine.failed
+    agreement = shake_hands(team, signature, options, problem, ready)
+    assert inventory is not None and chosen is not None
+    assert bucket_bytes is not None and num_lanes is not None
+    tunes_hierarchy = tune is not None and hierarchy_is_free(chosen, agreement.nodes)
+    chosen, remark = chosen.for_nodes(agreement.nodes)
+    if remark and team.rank == 0:
+        _log.warning("%s: %s", chosen.name, remark)
+
+    order: Sequence[str] | None = None
+    differing = False
+    if previous is not None:
+        known = previous.engine.state.order
+        order = known if known is not None and set(known) == set(inventory.trainable) else None
+        differing = agreement.all_ready and previous.engine.replicas.differ
+        previous.engine.settle(average=agreement.all_ready)  # of weights that differ, the mean becomes everyone's
+    key = team.next_lane()
+    fallback = guard.fallback_on(agreement.nodes) if guard is not None else None
+    hierarchical_groups = tunes_hierarchy or any(
+        each.hierarchical_groups for each in (chosen, fallback) if each is not None
+    )
+    groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes)
+    tensors = [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values()]
+    everything = {**inventory.parameters, **inventory.frozen}
+    with team.naming_missing_ranks("bagua.distribute()", f"failed/{key}", groups):
+        few_lanes = lanes_of_sums(
+            team,
+            agreement.nodes,
+            sum(tensor.nbytes for tensor in tensors),
+            lambda: replicate_tensors(tensors, groups.world, inventory.device),
+        )
+        equalise = mean_optimizers if differing else replicate_optimizers
+        equalise(items, everything, team, groups.world, inventory.device)
+    for meter in groups.meters:
+        meter.sent = meter.received = 0  # what follows is training
+    lane = make_lane(groups, inventory.device)
+    config = EngineConfig(
+        bucket_bytes,
+        num_lanes,
+        lanes_of_sums=few_lanes if chooses_lanes else None,
+        lanes_of_wide=LANES_OF_WIDE if chooses_lanes else None,
+        guard=guard,
+        broadcast_buffers=broadcast_buffers,
+        static_graph=static_graph,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        tunes_hierarchy=tunes_hierarchy,
+    )
+    notices = (remark,) if remark else ()
+    tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
+    in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM
+    with unless_it_fails(inventory.trainable.values(), lane, remember=in_buckets):
+        engine = Engine(config, chosen, inventory, items, team, lane, key, order, notices, tuning)
+    follow_optimizers()
+    if previous is not None:
+        previous.remove_hooks()
+    attachments[module] = attach(module, engine, items, process_group)
+    if previous is not None:
+        previous.engine.close()
+    before_exit(_stop_lanes)
+    atexit.unregister(_stop_lanes)
+    atexit.register(_stop_lanes)  # for scripts that did without bagua.init_process_group()
+    _log.debug("rank %d: %s distributed with %r", team.rank, type(module).__name__, chosen)
+    return module
+
+
+def detach(module: _M) -> _M:
+    """Undo `distribute`: remove all hooks and give parameters and gradients storage of their own.
+
+    Call it on all ranks, between steps. To continue with the same algorithm later, save `bagua.state_dict` first.
+
+    Returns:
+        `module`, a plain module again.
+
+    Raises:
+        ValueError: `module` is not distributed.
+
+    Examples:
+        >>> model = bagua.detach(model)
+        >>> torch.save(model, path)
+    """
+    attachment = attachment_of(module)
+    attachment.remove_hooks()
+    del attachments[module]
+    attachment.engine.close()
+    return module
+
+
+def live_engines() -> list[Engine]:
+    """All engines of this process."""
+    return [attachment.engine for attachment in list(attachments.values())]
+
+
+def _stop_lanes() -> None:
+    """Threads that are inside a collective when the interpreter goes down would abort the process."""
+    for engine in live_engines():
+        engine.stop(_STOP_S)
+
+
+def _check_bucket_bytes(bucket_bytes: int) -> None:
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
+        raise TypeError(f"bucket_bytes: expected an int, got {type(bucket_bytes).__name__}")
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")
+
+
+def _any_device(module: Any) -> torch.device:
+    """A device to meet the others on although something is wrong with the module."""
+    params = module.parameters() if isinstance(module, nn.Module) else ()
+    return next((param.device for param in params if param.device.type in ("cpu", "cuda")), torch.device("cpu"))

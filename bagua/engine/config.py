@@ -1,0 +1,36 @@
+"""The settings of one engine, after the ranks have agreed on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bagua.engine.guard import Guard
+
+__all__ = ["EngineConfig"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What `distribute` was asked for, with every default filled in.
+
+    Attributes:
+        bucket_bytes: payload of a bucket.
+        num_lanes: lanes that may share the exchanges.
+        lanes_of_sums: how many of them share plain sums; None: all.
+        lanes_of_wide: how many of them share exchanges with 8 bits an element or more; None: all.
+        guard: when to measure what compression loses, and what to do about it.
+        broadcast_buffers: every forward pass in training mode begins with rank 0's buffers.
+        static_graph: every pass uses the same parameters as often as the first.
+        gradient_as_bucket_view: `.grad` stays a view of its bucket after a backward pass.
+        tunes_hierarchy: the lanes have groups for a hierarchy, and the user left it open.
+    """
+
+    bucket_bytes: int
+    num_lanes: int = 1
+    lanes_of_sums: int | None = None
+    lanes_of_wide: int | None = None
+    guard: Guard | None = None
+    broadcast_buffers: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+    tunes_hierarchy: bool = False

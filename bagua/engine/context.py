@@ -1,0 +1,155 @@
+"""What an algorithm sees of the engine: the implementation of `bagua.Context`."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from bagua.algorithms.base import Algorithm
+from bagua.algorithms.base import Bucket as BucketView
+from bagua.algorithms.base import Lane as LaneView
+from bagua.algorithms.base import Ticket as TicketView
+from bagua.comm.groups import Groups
+from bagua.engine.algorithm_memory import AlgorithmMemory
+from bagua.engine.followed_optimizers import FollowedOptimizers
+from bagua.engine.lanes.dispatcher import Dispatcher
+from bagua.engine.lanes.lane import BackgroundLane, Lane, Ticket
+from bagua.engine.lanes.pool import LanePool
+from bagua.engine.reducer.bucket import Bucket
+from bagua.engine.training_state import TrainingState
+from bagua.exchanges import ElementwiseHook, Exchange
+
+__all__ = ["Binder", "EngineContext"]
+
+_T = TypeVar("_T")
+
+
+class Binder(Protocol):
+    """What lets another algorithm take over."""
+
+    def bind(self, algorithm: Algorithm) -> None:
+        """Hand over to `algorithm` now."""
+        ...
+
+
+class EngineContext:
+    """Passes each call on to the part of the engine that answers it; `bagua.Context` documents them."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        optimizers: FollowedOptimizers,
+        pool: LanePool,
+        dispatcher: Dispatcher,
+        memory: AlgorithmMemory,
+    ) -> None:
+        self._state, self._optimizers = state, optimizers
+        self._pool, self._dispatcher, self._memory = pool, dispatcher, memory
+        self._binder: weakref.ref[Binder] | None = None
+
+    def use_binder(self, binder: Binder) -> None:
+        """Hand over through `binder`, which holds this context."""
+        self._binder = weakref.ref(binder)
+
+    @property
+    def step(self) -> int:
+        """Training steps completed so far."""
+        return self._state.step
+
+    @property
+    def groups(self) -> Groups:
+        """Rank, size and nodes."""
+        return self._pool.groups
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """All buckets, in the order of exchange."""
+        return self._state.buckets
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers that are followed."""
+        return self._optimizers.alive
+
+    @property
+    def launched(self) -> bool:
+        """Whether something was launched since the last `wait`."""
+        return self._dispatcher.launched
+
+    @property
+    def paused(self) -> bool:
+        """Whether the user wants nothing to begin in the background."""
+        return self._state.paused
+
+    def prepare(self, exchange: Exchange, bucket: BucketView | None = None) -> None:
+        """Make the state of `exchange` for one bucket or all."""
+        self._dispatcher.prepare(exchange, bucket)
+
+    def launch(
+        self,
+        exchange: Exchange,
+        bucket: BucketView,
+        x: Tensor | None = None,
+        *,
+        before: Callable[[], object] | None = None,
+        after: Callable[[], object] | None = None,
+        hook: ElementwiseHook | None = None,
+        step: int | None = None,
+        lane: LaneView | None = None,
+        passage: ElementwiseHook | None = None,
+    ) -> Ticket:
+        """Queue `exchange` behind all launched before."""
+        if passage is not None:
+            if hook is not None:
+                raise ValueError("launch: passage is the old name of hook; give hook alone")
+            warnings.warn("Context.launch: the argument passage is called hook now", FutureWarning, stacklevel=2)
+            hook = passage
+        return self._dispatcher.launch(exchange, bucket, x, before=before, after=after, hook=hook, step=step, lane=lane)
+
+    def wait(self, ticket: TicketView | None = None) -> None:
+        """Wait for one launch, or for all on the default lanes."""
+        self._dispatcher.wait(ticket)
+
+    def new_lane(self) -> Lane:
+        """Open another lane."""
+        flats = [bucket.flat for bucket in self._state.buckets]
+        return self._pool.open_extra([*flats, *self._memory.all_tensors()])
+
+    def background_lane(self) -> BackgroundLane:
+        """Open a lane with a gate."""
+        return self._pool.open_background(type(self._state.algorithm).__name__)
+
+    def tensor(self, name: str, bucket: BucketView, like: Tensor | None = None) -> Tensor:
+        """Return a named tensor of a bucket that is saved."""
+        return self._memory.tensor(name, bucket, like)
+
+    def scratch(self, name: str, bucket: BucketView) -> Tensor:
+        """Return a named tensor of a bucket that is not saved."""
+        return self._memory.scratch(name, bucket)
+
+    def keep(self, name: str, make: Callable[[], _T]) -> _T:
+        """Return an object of the algorithm."""
+        return self._memory.keep(name, make)
+
+    def report(self, name: str, value: float) -> None:
+        """Add a value to a series of `bagua.stats`."""
+        self._memory.report(name, value)
+
+    def notice(self, text: str, urgent: bool = False) -> None:
+        """Log `text` and keep it in `bagua.stats`."""
+        self._state.notice(text, urgent)
+
+    def at(self, step: int, algorithm: Algorithm) -> None:
+        """Schedule a hand-over."""
+        self._state.schedule[step] = algorithm
+
+    def bind(self, algorithm: Algorithm) -> None:
+        """Hand over now."""
+        binder = self._binder() if self._binder is not None else None
+        assert binder is not None, "the engine is gone"
+        binder.bind(algorithm)

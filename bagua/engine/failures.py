@@ -1,0 +1,160 @@
+"""The end of a module's exchanges: one has failed, or a rank has broken off a backward pass that others made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+import torch
+
+from bagua.algorithms.base import Payload
+from bagua.comm.team import Team
+from bagua.engine.lanes.lane import Ticket
+from bagua.engine.lanes.pool import LanePool
+from bagua.engine.reducer.broken_passes import LOOK_S, BrokenPasses
+from bagua.engine.reducer.reducer import Reducer
+from bagua.engine.training_state import TrainingState
+from bagua.errors import CommunicationError
+
+__all__ = ["LOOK_S", "Failures"]
+
+_SIGN_OF_LIFE_S = 3.0  # how long a failed rank waits for the others to fail too, before it names those that did not
+
+
+class Failures:
+    """Raises on all ranks what went wrong on some; after the first failure nothing is exchanged any more.
+
+    Args:
+        key: a name that is new for the team and equal on all ranks.
+
+    Attributes:
+        key: of this module's failures in the store.
+    """
+
+    def __init__(self, state: TrainingState, team: Team, pool: LanePool, reducer: Reducer, key: str) -> None:
+        self.key = f"failed/{key}"
+        self._state, self._team, self._pool, self._reducer = state, team, pool, reducer
+        self._failed = False
+        self._why = ""  # it failed, if not in an exchange
+        self._broken = BrokenPasses(team.store, f"broken/{key}", team.rank, team.size, team.timeout.total_seconds())
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing can be exchanged any more."""
+        return self._failed
+
+    @property
+    def any(self) -> bool:
+        """Whether an exchange has failed, or a backward pass was broken off."""
+        return self._failed or (self._breaks_together and self._reducer.broken_off)
+
+    def check_alive(self) -> None:
+        """Refuse to go on after a failure.
+
+        Raises:
+            CommunicationError: says what failed.
+        """
+        if self._failed:
+            raise CommunicationError(
+                f"{self._why or 'an earlier exchange of this module failed'}; "
+                "call bagua.distribute() again on all ranks, or restart"
+            )
+
+    def pass_broke_off(self) -> None:
+        """An exception ends a backward pass. Called from anywhere, a destructor too, so it may not raise."""
+        if self._breaks_together and not self._failed:
+            with suppress(RuntimeError, OSError):  # without a store the ranks cannot go on anyway
+                self._broken.post(self._reducer.count)
+
+    def look_for_broken(self) -> None:
+        """Raise if another rank has broken off the pass whose exchanges this one waits for.
+
+        Raises:
+            CommunicationError: names the rank.
+        """
+        if self._breaks_together and not self._failed:
+            try:
+                ranks = self._broken.look(self._reducer.count)
+            except (RuntimeError, OSError):  # the exchange itself will fail
+                return
+            if ranks:
+                self._refuse(ranks)
+
+    def settle_broken(self) -> None:
+        """An exception has broken off this rank's last backward pass: come to terms with the other ranks.
+
+        Raises:
+            CommunicationError: others did not break it off.
+        """
+        reducer = self._reducer
+        if not self._breaks_together or self._failed:
+            reducer.forget()
+            return
+        try:
+            ranks = self._broken.settle(reducer.count, void=not reducer.failed_to_end)
+        except (RuntimeError, OSError):  # there is no store to agree in
+            ranks = [self._team.rank]
+        if ranks:
+            reducer.forget()
+            self._refuse(ranks)
+        reducer.void()
+
+    def leave_broken_pass(self) -> None:
+        """Before a new start: let go of a backward pass that was broken off, without waiting for other ranks."""
+        if not self._failed and self.any:
+            self.pass_broke_off()
+            self._reducer.forget()
+            self._shut()
+
+    def give_up(self) -> None:
+        """Exchange nothing any more."""
+        self._failed = True
+        self._pool.abandon()
+
+    def fail(self, ticket: Ticket) -> NoReturn:
+        """Raise what went wrong in the lane, with the ranks that give no sign of life.
+
+        Raises:
+            CommunicationError: names the rank, the exchange and the bucket.
+        """
+        self.look_for_broken()
+        self.give_up()
+        who = self._team.describe_missing(self.key, _SIGN_OF_LIFE_S)
+        error = ticket.error
+        raise CommunicationError(
+            f"rank {self._team.rank}, {ticket.label}: {type(error).__name__}: {error}{who}"
+        ) from error
+
+    @property
+    def _breaks_together(self) -> bool:
+        """Whether a backward pass that one rank breaks off concerns the others."""
+        team = self._team
+        return team.size > 1 and team.backend != "local" and self._state.algorithm.payload is Payload.GRAD
+
+    def _shut(self) -> None:
+        """Give up the lanes. Connections close once nothing is under way on them, which this does not wait for."""
+        self._failed = True
+        lanes = list(self._pool.all)
+
+        def abandon() -> None:
+            for lane in lanes:
+                lane.abandon()
+
+        threading.Thread(target=abandon, name="bagua-abandon", daemon=True).start()
+
+    def _refuse(self, ranks: Sequence[int]) -> NoReturn:
+        """End the exchanges of this module: `ranks` have broken off a backward pass."""
+        self._shut()
+        for bucket in self._state.buckets:  # to lanes that are still busy the buckets' own memory is left
+            for param in bucket.params:
+                param.grad = None if param.grad is None else torch.zeros_like(param)
+        self._team.missing_ranks(self.key, 0.0)  # a sign of life
+        who = ", ".join(map(str, ranks))
+        self._why = (
+            f"step {self._state.step}: an exception broke off the backward pass of rank {who} and not of all ranks, "
+            f"so there are no gradients to step with (this is rank {self._team.rank})"
+        )
+        self.check_alive()
+        raise AssertionError("unreachable")

@@ -1,0 +1,40 @@
+"""The optimizers whose steps end a module's training steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["FollowedOptimizers"]
+
+
+class FollowedOptimizers:
+    """Weak references to the optimizers that are followed, by number; a number is never given twice.
+
+    Attributes:
+        refs: return None once the optimizer is gone or another took its place.
+        expects_more: others are expected, for parameters that those which still exist do not hold.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.refs: list[Callable[[], torch.optim.Optimizer | None]] = list(map(weakref.ref, optimizers))
+        self.expects_more = False
+
+    @property
+    def alive(self) -> list[torch.optim.Optimizer]:
+        """Those that still exist."""
+        return [optimizer for ref in self.refs if (optimizer := ref()) is not None]
+
+    def adopt(self, optimizer: torch.optim.Optimizer, instead_of: Sequence[int]) -> int:
+        """Follow `optimizer` instead of those with these numbers; return its own."""
+        for number in instead_of:
+            self.refs[number] = _nothing
+        number = next((each for each in instead_of), len(self.refs))
+        self.refs[number : number + 1] = [weakref.ref(optimizer)]
+        return number
+
+
+def _nothing() -> None:
+    return None

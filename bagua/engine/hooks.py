@@ -1,0 +1,210 @@
+"""What ties a module to its engine: the hooks of the module, its parameters and its optimizers."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from bagua.engine.announcer import Moment
+from bagua.engine.buffers import broadcast_buffers
+from bagua.engine.engine import Engine
+from bagua.engine.module_structure import Structure
+from bagua.engine.optimizer_steps import OptimizerSteps
+from bagua.engine.reducer.hook_order import HookOrder
+from bagua.engine.reducer.reducer import Reducer
+
+
+class Attachment:
+    """An engine with the handles of all hooks that feed it.
+
+    Attributes:
+        count: of all that were made in this process.
+        trained: ids of the parameters that the engine trains.
+        stepped: those of them that the optimizers given to `distribute` hold, or all if none was given.
+        step_hooks: by number of the optimizer.
+        replaced: optimizers in whose place others step now.
+    """
+
+    count: ClassVar[int] = 0
+
+    def __init__(self, module: nn.Module, engine: Engine, process_group: Any) -> None:
+        self.engine = engine
+        self.process_group = process_group
+        self.structure = Structure(module, engine.inventory)
+        self.handles: list[Any] = []
+        self.step_hooks: dict[int, list[Any]] = {}
+        self.replaced: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.trained = {id(param) for param in engine.inventory.parameters.values()}
+        held = {id(param) for each in engine.optimizers for group in each.param_groups for param in group["params"]}
+        self.stepped = (held & self.trained) or self.trained
+        Attachment.count += 1
+        self.leaves = WeakIdKeyDictionary()  # hooks of outputs that live on
+
+    def remove_hooks(self) -> None:
+        for handle in [*self.handles, *chain(*self.step_hooks.values()), *self.leaves.values()]:
+            handle.remove()
+        self.handles.clear()
+        self.step_hooks.clear()
+        self.leaves.clear()
+
+
+# A module's hooks are plain functions that look the engine up here, so that the module can be copied and pickled
+# (the copy is a plain module) and is collected when dropped.
+class _Attachments(weakref.WeakKeyDictionary[nn.Module, Attachment]):
+    def all(self) -> list[Attachment]:
+        """A list made at once: other threads may distribute modules meanwhile."""
+        return list(vars(self)["data"].values())
+
+
+attachments = _Attachments()
+
+
+def attach(
+    module: nn.Module, engine: Engine, optimizers: Sequence[torch.optim.Optimizer], process_group: Any
+) -> Attachment:
+    attachment = Attachment(module, engine, process_group)
+    attachment.handles.append(module.register_forward_pre_hook(_before_forward))
+    attachment.handles.append(module.register_forward_hook(_after_forward))
+    engine.reducer.ask(_sync_asked(weakref.ref(module)))
+    reducer = weakref.ref(engine.reducer)
+    gradient_hooks = [
+        param.register_post_accumulate_grad_hook(_gradient_hook(reducer, index))
+        for index, param in enumerate(engine.inventory.trainable.values())
+    ]
+    attachment.handles += gradient_hooks
+    engine.reducer.keep_last(HookOrder(gradient_hooks))
+    for param in engine.inventory.sparse.values():
+        attachment.handles.append(param.register_post_accumulate_grad_hook(_sparse_hook(reducer)))
+    for number, optimizer in enumerate(optimizers):
+        hook_optimizer(attachment, number, optimizer)
+    return attachment
+
+
+def hook_optimizer(attachment: Attachment, number: int, optimizer: torch.optim.Optimizer) -> None:
+    """Tell the engine of the steps of `optimizer`."""
+    before, after = _step_hooks(weakref.ref(attachment.engine.optimizer_steps), number)
+    attachment.step_hooks[number] = [
+        optimizer.register_step_pre_hook(before),
+        optimizer.register_step_post_hook(after),
+    ]
+
+
+def _before_forward(module: nn.Module, _args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    attachment = attachments.get(module)
+    if attachment is not None:
+        engine = attachment.engine
+        engine.tracker.hooks_ran = True
+        # No backward pass can follow one in inference mode, and what is made there could not be used outside it.
+        if module.training and not torch.is_inference_mode_enabled():
+            _refuse_ddp(module)
+            attachment.structure.check(module)
+            engine.tracker.forward_begins()
+            if engine.tracker.is_to_broadcast_buffers():
+                broadcast_buffers(module, engine, engine.tracker.announce(Moment.BUFFERS))
+
+
+def _refuse_ddp(module: nn.Module) -> None:
+    """See whether torch's DistributedDataParallel was put around the module.
+
+    Raises:
+        RuntimeError: it would reduce the gradients a second time.
+    """
+    outer = DistributedDataParallel._get_active_ddp_module()
+    if outer is not None and any(each is module for each in outer.modules()):
+        raise RuntimeError(
+            f"{type(module).__name__} is distributed by Bagua and wrapped in torch's DistributedDataParallel, which "
+            "reduces its gradients again and hides what the algorithm does; do without one of the two (Hugging Face "
+            "Trainer and Accelerate wrap what they prepare: do not let them prepare this model)"
+        )
+
+
+def _after_forward(module: nn.Module, _args: Any, output: Any) -> None:
+    """Learn of the backward pass when it enters the module, not only when a first gradient comes out.
+
+    On a rank that uses no parameter in this step no gradient ever comes; and in a reentrant checkpoint the first
+    one comes within an inner pass, whose end is not the end.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    attachment = attachments.get(module)
+    if attachment is not None and module.training:
+        ref, leaves = weakref.ref(attachment.engine.reducer), attachment.leaves
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(_entry_hook(ref))
+            elif tensor.requires_grad and tensor not in leaves:  # it may come again: a parameter, or an input
+                leaves[tensor] = tensor.register_hook(_entry_hook(ref))
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):  # Hugging Face's outputs are dicts too
+        for item in output.values():
+            yield from _tensors_in(item)
+    elif isinstance(output, list | tuple):
+        for item in output:
+            yield from _tensors_in(item)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors_in(getattr(output, field.name))
+
+
+def _sync_asked(ref: weakref.ref[nn.Module]) -> Any:
+    """Reads `require_backward_grad_sync`, which loops written for `DistributedDataParallel` set on the module."""
+
+    def asked() -> bool:
+        module = ref()
+        return module is None or bool(module.__dict__.get("require_backward_grad_sync", True))
+
+    return asked
+
+
+def _entry_hook(ref: weakref.ref[Reducer]) -> Any:
+    def backward_enters(_grad: torch.Tensor) -> None:
+        reducer = ref()
+        if reducer is not None:
+            reducer.enter()
+
+    return backward_enters
+
+
+def _sparse_hook(ref: weakref.ref[Reducer]) -> Any:
+    def sparse_ready(_param: torch.Tensor) -> None:
+        reducer = ref()
+        if reducer is not None:
+            reducer.sparse_ready()
+
+    return sparse_ready
+
+
+def _gradient_hook(ref: weakref.ref[Reducer], index: int) -> Any:
+    def gradient_ready(_param: torch.Tensor) -> None:
+        reducer = ref()
+        if reducer is not None:
+            reducer.gradient_ready(index)
+
+    return gradient_ready
+
+
+def _step_hooks(ref: weakref.ref[OptimizerSteps], number: int) -> tuple[Any, Any]:
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        steps = ref()
+        return None if steps is None else steps.begins(number, optimizer, args, kwargs)
+
+    def after(*_: Any) -> None:
+        steps = ref()
+        if steps is not None:
+            steps.ends(number)
+
+    return before, after

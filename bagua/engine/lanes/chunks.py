@@ -1,0 +1,92 @@
+"""One launch, cut into parts that run on several lanes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bagua.comm.groups import Groups
+from bagua.engine.guard import Probe
+from bagua.exchanges import Exchange, PayloadSource, State
+
+__all__ = ["InPieces", "Run"]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One exchange of one part, ready to go.
+
+    Attributes:
+        x_N: the part.
+        alone: there is nobody to exchange with.
+        probe: measures what is lost, or None.
+        key: bucket and part.
+        source: where the elements of `x_N` are, if they are not there yet.
+    """
+
+    exchange: Exchange
+    x_N: Tensor
+    state: State
+    groups: Groups
+    step: int
+    alone: bool
+    probe: Probe | None
+    key: tuple[int, int]
+    source: PayloadSource | None = None
+
+    def __call__(self) -> None:
+        """Exchange."""
+        if self.alone:
+            return
+        if self.source is not None:
+            self.exchange.run_from(self.source, self.state, self.groups, self.step)
+        elif self.probe is None:
+            self.exchange.run(self.x_N, self.state, self.groups, self.step)
+        else:
+            self.probe.run(self.exchange, self.x_N, self.state, self.groups, self.step, self.key)
+
+
+class InPieces:
+    """Sees to it that `before` runs once, before any part, and `after` once, when all parts have ended well.
+
+    The part that was submitted first runs `before`, the others wait for it. That cannot deadlock: lanes are first in
+    first out, so what a part waits for was submitted earlier, as was all that this waits for.
+    """
+
+    def __init__(self, num_parts: int, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
+        self._before, self._after = before, after
+        self._first, self._single = True, num_parts == 1
+        self._begun = threading.Event()
+        self._go = False
+        self._left = num_parts
+        self._lock = threading.Lock()
+
+    def wrap(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return the job of the next part."""
+        first, self._first = self._first, False
+
+        def job() -> None:
+            if self._before is not None or not self._single:
+                if first:
+                    self._begin()
+                else:
+                    self._begun.wait()
+                if not self._go:
+                    return
+            run()
+            with self._lock:
+                self._left -= 1
+                last = self._left == 0
+            if last and self._after is not None:
+                self._after()
+
+        return job
+
+    def _begin(self) -> None:
+        try:
+            self._go = self._before is None or self._before() is not False
+        finally:
+            self._begun.set()

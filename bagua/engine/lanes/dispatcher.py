@@ -1,0 +1,247 @@
+"""Dispatches exchanges to lanes, in parts, and waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from bagua.algorithms.base import Algorithm, Payload
+from bagua.algorithms.base import Bucket as BucketView
+from bagua.algorithms.base import Lane as LaneView
+from bagua.algorithms.base import Ticket as TicketView
+from bagua.comm.groups import Group
+from bagua.comm.team import Team, is_loss
+from bagua.engine.algorithm_memory import AlgorithmMemory
+from bagua.engine.failures import LOOK_S, Failures
+from bagua.engine.guard import Probe
+from bagua.engine.lanes.chunks import InPieces, Run
+from bagua.engine.lanes.lane import JointTicket, Ticket
+from bagua.engine.lanes.pool import LanePool, narrowness
+from bagua.engine.reducer.bucketing import PART_BYTES
+from bagua.engine.stats import Tally
+from bagua.engine.training_state import TrainingState
+from bagua.exchanges import AllReduce, ElementwiseHook, Exchange, Hierarchical
+
+__all__ = ["Dispatcher", "fitting_part_bytes"]
+
+
+class Dispatcher:
+    """Launches exchanges of buckets and waits for them; after the first failure it launches nothing any more.
+
+    Attributes:
+        part_bytes: payload that one lane exchanges at once; None: buckets are not cut.
+        direct_bytes: sums of up to so many bytes go straight between ranks.
+        launched: something was launched on them since the last `wait`.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        team: Team,
+        pool: LanePool,
+        memory: AlgorithmMemory,
+        failures: Failures,
+        tally: Tally,
+        probe: Probe | None,
+    ) -> None:
+        self.part_bytes = fitting_part_bytes(state.algorithm, team.size) if pool.slices else None
+        self.direct_bytes = AllReduce.direct_bytes
+        self.launched = False
+        self._state, self._team, self._pool, self._memory = state, team, pool, memory
+        self._failures, self._tally, self._probe = failures, tally, probe
+        self._tickets: list[Ticket] = []
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing can be exchanged any more."""
+        return self._failures.final
+
+    def check_alive(self) -> None:
+        """Refuse to go on after a failure.
+
+        Raises:
+            CommunicationError: says what failed.
+        """
+        self._failures.check_alive()
+
+    @property
+    def num_busy_lanes(self) -> int:
+        """How many lanes can be busy at once."""
+        pieces = sum(len(bucket.parts(self.part_bytes)) for bucket in self._state.buckets if self.part_bytes)
+        return max(1, min(self._pool.num_lanes, pieces))
+
+    def parts(self, exchange: Exchange, index: int) -> Sequence[tuple[int, int]]:
+        """Return the ranges of bucket `index` that are exchanged on their own."""
+        bucket = self._state.buckets[index]
+        return bucket.parts(self.part_bytes) if exchange.elementwise and self.part_bytes else ((0, bucket.numel),)
+
+    def prepare(self, exchange: Exchange, bucket: BucketView | None = None) -> None:
+        """Make the state of `exchange` for one bucket or all."""
+        for each in self._state.buckets if bucket is None else [bucket]:
+            for part, (lo, hi) in enumerate(self.parts(exchange, each.index)):
+                made = exchange.init(each.flat[lo:hi], self._pool.groups)
+                self._memory.states[exchange, each.index, part] = made
+                for tensor in (each.flat, *made.values()):
+                    self._pool.adopt(tensor)
+
+    def launch(
+        self,
+        exchange: Exchange,
+        bucket: BucketView,
+        x: Tensor | None = None,
+        *,
+        before: Callable[[], object] | None = None,
+        after: Callable[[], object] | None = None,
+        hook: ElementwiseHook | None = None,
+        step: int | None = None,
+        lane: LaneView | None = None,
+    ) -> Ticket:
+        """Queue `exchange`; see `bagua.Context.launch`."""
+        self._failures.check_alive()
+        state, pool, states = self._state, self._pool, self._memory.states
+        own = state.buckets[bucket.index]
+        if (exchange, own.index, 0) not in states:
+            raise RuntimeError(
+                f"{type(state.algorithm).__name__}: launch of {exchange.name} without ctx.prepare() in setup()"
+            )
+        if hook is not None and (before is None or after is None):
+            raise ValueError("launch: hook needs before and after too, for exchanges that cannot use it")
+        now, alone = state.step if step is None else step, self._team.size == 1
+        self._tally.launched(own.nbytes)
+        self.launched = self.launched or lane is None
+        state.exchanged = state.exchanged or lane is None
+        label = f"{exchange.name} step {state.step} {own.describe()}"
+        if alone and before is None and after is None:
+            ticket = Ticket(label)
+            ticket.finish(0.0)
+            return ticket
+        if alone and x is None and state.algorithm.payload is Payload.GRAD:
+            own.gather()  # the reducer leaves the gradients of a single rank where they are
+        probe = self._probe if exchange.lossy and self._probe is not None and self._probe.due(state.step) else None
+        source = None
+        if x is None and probe is None and not alone and (hook is not None or (before is None and after is None)):
+            source = own.take(hook) if exchange.reads(own.views[0]) else None
+        if source is not None:
+            before = after = None
+        flat = own.flat if x is None else x
+        parts = self.parts(exchange, own.index)
+        pieces = InPieces(len(parts), before, after)
+        how = exchange
+        if self.direct_bytes != AllReduce.direct_bytes:
+            how = _with_direct_bytes(exchange, self.direct_bytes)
+        width = pool.width(exchange)
+        tickets: list[Ticket] = []
+        for part, (lo, hi) in enumerate(parts):
+            chosen = (
+                pool.shared[(own.index + part) % width]
+                if lane is None
+                else next(each for each in pool.extra if each is lane)
+            )
+            key = (own.index, part)
+            piece = None if source is None else source.part(lo, hi)
+            run = Run(how, flat[lo:hi], states[(exchange, *key)], chosen.groups, now, alone, probe, key, piece)
+            tickets.append(chosen.submit(pieces.wrap(run), label))
+        if lane is None:
+            self._tickets += tickets
+        return tickets[0] if len(tickets) == 1 else JointTicket(label, tickets)
+
+    def submit(self, run: Callable[[], None], label: str) -> None:
+        """Queue `run` on the first lane; `wait` waits for it."""
+        self._tickets.append(self._pool.shared[0].submit(run, label))
+
+    def wait(self, ticket: TicketView | None = None) -> None:
+        """Wait for one launch, or for everything on the shared lanes; raise the first error.
+
+        Raises:
+            CommunicationError: an exchange failed; names the ranks that gave no sign.
+        """
+        if ticket is None:
+            self.launched = False
+            tickets, self._tickets = self._tickets, []
+        else:
+            assert isinstance(ticket, Ticket)
+            tickets = list(ticket.parts) if isinstance(ticket, JointTicket) else [ticket]
+        if not tickets:
+            return
+        started = time.perf_counter()
+        first = self._pool.shared[0]
+        try:
+            for each in tickets:
+                while not each.ends_within(LOOK_S):
+                    self._failures.look_for_broken()
+                first.wait(each)
+        except BaseException:  # Ctrl-C, or another rank has given the pass up
+            if ticket is None:
+                self._tickets = tickets + self._tickets
+            raise
+        self._tally.waited(tickets, time.perf_counter() - started)
+        for each in tickets:
+            if each.error is not None:
+                self._failures.fail(each)
+
+    @contextmanager
+    def side_exchange(self, what: str) -> Iterator[Group]:
+        """Yield a group for collectives of the training thread; after one that fails nothing is exchanged any more.
+
+        Args:
+            what: is done, for messages.
+
+        Raises:
+            CommunicationError: one failed; names the ranks that are gone.
+        """
+        self._failures.check_alive()
+        groups = self._pool.side_groups
+        with self._team.naming_missing_ranks(f"{what}, step {self._state.step}", self._failures.key, groups):
+            try:
+                yield groups.world
+            except RuntimeError as error:
+                if is_loss(error):
+                    self._failures.give_up()
+                raise
+
+    def line_up(self) -> None:
+        """Return at about the same time on all ranks. Collective; nothing may be under way.
+
+        After a meeting in the store rank 0, which serves it, is several round trips ahead of the others.
+        """
+        if self._team.size == 1:
+            return
+        self._failures.check_alive()
+        lane, x = self._pool.shared[0], torch.zeros(1, device=self._pool.device)
+        ticket = lane.submit(partial(AllReduce().run, x, {}, lane.groups, self._state.step), "start of a turn")
+        lane.wait(ticket)
+        if ticket.error is not None:
+            self._failures.fail(ticket)
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)
+
+
+def fitting_part_bytes(algorithm: Algorithm, size: int) -> int:
+    """Return the payload that one lane exchanges at once: more the fewer bits an element has on the wire.
+
+    An exchange costs the same CPU time whatever its size, so small ones do not pay, least where the lanes have nothing
+    to do beside moving bytes.
+    """
+    try:
+        exchange = algorithm.exchange
+    except TypeError:  # none, or several
+        return PART_BYTES
+    if exchange.streaming:
+        return 2 * PART_BYTES
+    return PART_BYTES * min(max(1, round(narrowness(exchange, size) / 4)), 8)
+
+
+@lru_cache(maxsize=256)
+def _with_direct_bytes(exchange: Exchange, direct_bytes: int) -> Exchange:
+    """Return `exchange` with another limit up to which full-precision sums go straight between ranks."""
+    if isinstance(exchange, AllReduce):
+        return replace(exchange, direct_bytes=direct_bytes)
+    if isinstance(exchange, Hierarchical):
+        return replace(exchange, inner=_with_direct_bytes(exchange.inner, direct_bytes))
+    return exchange

@@ -1,0 +1,178 @@
+"""Meetings of all ranks' lanes, through the store: everyone takes part in the n-th, or nobody does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from bagua.comm.store import BoundedStore
+from bagua.errors import CommunicationError
+
+__all__ = ["Gate"]
+
+_PAUSE_S = (0.0005, 0.05)  # first and longest sleep between two looks into the store
+_GRACE_S = 3.0  # to find out who is missing, once this rank gives up
+_GO, _OFF, _LEFT, _LOST, _ENDED = b"go", b"off", b"left ", b"lost ", b"ended"
+
+
+class Gate:
+    """Where a lane's thread waits for the other ranks' before it starts what cannot be broken off.
+
+    Ranks pass meetings 0, 1, 2, ... in order. Each meeting gets one verdict, the first that anybody writes: "go"
+    by the last rank that enters, "off" by one that gives up, "left" by one whose lane has ended, "lost" by one that an
+    exception ends. So all ranks
+    agree which meetings took place, however early, late or not at all they come; and since they wait here and not
+    in a collective, a rank may stay away for as long as it likes, or for good.
+
+    Args:
+        store: shared by all ranks; its calls end within the process group's timeout.
+        prefix: new in the store and the same on all ranks.
+        patience_s: after so long the ranks that are late are named in `remark`.
+
+    Attributes:
+        over: no meeting will take place any more.
+        remark: why, or who is late; "" if there is nothing to say.
+        urgent: whether `remark` tells of trouble; a rank that has ended in order is none.
+        waited_s: seconds spent in `enter`.
+        closing: set when this rank's lane is to end.
+        failing: an exception ends this rank.
+    """
+
+    def __init__(self, store: BoundedStore, prefix: str, rank: int, size: int, patience_s: float) -> None:
+        self.over = False
+        self.remark = ""
+        self.urgent = False
+        self.waited_s = 0.0
+        self.closing = threading.Event()
+        self.failing = False
+        self._alone_since: float | None = None  # no meeting has taken place since then, and not by anyone's wish
+        self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
+        self._patience_s = patience_s
+        self._next = 0
+        self._inside = False  # a meeting has been entered and has no verdict
+        self._oldest = 0  # first meeting whose keys are still in the store
+
+    def enter(self, give_up: Callable[[], bool]) -> bool:
+        """Wait for the next meeting; whether it takes place. Once it does, every rank must do its part.
+
+        Args:
+            give_up: asked now and then; true calls the meeting off, unless all have entered.
+        """
+        if self.over:
+            return False
+        number, self._next = self._next, self._next + 1
+        started = time.perf_counter()
+        self._alone_since, self._inside = time.monotonic(), True
+        try:
+            verdict = self._verdict(number, give_up)
+        except CommunicationError as error:
+            self._end(str(error), True)
+            return False
+        finally:
+            self.waited_s += time.perf_counter() - started
+            self._inside = False
+        if verdict.startswith(_LOST):
+            self._end(f"rank {int(verdict[len(_LOST) :])} has failed", True)
+            return False
+        self._alone_since = None
+        if verdict.startswith(_LEFT):
+            self._end(f"rank {int(verdict[len(_LEFT) :])} has left", False)
+        return verdict == _GO
+
+    def leave(self) -> None:
+        """Call all further meetings off, for every rank. For the lane's own thread, when it ends."""
+        if not self.over:
+            try:
+                self._store.set(f"{self._prefix}/at/{self._rank}", _ENDED)
+                # Others may have called off meetings that this rank never came to.
+                while not self._decide(self._next, self._farewell()).startswith((_LEFT, _LOST)):
+                    self._next += 1
+            except CommunicationError:
+                self.urgent = True  # there is no store left to tell it to
+            self.over = True
+
+    def give_up_after(self, seconds: float) -> None:
+        """See that this rank is not left alone for ever. Costs nothing while it is not.
+
+        Args:
+            seconds: that it may go on although a rank failed, is gone, or does not come. One that has left in order, or
+                calls meetings off, does not count.
+
+        Raises:
+            CommunicationError: that time is over; names the ranks.
+        """
+        since = self._alone_since
+        if since is not None and (alone_s := time.monotonic() - since) > seconds:
+            raise CommunicationError(f"no exchange for {alone_s:.0f} s, rank {self._rank} gives up: {self._trouble()}")
+
+    def fail(self) -> None:
+        """An exchange has failed: there will be no other."""
+        if self._alone_since is None:
+            self._alone_since = time.monotonic()
+
+    def keys(self) -> list[str]:
+        """What this rank may delete when all lanes of this gate have ended."""
+        names = [
+            f"{number}/{what}" for number in range(self._oldest, self._next + 1) for what in ("entered", "verdict")
+        ]
+        return [f"{self._prefix}/{name}" for name in (f"at/{self._rank}", *names)]
+
+    def _trouble(self) -> str:
+        if self.over and self.remark:
+            return self.remark
+        try:
+            number = self._next - self._inside  # the meeting under way, or the one that never came
+            late = [rank for rank in self._late(number, self._store.within(_GRACE_S)) if rank != self._rank]
+        except CommunicationError as error:
+            return str(error)
+        return f"no sign of rank {', '.join(map(str, late))}" if late else "an exchange has failed"
+
+    def _farewell(self) -> bytes:
+        return (_LOST if self.failing else _LEFT) + str(self._rank).encode()
+
+    def _verdict(self, number: int, give_up: Callable[[], bool]) -> bytes:
+        self._store.set(f"{self._prefix}/at/{self._rank}", str(number))
+        if self._store.add(f"{self._prefix}/{number}/entered", 1) == self._size:
+            return self._decide(number, _GO)
+        deadline, pause = time.monotonic() + self._patience_s, _PAUSE_S[0]
+        # Polling, not store.wait(): that holds the client's lock, which other threads of this rank need.
+        while not self._store.check([f"{self._prefix}/{number}/verdict"]):
+            if self.closing.is_set():
+                return self._decide(number, self._farewell())
+            if give_up():
+                return self._decide(number, _OFF)
+            if time.monotonic() > deadline:
+                late = ", ".join(map(str, self._late(number, self._store)))
+                self.remark, self.urgent = (
+                    f"rank {late} did not come within {self._patience_s:g} s and is still awaited",
+                    True,
+                )
+                deadline = float("inf")
+            self.closing.wait(pause)
+            pause = min(2 * pause, _PAUSE_S[1])
+        return self._seen(number, bytes(self._store.get(f"{self._prefix}/{number}/verdict")))
+
+    def _decide(self, number: int, verdict: bytes) -> bytes:
+        """Write the verdict unless there is one; return the one that holds."""
+        return self._seen(number, bytes(self._store.compare_set(f"{self._prefix}/{number}/verdict", "", verdict)))
+
+    def _seen(self, number: int, verdict: bytes) -> bytes:
+        if verdict == _GO:  # all have entered it, so all have done with those before
+            for old in range(self._oldest, number) if self._rank == 0 else ():
+                self._store.delete_key(f"{self._prefix}/{old}/entered")
+                self._store.delete_key(f"{self._prefix}/{old}/verdict")
+            self._oldest = number
+        return verdict
+
+    def _late(self, number: int, store: BoundedStore) -> list[int]:
+        late = []
+        for rank in range(self._size):
+            key = f"{self._prefix}/at/{rank}"
+            at = bytes(store.get(key)) if store.check([key]) else b"-1"
+            if at != _ENDED and int(at) < number:
+                late.append(rank)
+        return late
+
+    def _end(self, remark: str, urgent: bool) -> None:
+        self.over, self.remark, self.urgent = True, remark, urgent

@@ -1,0 +1,178 @@
+"""The lanes of one distributed module: opened and closed together, shared by its exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from bagua.comm.groups import Groups, Meter
+from bagua.comm.shutdown import script_failed
+from bagua.comm.team import Team
+from bagua.engine.lanes.gate import Gate
+from bagua.engine.lanes.lane import BackgroundLane, InlineLane, Lane, ThreadLane, make_lane
+from bagua.engine.reducer.bucketing import WIDE
+from bagua.exchanges import AllReduce, Exchange
+
+__all__ = ["LanePool", "narrowness"]
+
+_PATIENCE_S = 60.0  # how long a lane in the background waits for a rank before it names it; it then waits on
+
+
+class LanePool:
+    """Opens, counts and closes lanes. All ranks open lanes in the same order.
+
+    Args:
+        first: the lane that `distribute` has opened.
+        team: the ranks.
+        device: of the parameters.
+        key: a name that is new for the team and equal on all ranks.
+        num_lanes: lanes that may share the exchanges.
+        lanes_of_sums: how many of them share plain sums; None: all.
+        lanes_of_wide: how many of them share exchanges with 8 bits an element or more; None: all.
+        watch: called with the byte counters of each lane that is opened.
+
+    Attributes:
+        shared: lanes that share the launches of training.
+        extra: lanes that the algorithm has opened for itself.
+        device: of the parameters.
+        num_opened: lanes ever opened beside the first one; part of the names of process groups.
+    """
+
+    def __init__(
+        self,
+        first: Lane,
+        team: Team,
+        device: torch.device,
+        key: str,
+        num_lanes: int,
+        lanes_of_sums: int | None,
+        lanes_of_wide: int | None,
+        watch: Callable[[Sequence[Meter]], None],
+    ) -> None:
+        # Slices pay where threads carry them; a stream or a simulation would only run them one after the other. On a
+        # GPU each thread has a stream, and nothing orders those of the parts behind the one that ran `before`.
+        self.slices = isinstance(first, ThreadLane) and team.size > 1 and device.type == "cpu"
+        self.num_lanes = num_lanes if self.slices else 1
+        self.lanes_of_sums, self.lanes_of_wide = lanes_of_sums, lanes_of_wide
+        self.shared = [first]
+        self.extra: list[Lane] = []
+        self.num_opened = 0
+        self._side: InlineLane | None = None
+        self._given = self.num_lanes  # a number that was tuned holds for all exchanges
+        self.device = device
+        self._team, self._key, self._watch = team, key, watch
+
+    @property
+    def groups(self) -> Groups:
+        """Rank, size and nodes."""
+        return self.shared[0].groups
+
+    @property
+    def all(self) -> Sequence[Lane]:
+        """Every open lane."""
+        return (*self.shared, *self.extra) if self._side is None else (*self.shared, *self.extra, self._side)
+
+    @property
+    def side_groups(self) -> Groups:
+        """Groups for collectives of the training thread; opened when first used, so by all ranks at once."""
+        if self._side is None:
+            self._side = InlineLane(self._open_groups())
+        return self._side.groups
+
+    def width(self, exchange: Exchange) -> int:
+        """Return how many lanes share the parts of `exchange`; changes no result."""
+        width = min(self.num_lanes, len(self.shared))
+        if self.num_lanes != self._given:
+            return width
+        if exchange.streaming and self.lanes_of_sums is not None:
+            width = min(width, self.lanes_of_sums)
+        if self.lanes_of_wide is not None and exchange.elementwise and narrowness(exchange, self._team.size) <= WIDE:
+            width = min(width, self.lanes_of_wide)
+        return width
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Tell all lanes that they will use `tensor`."""
+        for lane in self.all:
+            lane.adopt(tensor)
+
+    def open_shared(self, wanted: int) -> None:
+        """Have at least `wanted` shared lanes. Collective."""
+        while len(self.shared) < wanted:
+            groups = self._open_groups()
+            groups.share_connections(self.groups, len(self.shared))
+            self.shared.append(make_lane(groups, self.device))
+
+    def close_shared(self, keep: int) -> None:
+        """Close the shared lanes beyond the first `keep`, between steps."""
+        while len(self.shared) > keep:
+            self.shared.pop().close()
+
+    def open_extra(self, tensors: Sequence[Tensor]) -> Lane:
+        """Open a lane for the algorithm, which will use `tensors`. Collective."""
+        lane = make_lane(self._open_groups(), self.device)
+        for tensor in tensors:
+            lane.adopt(tensor)
+        self.extra.append(lane)
+        return lane
+
+    def open_background(self, owner: str) -> BackgroundLane:
+        """Open a lane with a gate. Collective.
+
+        Args:
+            owner: who asks, for the message.
+
+        Raises:
+            ValueError: the ranks are simulated.
+        """
+        if self.groups.world.backend not in ("gloo", "nccl"):
+            raise ValueError(f"{owner}: exchanges beside training depend on time, which is not simulated")
+        groups, team = self._open_groups(), self._team
+        patience_s = min(_PATIENCE_S, team.timeout.total_seconds())
+        gate = Gate(team.store, f"gate/{self._key}/{self.num_opened}", team.rank, team.size, patience_s)
+        lane = BackgroundLane(groups, gate, self.device, team.timeout.total_seconds())
+        self.extra.append(lane)
+        return lane
+
+    def close_extra(self) -> None:
+        """Close the algorithm's lanes."""
+        for lane in self.extra:
+            lane.close()
+            if isinstance(lane, BackgroundLane):
+                self._team.retire(lane.gate.keys())
+        self.extra.clear()
+
+    def close(self) -> None:
+        """Close every lane; what is queued still runs."""
+        for lane in self.all:
+            lane.close()
+
+    def abandon(self) -> None:
+        """Give up every lane at once, after a failure. Closes connections, so that peers fail soon too."""
+        for lane in self.all:
+            lane.abandon()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the lanes at the end of the process; one that is stuck is left behind after `timeout_s`."""
+        for lane in self.extra:
+            if isinstance(lane, BackgroundLane):
+                lane.gate.failing = script_failed()
+                lane.gate.closing.set()  # all at once, before waiting for each
+        for lane in self.all:
+            lane.stop(timeout_s)
+
+    def _open_groups(self) -> Groups:
+        self.num_opened += 1
+        name = f"lane/{self._key}/{self.num_opened}"
+        groups = self._team.open(name, self.groups.intra is not None, self.groups.nodes)
+        self._watch(groups.meters)
+        return groups
+
+
+@lru_cache(maxsize=64)  # asked at every launch
+def narrowness(exchange: Exchange, size: int) -> float:
+    """Return how many times fewer bytes than an all-reduce of fp32 an element-wise exchange sends."""
+    n, size = 1 << 20, max(size, 2)
+    return AllReduce().bytes_per_rank(n, size) / max(exchange.bytes_per_rank(n, size), 1.0)

@@ -1,0 +1,1 @@
+"""The reducer: buckets, and the backward passes that fill them."""

@@ -1,0 +1,80 @@
+"""Backward passes that an exception has broken off: all ranks come to one verdict about each.
+
+A rank whose pass was broken off posts it in the store. If every rank has broken off the same pass, it is void, and
+training goes on. If one has come to its end, that rank has gradients to which others still owe a part: then the pass
+fails on all ranks. That costs nothing while all is well: a rank looks into the store only while it waits, and longer
+than is usual.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+__all__ = ["LOOK_S", "BrokenPasses"]
+
+LOOK_S = 0.5  # how long a rank waits for an exchange before it looks whether another has given the pass up
+_PATIENCE_S = 30.0  # of a rank that broke off for others that do not wait for it: they have made their last step, say
+_POLL_S = (0.001, 0.05)
+_VOID = b"void"
+
+
+class BrokenPasses:
+    """The passes of one distributed module.
+
+    Args:
+        store: shared by the team; keys are made under `prefix`, which is new for each module and equal on all ranks.
+        timeout_s: of the process group.
+    """
+
+    def __init__(self, store: Any, prefix: str, rank: int, size: int, timeout_s: float) -> None:
+        self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
+        self._patience_s = min(timeout_s, _PATIENCE_S)
+        self._posted = -1  # the last pass that this rank broke off
+        self._void = -1  # the last pass that all ranks broke off
+
+    def post(self, number: int) -> None:
+        """Tell the others that this rank has broken off pass `number`."""
+        if number != self._posted:
+            self._posted = number
+            self._store.set(f"{self._prefix}/{number}/{self._rank}", b"1")
+            self._store.set(f"{self._prefix}/last", str(number))
+
+    def settle(self, number: int, void: bool) -> list[int]:
+        """On a rank that broke off pass `number`: wait for the verdict.
+
+        Args:
+            void: whether this rank can still take part in what all ranks would have to do together.
+
+        Returns:
+            The ranks that broke it off while others did not; none if all did.
+        """
+        self.post(number)
+        keys = [f"{self._prefix}/{number}/{rank}" for rank in range(self._size)]
+        verdict, deadline, pause = f"{self._prefix}/{number}/verdict", time.monotonic() + self._patience_s, _POLL_S[0]
+        while void and not self._store.check([verdict]):
+            if self._store.check(keys):
+                self._store.compare_set(verdict, "", _VOID)
+            elif time.monotonic() > deadline:
+                break
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL_S[1])
+        return self._decide(number)
+
+    def look(self, number: int) -> list[int]:
+        """On a rank that waits in pass `number`, or at its end: the ranks that broke off this one or the one before."""
+        if self._size == 1 or not self._store.check([f"{self._prefix}/last"]):
+            return []
+        last = int(bytes(self._store.get(f"{self._prefix}/last")))
+        return self._decide(last) if self._void < last <= number and last != self._posted else []
+
+    def _decide(self, number: int) -> list[int]:
+        """Have a verdict, the one that was written first; returns the ranks to blame."""
+        posted = [rank for rank in range(self._size) if self._store.check([f"{self._prefix}/{number}/{rank}"])]
+        text = ",".join(map(str, posted)).encode()
+        found = bytes(self._store.compare_set(f"{self._prefix}/{number}/verdict", "", text))
+        if found == _VOID:
+            self._void = number
+            return []
+        return [int(rank) for rank in found.split(b",")]

@@ -1,0 +1,50 @@
+"""What a reducer tells of backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from bagua.engine.reducer.bucket import Bucket
+
+__all__ = ["PassListener"]
+
+
+class PassListener(Protocol):
+    """Hears of the synchronised backward passes of a module."""
+
+    def pass_begins(self) -> None:
+        """Before each pass."""
+        ...
+
+    def order_learned(self, seen: list[int]) -> None:
+        """At the end of the first pass, with the order of arrival; makes the buckets."""
+        ...
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        """All gradients of `bucket` are in place; called in order."""
+        ...
+
+    def buckets_done(self) -> None:
+        """Every bucket has been ready; afterwards the pass counts as done."""
+        ...
+
+    def params_missing(self, indices: Sequence[int]) -> None:
+        """This rank did not use these parameters; called before their buckets are announced."""
+        ...
+
+    def params_unused(self, indices: Sequence[int]) -> None:
+        """No rank used these parameters; called after `finish_exchanges`, if there was an exchange."""
+        ...
+
+    def finish_exchanges(self, *, on_host: bool = True) -> None:
+        """Return when all exchanges are over; called before missing gradients are settled.
+
+        Args:
+            on_host: False: it is enough if work that is enqueued from now on comes after them.
+        """
+        ...
+
+    def pass_broke_off(self) -> None:
+        """An exception has broken off a pass; must not raise."""
+        ...

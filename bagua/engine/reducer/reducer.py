@@ -1,0 +1,394 @@
+"""Follows backward passes: which gradients have come, which buckets are full, what is missing at the end.
+
+One synchronised pass:
+  a gradient comes  -> its bucket counts down; full buckets are announced in the agreed order
+  the pass ends     -> buckets that still wait are announced; then `on_end`; then missing gradients are settled
+The first synchronised pass only records in which order gradients come.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bagua.engine.reducer.bucket import Bucket
+from bagua.engine.reducer.create_graph import GradientGraphs
+from bagua.engine.reducer.gradient_streams import GradientStreams
+from bagua.engine.reducer.graph_task import accumulates
+from bagua.engine.reducer.hook_order import HookOrder
+from bagua.engine.reducer.own_gradients import OwnGradients
+from bagua.engine.reducer.pass_listener import PassListener
+from bagua.engine.reducer.unused_params import UsageBoard
+from bagua.engine.training_state import TrainingState
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Counts the gradients of backward passes and announces buckets that are complete.
+
+    Args:
+        names, params: the trainable parameters; elsewhere a parameter is its index here.
+        usage: who used what, on all ranks.
+        state: tells whether something was exchanged.
+        views_are_gradients: whether bucket views hold gradients (else gradients are only counted).
+        static_graph: every pass uses the same parameters as often as the first.
+        gradient_as_bucket_view: `.grad` stays a view of its bucket after a pass; else it becomes a tensor of its own.
+        alone: a single rank; nothing is exchanged, so nothing is copied or settled.
+
+    Attributes:
+        sync: False within `no_sync`.
+        open: a synchronised pass has begun and is not over.
+        count: synchronised passes that are over; the same on all ranks.
+        failed_to_end: an exception came at the end of a pass, when others may be done with it.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        usage: UsageBoard,
+        state: TrainingState,
+        *,
+        views_are_gradients: bool,
+        static_graph: bool,
+        gradient_as_bucket_view: bool,
+        alone: bool,
+    ) -> None:
+        self.sync = True
+        self.open = False
+        self.count = 0
+        self._asked: Callable[[], bool] = lambda: True
+        self._listener: Callable[[], PassListener | None] = lambda: None
+        self._names, self._params, self._usage, self._state = names, params, usage, state
+        self.views_are_gradients, self._static_graph, self._alone = views_are_gradients, static_graph, alone
+        self.failed_to_end = False
+        self._graphs = GradientGraphs()
+        self._own = None if gradient_as_bucket_view or alone else OwnGradients()
+        self._hook_order: HookOrder | None = None
+        self._callback_queued = False
+        self._arrived = bytearray(len(params))
+        self._used = bytearray(len(params))  # within no_sync, since the last synchronised pass
+        self._uncounted = False  # a single rank, in a pass: nobody needs to know which gradients have come
+        self._order: list[int] = []
+        self._repeats: dict[int, int] = {}  # with a static graph: gradients of a pass after a parameter's first one
+        self._repeats_left = 0  # in this pass
+        self._static_used: int | None = None  # on this rank; bits
+        self._static_union: int | None = None  # on any rank
+        self._last_exchanged = -1  # the last pass, before this one, with an exchange
+        self._shadow = False  # the pass is one of other ranks
+        self._buckets: Sequence[Bucket] = ()
+        self._views: list[Tensor] = []
+        self._bucket_of: list[int] = []
+        self._position: dict[str, int] = {}
+        self._sizes: list[int] = []
+        self._waiting: list[int] = []  # per bucket: gradients still to come
+        self._next = 0  # first bucket not yet announced
+        on_gpu = bool(params) and params[0].is_cuda and not alone
+        self._streams = GradientStreams(params[0].device) if on_gpu else None
+
+    def listen(self, listener: PassListener) -> None:
+        """Tell `listener`, of which only a weak reference is kept: it holds the reducer."""
+        self._listener = weakref.ref(listener)
+
+    @property
+    def tell(self) -> PassListener:
+        """The listener."""
+        listener = self._listener()
+        assert listener is not None, "the engine is gone"
+        return listener
+
+    def ask(self, asked: Callable[[], bool]) -> None:
+        """Synchronise only those passes at whose beginning `asked` returns true."""
+        self._asked = asked
+
+    def keep_last(self, hooks: HookOrder) -> None:
+        """Before each pass see that the hooks which call `gradient_ready` run after all others of their parameter."""
+        self._hook_order = None if self._alone else hooks
+
+    def is_to_sync(self) -> bool:
+        """Whether a pass that begins now is to be synchronised."""
+        return self.sync and self._asked()
+
+    def set_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """From now on gradients belong to `buckets`."""
+        self._position = position = {name: index for index, name in enumerate(self._names)}
+        self._buckets = buckets
+        self._bucket_of = [0] * len(self._names)
+        self._views = [torch.empty(0)] * len(self._names)
+        for bucket in buckets:
+            for name, view in zip(bucket.names, bucket.views, strict=True):
+                self._bucket_of[position[name]] = bucket.index
+                self._views[position[name]] = view
+        self._sizes = [len(bucket.params) for bucket in buckets]
+        for index, times in self._repeats.items() if buckets else ():
+            self._sizes[self._bucket_of[index]] += times
+        self._waiting = list(self._sizes)
+        self._next = 0
+
+    def gradient_ready(self, index: int) -> None:
+        """autograd has accumulated the gradient of parameter `index`."""
+        # Runs once per parameter and step: lean on purpose.
+        if self._uncounted:
+            return
+        if not self.sync:
+            self._used[index] = 1
+            return
+        if not self._callback_queued:
+            if not self._asked():
+                self._used[index] = 1
+                return
+            self._begin()
+        arrived = self._arrived
+        if arrived[index]:
+            self._arrived_twice(index)
+            return
+        arrived[index] = 1
+        if self._streams is not None:
+            self._streams.note()
+        if not self._buckets:
+            self._order.append(index)
+            return
+        number = self._bucket_of[index]
+        waiting = self._waiting
+        left = waiting[number] = waiting[number] - 1
+        if left == 0 and number == self._next:
+            self._announce()
+
+    def enter(self) -> None:
+        """A backward pass has reached the module's output."""
+        if self.sync and not self._callback_queued and self._asked() and accumulates():
+            self._begin()
+
+    def sparse_ready(self) -> None:
+        """autograd has accumulated a sparse gradient, which no bucket waits for."""
+        if self.sync and not self._callback_queued and self._asked():
+            self._begin()
+
+    def end(self) -> None:
+        """Close the pass that is open: announce what still waits, let the algorithm finish, settle what is missing."""
+        self.open = self._callback_queued = False
+        if not self._buckets:
+            self.tell.order_learned(self._order)
+        self._uncounted = False
+        complete = 0 not in self._arrived
+        kept = {} if complete or self._alone or not self.views_are_gradients else self._fill_missing()
+        if self._next < len(self._buckets):
+            self._waiting = [0] * len(self._buckets)
+            self._announce()
+        self.tell.buckets_done()
+        if kept and self._state.exchanged:
+            self._settle(kept)
+        if self._graphs:
+            self.tell.finish_exchanges()
+            self._graphs.deliver(self._params, self._views)
+        self._give_back()
+        if self._static_graph and not self._shadow:
+            self._check_static()
+        self._used = bytearray(len(self._params))
+        self.count += 1
+
+    def _give_back(self) -> None:
+        """Let `.grad` be a tensor of its own again, if it is to be one."""
+        if self._own is not None and self.views_are_gradients:
+            self.tell.finish_exchanges(on_host=False)
+            self._own.give_back(self._params, self._views)
+
+    def _begin(self) -> None:
+        if not self.open:
+            if self._hook_order is not None and self.views_are_gradients:
+                self._hook_order.restore()
+            self.tell.pass_begins()
+            self._open()
+        self._callback_queued = True
+        self._graphs.wanted = torch.is_grad_enabled() and self.views_are_gradients and not self._alone
+        torch.autograd.Variable._execution_engine.queue_callback(_EndOfPass(self))  # pyright: ignore
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether an exception has ended a synchronised pass; to be asked outside of backward passes."""
+        return self.failed_to_end or (self.open and self._callback_queued and torch._C._current_graph_task_id() == -1)
+
+    def forget(self) -> None:
+        """Drop a pass that was broken off, as if it had never begun; for passes that exchange nothing."""
+        self.open = self._callback_queued = self._uncounted = self.failed_to_end = False
+        self._graphs.clear()
+        self._used = bytearray(len(self._params))
+
+    @torch.no_grad()
+    def void(self) -> None:
+        """Complete a pass that all ranks have broken off, so that they are in step again; gradients become zero."""
+        self.open = self._callback_queued = self._uncounted = False
+        if not self._buckets:
+            self.tell.order_learned(self._order)
+        self._waiting = [0] * len(self._buckets)
+        self._announce()
+        self.tell.finish_exchanges()
+        self._graphs.clear()
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+        self._give_back()
+        self._used = bytearray(len(self._params))
+        self.count += 1
+
+    def _open(self) -> None:
+        self.open = True
+        if self._own is not None:
+            self._own.clear()
+        if self._state.exchanged:  # in the last pass, or after it at the end of the step
+            self._last_exchanged = self.count - 1
+        self._state.exchanged = False
+        self._arrived = bytearray(len(self._params))
+        self._uncounted = self._alone and bool(self._buckets)
+        self._order = []
+        self._repeats_left = sum(self._repeats.values())
+        self._waiting = list(self._sizes)
+        self._next = 0
+        if self._streams is not None:
+            self._streams.clear()
+
+    def shadow(self) -> None:
+        """Make a pass in which no gradient comes, beside one of other ranks."""
+        self._open()
+        self._shadow = True
+        self.end()
+        self._shadow = False
+
+    def graph_task_ended(self) -> None:
+        """autograd has ended a backward pass, perhaps one within another."""
+        self._callback_queued = False
+        # A reentrant checkpoint runs a backward pass within the backward pass, which ends here too. Gradients of
+        # other segments are still to come, unless all are there.
+        nested = torch._C._current_autograd_node() is not None
+        complete = 0 not in self._arrived and not self._repeats_left and not (self._static_graph and not self._buckets)
+        if self.open and (complete or not nested):
+            try:
+                self.end()
+            except BaseException:
+                self.failed_to_end = True
+                self.tell.pass_broke_off()
+                raise
+
+    def _announce(self) -> None:
+        last = len(self._buckets) - 1
+        while self._next <= last and self._waiting[self._next] == 0:
+            bucket = self._buckets[self._next]
+            if self._next == last and self.views_are_gradients and not self._alone:
+                self._usage.publish(self.count, self._used_bits(), self._last_exchanged)
+            if self.views_are_gradients and not self._alone:
+                several = self._streams is not None and self._streams.join()
+                if self._graphs.wanted:
+                    self._graphs.note(bucket, self._position)
+                without = bucket.gather()
+                if several and self._streams is not None:
+                    self._streams.keep(bucket.away.values())
+                if self._own is not None:
+                    self._own.note(bucket, self._position)
+                self._mend(bucket, without)
+            self._next += 1
+            try:
+                self.tell.bucket_ready(bucket)
+            finally:
+                bucket.bring()  # if nothing was launched
+
+    def _mend(self, bucket: Bucket, without: Sequence[int]) -> None:
+        """Parameters that were used, and whose `.grad` was set to None before the bucket left, shall get the mean."""
+        for position in without:
+            index = self._position[bucket.names[position]]
+            if self._arrived[index] or self._used[index]:
+                self._params[index].grad = self._views[index]
+
+    def _used_bits(self) -> int:
+        return _bits(self._used) | _bits(self._arrived)
+
+    def _arrived_twice(self, index: int) -> None:
+        if not self._buckets:
+            if self._static_graph:
+                self._repeats[index] = self._repeats.get(index, 0) + 1
+                self._order.remove(index)
+                self._order.append(index)
+            return
+        number = self._bucket_of[index]
+        if number < self._next:
+            raise RuntimeError(
+                f"parameter {self._names[index]!r} got another gradient in the same backward pass after its "
+                "bucket had left: a reentrant checkpoint uses it in several segments; use use_reentrant=False or "
+                "static_graph=True"
+            )
+        if index in self._repeats:
+            self._repeats_left -= 1
+            self._waiting[number] -= 1
+            if self._waiting[number] == 0 and number == self._next:
+                self._announce()
+
+    def _check_static(self) -> None:
+        used = self._used_bits()
+        if self._static_used is None:
+            self._static_used = used
+        elif used != self._static_used:
+            changed = [name for i, name in enumerate(self._names) if (used ^ self._static_used) >> i & 1]
+            raise RuntimeError(
+                f"static_graph=True, but other parameters are used than in the first step: {', '.join(changed[:5])}"
+            )
+
+    @torch.no_grad()
+    def _fill_missing(self) -> dict[int, Tensor | None]:
+        """Make the parts of the buckets for which no gradient came count with what `.grad` holds.
+
+        Returns, for each parameter that was not used at all since the last synchronised pass, its gradient as it
+        was (None if none).
+        """
+        kept: dict[int, Tensor | None] = {}
+        for index, arrived in enumerate(self._arrived):
+            if not arrived:
+                grad, view = self._params[index].grad, self._views[index]
+                if not self._used[index]:
+                    kept[index] = view.clone() if grad is view else grad
+        if kept:
+            self.tell.params_missing(list(kept))
+        return kept
+
+    @torch.no_grad()
+    def _settle(self, kept: dict[int, Tensor | None]) -> None:
+        """Give parameters that other ranks used the mean, and those that nobody used what they had."""
+        self.tell.finish_exchanges()
+        union = self._static_union
+        if union is None:
+            union = self._usage.union(self.count, self._used_bits())
+            if self._static_graph and not self._shadow:
+                self._static_union = union
+        self.tell.params_unused([index for index in kept if not union >> index & 1])
+        for index, grad in kept.items():
+            if union >> index & 1:
+                self._params[index].grad = self._views[index]
+            elif grad is not None:
+                self._views[index].copy_(grad)
+
+
+class _EndOfPass:
+    """Called by autograd at the end of a pass. Where an exception ends the pass, it is dropped instead."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._ref, self._called = weakref.ref(reducer), False
+
+    def __call__(self) -> None:
+        self._called = True
+        reducer = self._ref()
+        if reducer is not None:
+            reducer.graph_task_ended()
+
+    def __del__(self) -> None:
+        reducer = self._ref()
+        if not self._called and reducer is not None and reducer.open:
+            reducer.tell.pass_broke_off()
+
+
+def _bits(flags: bytearray) -> int:
+    """Flag i as bit i."""
+    return int(bytes(flags[::-1]).translate(_ASCII), 2)
+
+
+_ASCII = b"01" + bytes(254)

@@ -1,0 +1,75 @@
+"""Equal replicas: where the ranks' weights may differ, and what is done about it."""
+
+from __future__ import annotations
+
+from bagua.algorithms.base import Algorithm, Payload
+from bagua.comm.team import Team
+from bagua.engine.algorithm_memory import AlgorithmMemory
+from bagua.engine.averaging import mean_optimizers, mean_tensors
+from bagua.engine.context import EngineContext
+from bagua.engine.followed_optimizers import FollowedOptimizers
+from bagua.engine.lanes.dispatcher import Dispatcher
+from bagua.engine.startup.inventory import Inventory
+from bagua.engine.training_state import TrainingState
+from bagua.exchanges import AllReduce
+
+__all__ = ["Replicas"]
+
+
+class Replicas:
+    """Makes the ranks' weights equal to their mean: when users ask for it, and before a hand-over or a switch."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        inventory: Inventory,
+        team: Team,
+        optimizers: FollowedOptimizers,
+        dispatcher: Dispatcher,
+        memory: AlgorithmMemory,
+        ctx: EngineContext,
+    ) -> None:
+        self._state, self._inventory, self._team, self._optimizers = state, inventory, team, optimizers
+        self._dispatcher, self._memory, self._ctx = dispatcher, memory, ctx
+
+    @property
+    def differ(self) -> bool:
+        """Whether the ranks may hold different weights now; the same on all ranks."""
+        return self._team.size > 1 and self._state.algorithm.replicas_differ(self._optimizers.alive)
+
+    def average(self) -> None:
+        """Make the weights equal to their mean, where they may differ. Collective."""
+        self._dispatcher.check_alive()
+        self._state.algorithm.on_pause(self._ctx)
+        if self.differ:
+            # Before the exchange, so that a rank that stays away is named and breaks nothing.
+            self._team.all_gather_bytes("bagua.average_parameters()", b"")
+            self._average_weights()
+
+    def equalise_for(self, algorithm: Algorithm) -> None:
+        """Make replicas equal before `algorithm` takes over, so that no rank's work is lost. Collective.
+
+        Where gradients are exchanged, equal weights stay equal only if the optimizers remember the same.
+        """
+        self._state.algorithm.on_pause(self._ctx)
+        if self.differ:
+            self._average_weights()
+            if algorithm.payload is Payload.GRAD:
+                params, device = self._inventory.parameters, self._inventory.device
+                with self._dispatcher.side_exchange("mean of optimizer state") as group:
+                    mean_optimizers(self._optimizers.alive, params, self._team, group, device)
+
+    def _average_weights(self) -> None:
+        state, dispatcher, states = self._state, self._dispatcher, self._memory.states
+        if state.algorithm.payload is Payload.GRAD:
+            with dispatcher.side_exchange("mean of the weights") as group:
+                mean_tensors(list(self._inventory.parameters.values()), group, self._inventory.device)
+            return
+        exchange, known = AllReduce(), set(states)
+        for bucket in state.buckets:
+            if (exchange, bucket.index, 0) not in known:
+                dispatcher.prepare(exchange, bucket)
+            dispatcher.launch(exchange, bucket)
+        dispatcher.wait()
+        for key in set(states) - known:
+            del states[key]

@@ -1,0 +1,50 @@
+"""Do all ranks decide alike to skip an optimizer's step?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bagua.algorithms.base import Algorithm, Exactness
+
+__all__ = ["must_agree", "refuse_plain_scaler"]
+
+_FRAMES = 10  # from an optimizer's hook up to the scaler that calls step(), with room for what wraps step()
+
+
+def must_agree(
+    algorithm: Algorithm, optimizers: Sequence[torch.optim.Optimizer], size: int, trains_its_own: bool = False
+) -> bool:
+    """Whether `size` ranks that step together see different gradients; `trains_its_own`: see `Inventory`."""
+    waits = algorithm.exactness is not Exactness.ASYNCHRONOUS and size > 1
+    return waits and (trains_its_own or not algorithm.shares_gradients(optimizers))
+
+
+def refuse_plain_scaler(
+    algorithm: Algorithm, optimizers: Sequence[torch.optim.Optimizer], size: int, trains_its_own: bool = False
+) -> None:
+    """From an optimizer's hook: raise if a scaler of torch's makes this step and ranks may decide differently.
+
+    Raises:
+        RuntimeError: names the algorithm and the way out.
+    """
+    if not must_agree(algorithm, optimizers, size, trains_its_own):
+        return
+    frame: Any = sys._getframe(1)
+    for _ in range(_FRAMES):
+        frame = frame.f_back
+        if frame is None:
+            return
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            # Of this frame only: before Python 3.13, to look at a frame's locals keeps them alive until it ends.
+            scaler = frame.f_locals["self"]
+            if scaler.is_enabled() and not getattr(scaler, "ranks_agree", False):
+                who = "a module with parameters that are this rank's own" if trains_its_own else repr(algorithm.name)
+                raise RuntimeError(
+                    f"{who} steps with local gradients, so torch.amp.GradScaler would skip a step "
+                    "on one rank and not on another; use bagua.GradScaler, which takes the same arguments"
+                )
+            return

@@ -1,0 +1,1 @@
+"""What `distribute` does once: checks, handshake, first broadcast, measurement of the link."""

@@ -1,0 +1,91 @@
+"""What a module cannot be distributed together with: other engines, torch's wrappers, sharded optimizers."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bagua.algorithms.base import Algorithm, Payload
+from bagua.engine.hooks import attachments
+from bagua.engine.startup.inventory import Inventory
+
+__all__ = ["check_sharded", "check_shared", "check_wrapped"]
+
+
+def check_shared(module: nn.Module, inventory: Inventory) -> None:
+    """See to it that no parameter is trained by two engines: both would exchange its one gradient.
+
+    Raises:
+        ValueError: another distributed module trains one of the parameters; names both modules and the parameter.
+    """
+    if next(_shared(module, inventory), None) is None:
+        return
+    gc.collect()  # the other module may have been dropped, within a reference cycle
+    found = next(_shared(module, inventory), None)
+    if found is not None:
+        name, other, other_name = found
+        raise ValueError(
+            f"module: parameter {name!r} of {type(module).__name__} is parameter {other_name!r} of "
+            f"{_describe(other, module)}, which is distributed already; a parameter can be trained by one distributed "
+            "module only. Distribute one module that holds them all, or call bagua.detach() on the other one first"
+        )
+
+
+def _shared(module: nn.Module, inventory: Inventory) -> Iterator[tuple[str, nn.Module, str]]:
+    """Name here, the other module, name there, of trainable parameters."""
+    ours = {id(param): name for name, param in inventory.parameters.items()}
+    for other, attachment in list(attachments.items()):
+        if other is not module:
+            for name, param in attachment.engine.inventory.parameters.items():
+                if id(param) in ours:
+                    yield ours[id(param)], other, name
+
+
+def _describe(other: nn.Module, module: nn.Module) -> str:
+    inside = next((name for name, part in module.named_modules() if part is other), None)
+    around = next((name for name, part in other.named_modules() if part is module), None)
+    if inside is not None:
+        return f"its own submodule {inside!r} ({type(other).__name__})"
+    if around is not None:
+        return f"{type(other).__name__}, whose submodule {around!r} it is"
+    return f"another module ({type(other).__name__})"
+
+
+def check_sharded(optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm) -> None:
+    """Refuse optimizers that are sharded over the ranks where the ranks step with gradients of their own.
+
+    Raises:
+        ValueError: names the optimizer and the algorithm.
+    """
+    sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if sharded is None or Payload.PARAM not in algorithm.payloads:
+        return
+    for position, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, sharded.ZeroRedundancyOptimizer):
+            raise ValueError(
+                f"optimizers: number {position} (ZeroRedundancyOptimizer) steps each parameter on one rank only, and "
+                f"{algorithm.name!r} exchanges weights instead of gradients, so that each parameter would learn from "
+                "one rank's data; use an algorithm that exchanges gradients, or an optimizer that is not sharded"
+            )
+
+
+def check_wrapped(module: object) -> None:
+    """Refuse a module whose gradients torch exchanges already.
+
+    Raises:
+        ValueError: it is or holds a DistributedDataParallel or FullyShardedDataParallel.
+    """
+    for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
+        # by name: importing FSDP takes a second
+        sharded = any(each.__name__ == "FullyShardedDataParallel" for each in type(part).__mro__)
+        if sharded or isinstance(part, DistributedDataParallel):
+            where = f"its part {name!r}" if name else "it"
+            raise ValueError(
+                f"module: {where} is a torch {type(part).__name__}, which exchanges gradients itself; distribute the "
+                "plain module (wrapper.module), or see bagua.interop for hooks that compress what torch exchanges"
+            )

@@ -1,0 +1,84 @@
+"""All ranks compare what they were asked to do, before any collective starts."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from bagua.comm.team import Team, decode, encode
+from bagua.errors import RankMismatchError
+
+__all__ = ["Agreement", "shake_hands"]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the handshake found out.
+
+    Attributes:
+        nodes: ranks by node.
+        all_ready: every rank has an engine on the module that still works.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    all_ready: bool
+
+
+def shake_hands(
+    team: Team, signature: list[list[str]], options: dict[str, str], problem: Exception | None, ready: bool
+) -> Agreement:
+    """Meet all ranks; raise on all of them if one has a problem or they want different things. Collective.
+
+    Args:
+        team: who meets.
+        signature: rows of (kind, name, shape, dtype), compared in order.
+        options: what else must be equal, by name.
+        problem: why this rank cannot go on, if so; raised here, reported elsewhere.
+        ready: whether an earlier engine of the module can still exchange on this rank.
+
+    Raises:
+        RankMismatchError: another rank has a problem, or the first difference found; names rank and tensor.
+        CommunicationError: a rank did not come.
+    """
+    full = encode(signature)
+    brief: dict[str, Any] = {
+        "node": team.node,
+        "digest": hashlib.sha256(full).hexdigest(),
+        "options": options,
+        "ready": ready,
+        "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
+    }
+    briefs = [decode(message) for message in team.all_gather_bytes("bagua.distribute()", encode(brief))]
+    if problem is not None:
+        raise problem
+    for rank, other in enumerate(briefs):
+        if other["problem"] is not None:
+            raise RankMismatchError(f"rank {rank} cannot distribute its module: {other['problem']}")
+    for rank, other in enumerate(briefs):
+        for name, value in briefs[0]["options"].items():
+            if other["options"].get(name) != value:
+                raise RankMismatchError(
+                    f"{name} differs: rank {rank} has {other['options'].get(name)}, rank 0 has {value}"
+                )
+    if any(other["digest"] != briefs[0]["digest"] for other in briefs):
+        # Rare and fatal, so a second, larger meeting is cheaper than sending every list every time.
+        lists = [decode(message) for message in team.all_gather_bytes("comparison of parameters", full)]
+        for rank, other in enumerate(lists):
+            if other != lists[0]:
+                raise RankMismatchError(_first_difference(lists[0], other, rank))
+    nodes = team.discover_nodes([other["node"] for other in briefs])
+    return Agreement(nodes, all(other["ready"] for other in briefs))
+
+
+def _first_difference(ours: list[list[str]], theirs: list[list[str]], rank: int) -> str:
+    for (kind, name, shape, dtype), (kind2, name2, shape2, dtype2) in zip(ours, theirs, strict=False):
+        if (kind, name) != (kind2, name2):
+            return f"ranks hold different tensors: rank {rank} has {kind2} {name2!r} where rank 0 has {kind} {name!r}"
+        if shape != shape2:
+            return f"{kind} {name!r} has shape [{shape2}] on rank {rank} and [{shape}] on rank 0"
+        if dtype != dtype2:
+            return f"{kind} {name!r} is {dtype2} on rank {rank} and {dtype} on rank 0"
+    longer, who = (theirs, f"rank {rank}") if len(theirs) > len(ours) else (ours, "rank 0")
+    kind, name, *_ = longer[min(len(ours), len(theirs))]
+    return f"rank {rank} holds {len(theirs)} tensors, rank 0 {len(ours)}: only {who} has {kind} {name!r}"

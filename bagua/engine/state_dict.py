@@ -1,0 +1,88 @@
+"""The algorithm's own state as plain data, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bagua.engine.reducer.bucket import Bucket
+from bagua.exchanges import Exchange, State
+
+__all__ = ["States", "check_header", "load_states", "pack"]
+
+_VERSION = 3
+States = dict[tuple[Exchange, int, int], State]
+"""By exchange, bucket, and part of the bucket."""
+
+
+def pack(header: dict[str, Any], states: States, tensors: Mapping[tuple[str, int], Tensor]) -> dict[str, Any]:
+    """Return `header` and copies of all states of exchanges and tensors of the algorithm, as plain data."""
+    return {
+        "version": _VERSION,
+        **header,
+        "states": [
+            {
+                "exchange": repr(exchange),
+                "bucket": bucket,
+                "part": part,
+                "tensors": {key: tensor.clone() for key, tensor in state.items()},
+            }
+            for (exchange, bucket, part), state in states.items()
+            if state
+        ],
+        "tensors": [
+            {"name": name, "bucket": bucket, "value": value.clone()} for (name, bucket), value in tensors.items()
+        ],
+    }
+
+
+def check_header(data: dict[str, Any], have: dict[str, Any]) -> None:
+    """Refuse data that was saved under other circumstances than `have`.
+
+    Raises:
+        ValueError: names the first entry that differs.
+    """
+    if data.get("version") != _VERSION:
+        raise ValueError(f"state dict: version {data.get('version')!r}, expected {_VERSION}")
+    for what, value in have.items():
+        if data.get(what) != value:
+            raise ValueError(f"state dict: saved with {what} {data.get(what)}, loaded into {what} {value}")
+
+
+@torch.no_grad()
+def load_states(
+    data: dict[str, Any], states: States, tensors: dict[tuple[str, int], Tensor], buckets: Sequence[Bucket]
+) -> None:
+    """Copy what `pack` packed into `states` and `tensors`; all or nothing. Tensors not yet made are made.
+
+    Raises:
+        ValueError: there is no place for an entry, or it has another shape.
+    """
+    known = {(repr(exchange), bucket, part): state for (exchange, bucket, part), state in states.items()}
+    for entry in data["states"]:
+        where = f"state dict: {entry['exchange']}, bucket {entry['bucket']}, part {entry['part']}"
+        state = known.get((entry["exchange"], entry["bucket"], entry["part"]))
+        if state is None or state.keys() != entry["tensors"].keys():
+            raise ValueError(f"{where}: no place for {', '.join(entry['tensors'])}")
+        for key, tensor in entry["tensors"].items():
+            if tensor.shape != state[key].shape:
+                raise ValueError(f"{where}: {key} has shape {list(tensor.shape)}, not {list(state[key].shape)}")
+    for entry in data["tensors"]:
+        where = f"state dict: {entry['name']} of bucket {entry['bucket']}"
+        if not 0 <= entry["bucket"] < len(buckets):
+            raise ValueError(f"{where}: there is no such bucket")
+        key, flat = (entry["name"], entry["bucket"]), buckets[entry["bucket"]].flat
+        made = tensors.get(key)
+        if entry["value"].shape != (flat if made is None else made).shape:
+            raise ValueError(f"{where} has shape {list(entry['value'].shape)}")
+    for entry in data["tensors"]:
+        key = (entry["name"], entry["bucket"])
+        if key not in tensors:  # made by the algorithm on first use
+            tensors[key] = torch.empty_like(buckets[entry["bucket"]].flat)
+        tensors[key].copy_(entry["value"])
+    for entry in data["states"]:
+        for key, tensor in entry["tensors"].items():
+            known[entry["exchange"], entry["bucket"], entry["part"]][key].copy_(tensor)

@@ -1,0 +1,308 @@
+"""Follows the training steps of one module and tells the algorithm each moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from bagua.algorithms.base import Algorithm, Exactness, Payload
+from bagua.comm.team import Team, decode, encode
+from bagua.engine.algorithm_memory import AlgorithmMemory
+from bagua.engine.announcer import Announcer, Moment
+from bagua.engine.binding import Binding
+from bagua.engine.context import EngineContext
+from bagua.engine.failures import Failures
+from bagua.engine.followed_optimizers import FollowedOptimizers
+from bagua.engine.guard import Probe
+from bagua.engine.lanes.dispatcher import Dispatcher
+from bagua.engine.lanes.lane import StreamLane
+from bagua.engine.lanes.pool import LanePool
+from bagua.engine.nested_steps import Nesting
+from bagua.engine.reducer.bucket import Bucket
+from bagua.engine.reducer.graph_task import refuse_capture
+from bagua.engine.reducer.pass_watch import PassWatch
+from bagua.engine.reducer.reducer import Reducer
+from bagua.engine.reducer.sparse import exchange_sparse
+from bagua.engine.reducer.unused_feedback import Withheld
+from bagua.engine.replicas import Replicas
+from bagua.engine.skipped_steps import refuse_plain_scaler
+from bagua.engine.startup.inventory import Inventory
+from bagua.engine.stats import Tally
+from bagua.engine.training_state import TrainingState
+
+__all__ = ["StepTracker"]
+
+
+class StepTracker:
+    """Hears of forward passes, backward passes and optimizer steps, in the training thread.
+
+    Implements `PassListener`, through which the reducer tells of backward passes.
+
+    Args:
+        key: a name that is new for the team and equal on all ranks.
+
+    Attributes:
+        broadcasts_buffers: every forward pass begins with rank 0's buffers.
+        joining: within `bagua.join`, tells ranks that have run out of inputs.
+        hooks_ran: those of the module's forward pass, in this step.
+        forward_seen, step_begun: in this step; the step was begun by the first optimizer.
+        stepped: numbers of the optimizers that have stepped, in this step.
+        nesting: steps of optimizers that are under way.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        state: TrainingState,
+        inventory: Inventory,
+        team: Team,
+        optimizers: FollowedOptimizers,
+        pool: LanePool,
+        dispatcher: Dispatcher,
+        memory: AlgorithmMemory,
+        failures: Failures,
+        reducer: Reducer,
+        ctx: EngineContext,
+        binding: Binding,
+        replicas: Replicas,
+        tally: Tally,
+        probe: Probe | None,
+        *,
+        broadcasts_buffers: bool,
+    ) -> None:
+        self.broadcasts_buffers = broadcasts_buffers
+        self.joining: Announcer | None = None
+        self.hooks_ran = self.forward_seen = self.step_begun = False
+        self.stepped: set[int] = set()
+        self.nesting = Nesting()
+        self._state, self._inventory, self._team, self._optimizers = state, inventory, team, optimizers
+        self._pool, self._dispatcher, self._memory, self._reducer = pool, dispatcher, memory, reducer
+        self._ctx, self._binding, self._replicas, self._tally, self._probe = ctx, binding, replicas, tally, probe
+        self._key, self._failures = key, failures
+        self._names = list(inventory.trainable)
+        self._buffers_told = False  # in this step
+        self._shadowed = False  # a backward pass of others, in this step
+        self._warned = False  # of quality, if nothing takes over
+        self._watch = PassWatch(list(inventory.parameters.values()))
+        self._withheld = Withheld()
+
+    def announce(self, moment: Moment) -> int:
+        """Within a join: before something that all ranks do together; returns the first rank that has inputs."""
+        return self.joining.announce(moment, self._team.size) if self.joining is not None else 0
+
+    # -- moments, called by the hooks ----------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """Before a forward pass in training mode, or a backward pass without one."""
+        state = self._state
+        refuse_capture(self._inventory.device)
+        if (self._reducer.open or self._reducer.failed_to_end) and torch._C._current_graph_task_id() == -1:
+            self.end_backward()  # its end went unnoticed, or an exception broke it off
+        inside = self.nesting.inside  # of an optimizer's step, which evaluates a closure
+        if self.stepped and not inside:
+            self.end_step()  # not all optimizers made a step
+        self._inventory.check_frozen()
+        for bucket in state.buckets:
+            bucket.check_home(state.step, state.algorithm.payload)
+        if not state.buckets:
+            self._inventory.check_kinds()
+        if not self.forward_seen:
+            self.forward_seen = True
+            if self._binding.tuning is not None:
+                self._binding.tuning.step_begins()
+            if self.joining is not None and (self.joining.early or _acts_on_forward(state.algorithm)):
+                self.announce(Moment.FORWARD)
+            if state.buckets and not self.step_begun:
+                state.algorithm.on_forward(self._ctx)
+
+    def is_to_broadcast_buffers(self) -> bool:
+        """Whether a forward pass begins with rank 0's buffers; of those that an optimizer makes, the first."""
+        if not (self.broadcasts_buffers and self._reducer.is_to_sync()):
+            return False
+        again, self._buffers_told = self._buffers_told, True
+        return not (again and self.nesting.inside)
+
+    def end_backward(self) -> None:
+        """Close the backward pass if one is open: its end went unnoticed, or an exception broke it off.
+
+        Raises:
+            CommunicationError: it was broken off on some ranks only.
+        """
+        if self._reducer.broken_off:
+            self._failures.settle_broken()
+        elif self._reducer.open:
+            self._reducer.end()
+
+    def shadow_backward(self) -> None:
+        """Take part in a backward pass of others, with gradients of zero."""
+        if self._state.algorithm.payload is Payload.GRAD and not self._shadowed:
+            for param in self._inventory.parameters.values():
+                param.grad = None  # of this rank's own last step
+        self._shadowed = True
+        self._reducer.shadow()
+
+    def step_begins(self) -> None:
+        """Before an optimizer changes weights."""
+        self.end_backward()
+        if self._failures.final and self._state.algorithm.payload is Payload.GRAD:
+            self._failures.check_alive()  # the gradients are not the mean of all ranks'
+        refuse_plain_scaler(
+            self._state.algorithm, self._optimizers.alive, self._team.size, self._inventory.trains_its_own
+        )
+        if not self.step_begun:
+            self.step_begun = True
+            if self._state.buckets:
+                self._state.algorithm.on_step_begin(self._ctx)
+
+    def end_step(self) -> None:
+        """After the step of the last optimizer."""
+        state, binding = self._state, self._binding
+        self.announce(Moment.STEP)
+        self.stepped.clear()
+        if state.buckets:
+            if not self.step_begun:  # there is no optimizer, or it is others' step
+                state.algorithm.on_step_begin(self._ctx)
+            state.algorithm.on_step_end(self._ctx)
+            self._check_quality()
+        state.step += 1
+        self._watch.step_ends()
+        self.forward_seen = self.step_begun = self._shadowed = self.hooks_ran = self._buffers_told = False
+        if state.step in state.schedule:
+            self._hand_over(state.schedule.pop(state.step))
+        self._tally.step_ended()
+        if binding.tuning is not None:
+            binding.tuning.step_ended(binding)
+
+    def go_on_within(self, stepped: Sequence[int]) -> None:
+        """Go on with a step that these optimizers have made; none of them: between two steps.
+
+        Where one optimizer steps less often than another, the end of a step is noticed at the next forward pass only.
+        """
+        self.stepped = set(stepped)
+        self.step_begun = self.forward_seen = bool(stepped)
+
+    # -- moments, called by the reducer --------------------------------------------------------------------------
+
+    def pass_begins(self) -> None:
+        """A synchronised backward pass begins."""
+        refuse_capture(self._inventory.device)
+        if not self.forward_seen:  # in evaluation mode, or torch.compile took the hooks into its graph, as nothing
+            if self.broadcasts_buffers and not self.hooks_ran:
+                raise RuntimeError(
+                    "broadcast_buffers=True: the forward pass was compiled together with the module's hooks, which "
+                    "then do nothing; distribute what torch.compile() returns, or compile parts of the module"
+                )
+            self.forward_begins()
+        if self._watch.pass_begins() and not self.nesting.inside:
+            self._look_for_steps()
+        self.announce(Moment.BACKWARD)
+
+    def order_learned(self, seen: list[int]) -> None:
+        """End of the first pass: agree on rank 0's order and make the buckets."""
+        order = seen + [index for index in reversed(range(len(self._names))) if index not in set(seen)]
+        names = encode([self._names[index] for index in order]) if self._team.rank == 0 else b"-"
+        what, key = "agreement on the order of gradients", f"order/{self._key}"
+        self._state.order = decode(
+            self._team.all_gather_bytes_once(what, key, names, self._failures.look_for_broken)[0]
+        )
+        self._binding.start()
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        """All gradients of `bucket` are in place."""
+        self._state.algorithm.on_ready(self._ctx, bucket)
+
+    def buckets_done(self) -> None:
+        """Every bucket has been ready."""
+        state, scale = self._state, 1.0 if self.joining is None else self.joining.scale
+        self._dispatcher.check_alive()
+        if self._inventory.sparse and self._team.size > 1:
+            with self._dispatcher.side_exchange("sparse gradients") as group:
+                exchange_sparse(self._inventory.sparse, group, getattr(state.algorithm, "average", True))
+        state.algorithm.on_backward_end(self._ctx)
+        if scale != 1.0:
+            for bucket in state.buckets:
+                bucket.flat.mul_(scale)
+            for param in self._inventory.sparse.values():
+                if param.grad is not None:
+                    param.grad.mul_(scale)
+        if not self._optimizers.refs:
+            self.end_step()
+
+    def params_missing(self, indices: Sequence[int]) -> None:
+        """This rank did not use these parameters, and their buckets are about to leave."""
+        names = {self._names[index] for index in indices}
+        self._withheld.hold(self._memory, self._dispatcher, self._pool.groups, self._state.buckets, names)
+
+    def params_unused(self, indices: Sequence[int]) -> None:
+        """No rank used these parameters, and their buckets have been exchanged."""
+        self._withheld.put_back(self._names[index] for index in indices)
+
+    def finish_exchanges(self, *, on_host: bool = True) -> None:
+        """Return when all exchanges are over."""
+        self._dispatcher.wait()
+        if on_host and isinstance(self._pool.shared[0], StreamLane):  # over, not only enqueued
+            torch.cuda.current_stream(self._inventory.device).synchronize()
+
+    def pass_broke_off(self) -> None:
+        """An exception has broken off the pass."""
+        self._failures.pass_broke_off()
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, algorithm: Algorithm) -> None:
+        self._replicas.equalise_for(algorithm)
+        self._binding.bind(algorithm)
+
+    def _look_for_steps(self) -> None:
+        """See whether the weights keep changing although no optimizer steps.
+
+        Raises:
+            RuntimeError: they do, and the algorithm acts when a step ends.
+        """
+        changes, state = self._watch.look(), self._state
+        if not changes:
+            return
+        what = (
+            f"the parameters changed before {changes} backward passes in a row and no torch.optim.Optimizer made a "
+            f"step: {state.algorithm.name!r} has followed no step since step {state.step}"
+        )
+        if not (state.schedule or _acts_on_steps(state.algorithm)):
+            state.notice(what)
+            return
+        raise RuntimeError(
+            f"{what}, so the ranks would train apart; let an optimizer make the steps, or pass optimizers=[] to "
+            "bagua.distribute() if you change the parameters yourself: a step then ends with each backward pass"
+        )
+
+    def _check_quality(self) -> None:
+        probe, state, team = self._probe, self._state, self._team
+        if probe is None or not probe.due(state.step) or team.size == 1:
+            return
+        compared = (Exactness.DECENTRALIZED, Exactness.PERIODIC)
+        if state.algorithm.exactness in compared and state.algorithm.payload is Payload.PARAM:
+            flats = [bucket.flat for bucket in state.buckets]
+            run = partial(probe.compare_weights, flats, self._pool.groups, state.step)
+            self._dispatcher.submit(run, f"consensus step {state.step}")
+            self._dispatcher.wait()
+        reason = probe.measured(state.step)
+        if not reason:
+            return
+        fallback = probe.guard.fallback_on(self._pool.groups.nodes)
+        what = f"; {fallback!r} takes over" if fallback is not None else ""
+        if what or not self._warned:
+            self._warned = True
+            state.notice(f"step {state.step}, {state.algorithm.name}: {reason}{what}", urgent=team.rank == 0)
+        if fallback is not None:
+            self._hand_over(fallback)
+
+
+def _acts_on_steps(algorithm: Algorithm) -> bool:
+    kind = type(algorithm)
+    acts = kind.on_step_begin is not Algorithm.on_step_begin or kind.on_step_end is not Algorithm.on_step_end
+    return acts or algorithm.payload is Payload.PARAM
+
+
+def _acts_on_forward(algorithm: Algorithm) -> bool:
+    return type(algorithm).on_forward is not Algorithm.on_forward

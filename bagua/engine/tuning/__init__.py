@@ -1,0 +1,1 @@
+"""Autotuning inside the engine: one session per distributed module measures steps and adopts settings."""

@@ -1,0 +1,54 @@
+"""Results of tuning in a file: whose they are, and how all ranks get them from rank 0."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from torch import nn
+
+from bagua.algorithms.base import Algorithm
+from bagua.autotune import Autotune, Settings
+from bagua.autotune.log import open_log
+from bagua.autotune.saved import load
+from bagua.comm.team import Team, decode, encode
+from bagua.engine.tuning.session import TuningSession
+
+__all__ = ["check_files", "session_of"]
+
+
+def check_files(options: Autotune | None, rank: int) -> ValueError | None:
+    """What is wrong with the files that `options` name, on rank 0, which reads and writes them."""
+    if options is None or rank:
+        return None
+    try:
+        if options.file is not None:
+            load(options.file, "")
+        if isinstance(options.log, str):
+            open_log(options.log)
+    except ValueError as error:
+        return error
+    return None
+
+
+def session_of(
+    options: Autotune | None,
+    team: Team,
+    module: nn.Module,
+    algorithm: Algorithm,
+    signature: list[list[str]],
+    nodes: Sequence[Sequence[int]],
+) -> TuningSession | None:
+    """Make what `options` ask for. Collective if they name a file of results."""
+    if options is None:
+        return None
+    if options.file is None:
+        return TuningSession(options)
+    facts = [signature, repr(algorithm), [list(node) for node in nodes], team.backend]
+    digest = hashlib.sha256(encode(facts)).hexdigest()[:16]
+    ranks = f"{team.size} ranks on {len(nodes)} nodes"
+    key = f"{type(module).__name__}, {algorithm.name}, {ranks}, {team.backend}, {digest}"
+    found = load(options.file, key) if team.rank == 0 else None
+    payload = encode(found.as_json() if found is not None else None) if team.rank == 0 else None
+    content = decode(team.broadcast_bytes("saved results of tuning", payload))
+    return TuningSession(options, key, None if content is None else Settings.from_json(content))

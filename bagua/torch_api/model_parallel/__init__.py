@@ -1,0 +1,1 @@
+"""The original's place of what splits a model: mixtures of experts."""

@@ -1,0 +1,1 @@
+"""Accidents in an emulated cluster: `python -m benchmarks.elastic`."""

@@ -1,0 +1,55 @@
+"""The table "which algorithm?" of README: network, optimizer, algorithm, and what was measured of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from benchmarks.figures.results import Convergence, newest_complete
+from benchmarks.figures.svg import percent
+
+__all__ = ["advice"]
+
+
+class _Row(NamedTuple):
+    """One row.
+
+    Attributes:
+        network, optimizer, algorithm: in words.
+        entrant, condition, setting: what the speed-up is of.
+        configuration, note: what the loss is of.
+    """
+
+    network: str
+    optimizer: str
+    algorithm: str
+    entrant: str
+    condition: str
+    setting: str
+    configuration: str
+    note: str = ""
+
+
+_FAST, _SLOW = "1gbit/5ms", "100mbit/5ms"
+_CALLED = {_FAST: "1 Gbit/s", _SLOW: "100 Mbit/s"}
+_ROWS = (
+    _Row("one machine, or 25 Gbit/s and more", "any", "`gradient_allreduce`", "gradient_allreduce", _FAST, "",
+         "gradient_allreduce", "exact"),
+    _Row("1 to 10 Gbit/s", "any, AdamW too", "`bytegrad`", "bytegrad", _FAST, "", "bytegrad, adam", "Adam"),
+    _Row("100 Mbit/s to 1 Gbit/s", "any, AdamW too", '`gradient_allreduce`, `codec="int4"`', "int4", _SLOW, "",
+         "bytegrad int4 + feedback", "SGD"),
+    _Row("the same, large matrices", "SGD first", "`power_sgd`", "power_sgd", _SLOW, "rank 8", "power_sgd",
+         "SGD, rank 4"),
+    _Row("between sites (WAN), long runs", "any", "`diloco`", "diloco", _SLOW, "a round every 64 steps", "diloco",
+         "SGD, every 16 steps, 160 in all"),
+)  # fmt: skip
+
+
+def advice(runs: Convergence) -> str:
+    """Five rows. Gains are those of the newest run with all of torch's hooks; losses of the text task."""
+    lines = ["| network | optimizer | algorithm | speed-up over DDP | loss against DDP |", "|---|---|---|---|---|"]
+    for row in _ROWS:
+        speedup = newest_complete(row.condition).speedup(row.condition, row.entrant)
+        gain = f"{speedup:.1f}x at {_CALLED[row.condition]}" + (f", {row.setting}" if row.setting else "")
+        loss = percent(runs.row("char_lm", row.configuration)["difference"])
+        lines.append(f"| {row.network} | {row.optimizer} | {row.algorithm} | {gain} | {loss} ({row.note}) |")
+    return "\n".join(lines) + "\n"

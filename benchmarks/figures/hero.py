@@ -1,0 +1,64 @@
+"""The chart at the top of README: step times on one slow network, torch's own hooks included."""
+
+from __future__ import annotations
+
+from benchmarks.figures.pairs import EXACT_SHARE
+from benchmarks.figures.results import TORCH, Tradeoff
+from benchmarks.figures.svg import COLOURS, GREY, Drawing
+
+__all__ = ["CONDITION", "ROWS", "draw_hero"]
+
+CONDITION = "250mbit/0ms"
+# What is drawn, and under which name. A row marked "exact warm-up" is the mean of a training that begins with it.
+ROWS = (
+    ("ddp", "DDP"),
+    ("ddp_fp16", "DDP, fp16 hook"),
+    ("ddp_bf16", "DDP, bf16 hook"),
+    ("ddp_powersgd", "DDP, PowerSGD hook"),
+    ("post_local_sgd", "DDP, post-local SGD"),
+    ("gradient_allreduce", "gradient_allreduce (exact)"),
+    ("bytegrad", "bytegrad (8 bits)"),
+    ("int4", 'codec="int4" (4 bits)'),
+    ("power_sgd", "power_sgd (rank 8)"),
+    ("qadam_1bit", "qadam (1 bit), after warm-up"),
+    ("qadam_1bit exact warm-up", "the same, 20 % warm-up counted"),
+    ("diloco", "diloco (every 64 steps)"),
+)
+_LEFT, _BARS, _ROW, _SIZE = 242, 236, 27, 15  # narrow: a phone shows it whole, and it can still be read
+
+
+def draw_hero(results: Tradeoff) -> Drawing:
+    """One bar for each row, torch's in grey."""
+    times = {name: _step_ms(results, name) for name, _ in ROWS}
+    height = 52 + _ROW * len(ROWS) + 62
+    drawing = Drawing(560, height, "Step time at 250 Mbit/s")
+    drawing.text(12, 26, "Step time on 250 Mbit/s links, 4 hosts (shorter is better)", bold=True, size=_SIZE + 2)
+    scale = _BARS / max(times.values())
+    reference = results.reference_ms(CONDITION)
+    for number, (name, label) in enumerate(ROWS):
+        y = 42 + _ROW * number
+        entrant = name.split()[0]
+        colour = GREY if name in TORCH else COLOURS[6] if " " in name else COLOURS[0]
+        drawing.text(_LEFT - 10, y + 18, label, "end", _SIZE)
+        drawing.box(_LEFT, y + 4, times[name] * scale, 19, colour, round_=2)
+        star = "*" if results.limited(CONDITION, entrant) else ""
+        words = f"{times[name]:.0f} ms{star}"
+        if reference / times[name] > 1.05:
+            words += f"  {reference / times[name]:.1f}x"
+        drawing.text(_LEFT + times[name] * scale + 6, y + 18, words, size=_SIZE - 1)
+    top = 42 + _ROW * len(ROWS) + 20
+    model = f"{results.num_elements / 1e6:.0f} M fp32 parameters, 300 ms of emulated compute, {results.cpu}"
+    drawing.text(12, top, "grey: torch; blue: Bagua; x: against the faster of DDP and gradient_allreduce", size=13)
+    drawing.text(12, top + 18, "* the machine (2 shared cores, a virtual host), not the link, may have been the limit",
+                 size=13)  # fmt: skip
+    drawing.text(12, top + 36, f"{model}, {results.date}", size=13, colour=GREY)
+    return drawing
+
+
+def _step_ms(results: Tradeoff, name: str) -> float:
+    entrant, _, warm = name.partition(" ")
+    speedup = results.speedup(CONDITION, entrant, EXACT_SHARE if warm else 0.0)
+    row = results.row(CONDITION, entrant)
+    if speedup is None or row is None:
+        raise ValueError(f"{results.name} has no {entrant} at {CONDITION}")
+    return results.reference_ms(CONDITION) / speedup if warm else row["step_ms"]

@@ -1,0 +1,1 @@
+"""What a machine with one GPU shows of this library: `make gpu`, `python -m benchmarks.gpu`."""

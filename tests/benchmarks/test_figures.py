@@ -1,0 +1,145 @@
+"""Figures and tables say what was measured: settings that are drawn together are equal, no rival is left out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bagua.bench import contenders
+from benchmarks.figures import advice, hero, losses, pairs, table, tradeoff
+from benchmarks.figures.__main__ import drawings
+from benchmarks.figures.results import TORCH, Convergence, Tradeoff, newest, newest_complete
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def times() -> Tradeoff:
+    return Tradeoff(newest("bench", "tradeoff.json"))
+
+
+@pytest.fixture(scope="module")
+def runs() -> Convergence:
+    return Convergence(newest("convergence", "results.json"))
+
+
+def changed(results: Tradeoff, tmp_path: Path, **rows: dict[str, Any]) -> Tradeoff:
+    """The same results with other values in the rows of some contenders."""
+    data = json.loads((tradeoff_file(results)).read_text())
+    for row in data["rows"]:
+        row.update(rows.get(row["entrant"], {}))
+    (tmp_path / "tradeoff.json").write_text(json.dumps(data))
+    return Tradeoff(tmp_path / "tradeoff.json")
+
+
+def tradeoff_file(results: Tradeoff) -> Path:
+    return ROOT / results.path
+
+
+def test_what_is_drawn_together_has_the_same_settings(times: Tradeoff, runs: Convergence) -> None:
+    drawn = tradeoff.points_of(times, runs)
+    assert {"bytegrad", "int4", "qadam", "local_sgd"} <= set(drawn)
+    for contender in drawn:
+        assert pairs.differences(contender, pairs.CANDIDATES[contender], times, runs) == []
+    for contender, what in (
+        ("power_sgd", "rank 8"),
+        ("diloco", "communication_interval 64"),
+        ("async", "a round every"),
+    ):
+        assert contender not in drawn
+        found = pairs.differences(contender, pairs.CANDIDATES[contender], times, runs)
+        assert any(what in line for line in found), found
+    text = tradeoff.draw_loss_against_time(times, runs).render()
+    assert "power_sgd: rank 8 in the time, 4 in the loss" in text
+
+
+def test_options_of_a_contender_count(times: Tradeoff, runs: Convergence) -> None:
+    assert pairs.differences("power_sgd:rank=4", "power_sgd", times, runs) == []
+    assert pairs.differences("int4", "bytegrad", times, runs)  # another codec
+
+
+def test_an_exact_warm_up_is_counted(times: Tradeoff) -> None:
+    after, whole = times.speedup("100mbit/5ms", "qadam_1bit"), times.speedup("100mbit/5ms", "qadam_1bit", 0.2)
+    assert after is not None and whole == pytest.approx(1 / (0.2 + 0.8 / after))
+    assert after > 20 and whole < 4.5
+    rows = {line.split(" | ")[0]: line.split(" | ")[1:] for line in table.speedups().splitlines()}
+    assert all(
+        float(counted.split("x")[0]) < float(plain.split("x")[0])
+        for counted, plain in zip(
+            rows["| the same with 20 % exact warm-up"],
+            rows['| `qadam`, `codec="sign"`, after its warm-up'],
+            strict=True,
+        )
+    )
+
+
+def test_a_disturbed_ddp_flatters_nobody(times: Tradeoff, tmp_path: Path) -> None:
+    condition = "250mbit/0ms"
+    exact = times.row(condition, "gradient_allreduce")
+    assert exact is not None
+    slow = changed(times, tmp_path, ddp={"step_ms": 99_999.0})
+    assert slow.reference_ms(condition) == exact["step_ms"]
+    assert slow.speedup(condition, "bytegrad") == pytest.approx(times.speedup(condition, "bytegrad"), rel=0.01)
+
+
+def test_no_rival_is_left_out() -> None:
+    assert {name for name, _ in hero.ROWS} >= set(TORCH)
+    for condition in table.NETWORKS:
+        results = newest_complete(condition)
+        times = {name: (results.row(condition, name) or {})["step_ms"] for name in TORCH}
+        assert results.best_of_torch(condition) == min(times, key=lambda name: times[name])
+    grid = table.grid(newest_complete(table.NETWORKS[-1]))
+    assert all(f"| torch `{name}` |" in grid for name in TORCH)
+
+
+def test_a_run_without_a_rival_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: Tradeoff) -> None:
+    folder = tmp_path / "2026-01-01-bench"
+    folder.mkdir()
+    changed(times, folder, post_local_sgd={"error": "gone"})
+    monkeypatch.setattr("benchmarks.figures.results.RESULTS", tmp_path)
+    with pytest.raises(FileNotFoundError, match="post_local_sgd"):
+        newest_complete("1gbit/5ms")
+
+
+def test_what_was_not_measured_is_said(times: Tradeoff) -> None:
+    line = next(line for line in table.grid(times).splitlines() if "post_local_sgd" in line)
+    assert line.count("not measured") == 2
+    stars = [line.count("*") for line in table.grid(times).splitlines() if line.startswith("|")]
+    counts = [int(cell.split(" of ")[0]) for cell in table.grid(times).splitlines()[-1].split(" | ")[1:]]
+    assert sum(counts) == sum(stars)
+
+
+def test_the_loss_counts_beside_the_accuracy(runs: Convergence) -> None:
+    """DiLoCo's accuracy on the digits is within a point of DDP's, and its loss more than twice as high."""
+    assert runs.row("digits", "diloco")["within"]
+    assert runs.misses("diloco") == {"digits loss"}
+    assert runs.misses("bytegrad") == set()
+    (row,) = [line for line in losses.of_algorithm(runs, "diloco").splitlines() if line.startswith("| diloco |")]
+    assert row.endswith("| missed |") and "(0.37), missed" in row
+
+
+def test_figures_and_tables_have_one_sign(times: Tradeoff, runs: Convergence) -> None:
+    """Positive is worse than DDP: 0.6 points fewer right, 3.8 % more loss."""
+    text = drawings(times, runs)["convergence-diloco"].render()
+    assert "94.6 % right (+0.6 points)" in text and "(+3.8 %)" in text
+    assert "| +0.6 |" in losses.of_algorithm(runs, "diloco") and "| +3.8 |" in losses.of_algorithm(runs, "diloco")
+    assert "+3.8 %" in advice.advice(runs)
+
+
+def test_every_figure_has_a_dark_form(times: Tradeoff, runs: Convergence) -> None:
+    for drawing in drawings(times, runs).values():
+        light, dark = drawing.render(), drawing.render(dark=True)
+        assert '"#ffffff"' in light and '"#ffffff"' not in dark
+        assert light.count("<text") == dark.count("<text")
+
+
+def test_contenders_said_to_have_their_defaults_have_them() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.endswith("| with their defaults |")]
+    said = set(re.findall(r"`(\w+)`", line))
+    ours = [each for each in contenders.available().values() if each.family == "bagua"]
+    assert said and said <= {each.name for each in ours if not each.options and each.optimizer == "sgd"}

@@ -1,0 +1,103 @@
+"""The parts of `make gpu` run dry: without a GPU, tiny. That shows that they run, and what they leave behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu.page import page, summary
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.record import Record, Skip
+from benchmarks.gpu.suite import command, select
+from benchmarks.gpu.trace import overlap_us, spans_by_stream
+
+_HERE = [name for name in PARTS if name != "tests"]  # which starts pytest
+
+
+@pytest.mark.parametrize("name", _HERE)
+def test_a_dry_part(name: str, tmp_path: Path) -> None:
+    record = Record(name, True, tmp_path / f"{name}.json")
+    PARTS[name].run(record)
+    record.save()
+    found = json.loads(record.path.read_text()) if record.path is not None else {}
+    assert found["status"] == "passed", [check for check in found["checks"] if check["status"] == "failed"]
+    assert set(found) == {"part", "dry", "status", "reason", "seconds", "facts", "checks", "rows"}
+    assert found["part"] == name and found["dry"] is True
+    assert all({"name", "status", "detail", "seconds"} <= set(check) for check in found["checks"])
+    assert all(check["detail"] for check in found["checks"] if check["status"] != "passed")
+    assert f"## {name}: passed" in page([found], "today", "make gpu DRY=1")
+
+
+def test_what_is_measured_has_rows(tmp_path: Path) -> None:
+    record = Record("rates", True, tmp_path / "rates.json")
+    PARTS["rates"].run(record)
+    columns = {"codec", "operation", "megabytes", "us", "traffic_gb_per_s", "memcpy_gb_per_s", "share"}
+    assert record.rows and all(set(row) == columns and row["share"] > 0 for row in record.rows)
+
+
+@pytest.mark.process
+def test_the_program_runs_a_part_and_goes_on_after_one_that_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(PARTS, "rates", dataclasses.replace(PARTS["rates"], limit_s=0))
+    words = ["--dry", "--no-build", "--out", str(tmp_path)]
+    assert program.main([*words, "--part", "rates", "--part", "environment"]) == 1
+    late, whole = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("rates", "environment"))
+    assert late["status"] == "failed" and "ended at its limit of 0 s; left no result" in late["reason"]
+    assert whole["status"] == "passed" and whole["facts"]["torch"]
+    printed = capsys.readouterr().out
+    assert "rates        failed" in printed and "environment  passed" in printed
+    assert "A dry run without a GPU" in (tmp_path / "README.md").read_text()
+
+
+def test_a_check_that_fails_fails_the_part(tmp_path: Path) -> None:
+    record = Record("kernels", False, tmp_path / "kernels.json")
+    with record.check("good"):
+        pass
+    with record.check("elsewhere"):
+        raise Skip("no GPU")
+    assert record.status == "passed"
+    with record.check("bad"):
+        raise AssertionError("bits differ")
+    found = json.loads((tmp_path / "kernels.json").read_text())
+    assert found["status"] == "failed" and "bad: AssertionError: bits differ" in found["reason"]
+    assert "kernels      failed" in summary([found])
+    assert "| bad | failed | AssertionError: bits differ |" in page([found], "today", "make gpu")
+
+
+def test_tests_that_import_what_is_missing_are_left_out_by_name(tmp_path: Path) -> None:
+    root = tmp_path / "tests"
+    root.mkdir()
+    for name, text in {
+        "test_a.py": "import torch\ndef test(device: torch.device): ...\n",
+        "test_b.py": "import no_such_package.inner\ndef test(device: torch.device): ...\n",
+        "test_c.py": "def test(): ...\n",
+    }.items():
+        (root / name).write_text(text)
+    files, left_out = select(root)
+    assert [path.name for path in files] == ["test_a.py"]
+    assert left_out == {"tests/test_b.py": ["no_such_package"]}
+    words = command(files, tmp_path / "junit.xml", "gpu and not slow")
+    assert "addopts=" in words and words[-1].endswith("test_a.py") and "gpu and not slow" in words
+
+
+def test_the_files_with_tests_for_a_device_are_found() -> None:
+    files, _ = select(Path(__file__).parents[1])
+    names = {path.name for path in files}
+    assert {"test_gpu.py", "test_triton.py", "test_codec_contract.py", "test_on_device.py"} <= names
+
+
+def test_overlap_of_streams() -> None:
+    def event(stream: int, begin: float, end: float, cat: str = "kernel") -> dict[str, Any]:
+        return {"cat": cat, "name": "k", "ts": begin, "dur": end - begin, "args": {"stream": stream}}
+
+    events = [event(7, 0, 10), event(7, 12, 20), event(20, 8, 13), event(20, 19, 30), event(7, 0, 99, "cpu_op")]
+    streams = spans_by_stream([*events, {"cat": "kernel", "name": "without a duration"}])
+    spans = {stream: [span for span, _ in found] for stream, found in streams.items()}
+    assert overlap_us(spans[20], spans[7]) == 2 + 1 + 1
+    assert overlap_us(spans[7], spans[7]) == 18

@@ -1,0 +1,42 @@
+"""Who has to keep to the contracts: the library, and `bagua.contrib`, which is registered nowhere else in tests."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import bagua
+from bagua.algorithms import Algorithm
+from bagua.algorithms.registry import registry as algorithms
+from bagua.codecs import Codec
+from bagua.codecs.registry import registry as codecs
+
+__all__ = ["CONTRIB_ALGORITHMS", "CONTRIB_CODECS", "algorithm_classes", "codec_classes"]
+
+
+def _contrib() -> tuple[dict[str, type[Algorithm]], dict[str, type[Codec]]]:
+    """Import it, and take out of the registries what that registered: other tests list what the library has."""
+    before = {*algorithms}, {*codecs}
+    import_module("bagua.contrib")
+
+    found = (
+        {name: algorithms[name] for name in algorithms if name not in before[0]},
+        {name: codecs[name] for name in codecs if name not in before[1]},
+    )
+    for registry, classes in zip((algorithms, codecs), found, strict=True):
+        for name in classes:
+            registry.unregister(name)
+    return found
+
+
+CONTRIB_ALGORITHMS, CONTRIB_CODECS = _contrib()
+
+
+def algorithm_classes() -> dict[str, type[Algorithm]]:
+    """By name."""
+    names = [row.name for row in bagua.algorithms.available(builtin_only=True)]
+    return {name: algorithms[name] for name in names} | CONTRIB_ALGORITHMS
+
+
+def codec_classes() -> dict[str, type[Codec]]:
+    """By name."""
+    return {name: codecs[name] for name in bagua.codecs.available(builtin_only=True)} | CONTRIB_CODECS

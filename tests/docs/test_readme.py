@@ -1,0 +1,68 @@
+"""README is a first screen: its script runs, before and after the change, and what it says first is the status."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bagua
+from tests.docs.markdown import ROOT, blocks
+from tests.rank_pool import RankPool
+
+README = ROOT / "README.md"
+
+
+def side(sign: str) -> str:
+    """One side of the diff: the lines that both have, and those of that sign."""
+    (block,) = [block.text for block in blocks(README) if block.language == "diff"]
+    return "".join(line[1:] or "\n" for line in block.splitlines(keepends=True) if line[0] in f" \n{sign}")
+
+
+def run_after() -> str:
+    """On a rank: run the script with Bagua; return what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(side("+"), "train.py", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def test_the_script_prints_a_loss_on_two_ranks(pool: RankPool) -> None:
+    for printed in pool.run(2, run_after):
+        assert float(re.fullmatch(r"loss (\d+\.\d{4})\n", printed)[1]) < 5  # pyright: ignore[reportOptionalSubscript]
+
+
+@pytest.mark.parametrize("sign", ["-", "+"], ids=["before", "after"])
+def test_both_sides_are_whole_scripts(sign: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(side(sign))
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, **alone, "MASTER_PORT": "0", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"loss \d+\.\d{4}\n", done.stdout)
+
+
+def test_it_counts_the_algorithms() -> None:
+    count = len(bagua.algorithms.available(builtin_only=True))
+    words = dict(enumerate(("Ten", "Eleven", "Twelve", "Thirteen", "Fourteen", "Fifteen", "Sixteen"), 10))
+    assert f"[{words[count]} algorithms]" in README.read_text()
+
+
+def test_the_diff_has_six_lines() -> None:
+    (block,) = [block.text for block in blocks(README) if block.language == "diff"]
+    assert len([line for line in block.splitlines() if line[:1] in ("+", "-")]) == 6
+
+
+def test_the_first_screen_says_what_has_not_run() -> None:
+    first = README.read_text().split("\n## ", 1)[0]
+    assert "alpha" in first and "has not run on a GPU" in first
+    assert len(README.read_text().splitlines()) <= 140

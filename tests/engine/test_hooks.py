@@ -1,0 +1,115 @@
+"""What a distributed module's hooks see and leave behind: leaf outputs, inference mode, passes without an exchange."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import bagua
+from tests.engine.training import batch, distributed, equal, train, values
+from tests.rank_pool import RankPool
+
+
+class GivesLeaves(nn.Module):
+    """Returns its own parameter and its input beside the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x), self.linear.weight, x
+
+
+def leaf_outputs() -> tuple[int, int, Tensor]:
+    model, optimizer = distributed(GivesLeaves)
+    x = torch.ones(2, 4, requires_grad=True)
+    for _ in range(10):
+        optimizer.zero_grad()
+        y, weight, _ = model(x)
+        (y.sum() + weight.square().sum()).backward()
+        optimizer.step()
+    counts = [len(leaf._backward_hooks or ()) for leaf in (model.linear.weight, x)]
+    bagua.detach(model)
+    return *counts, sum(len(leaf._backward_hooks or ()) for leaf in (model.linear.weight, x))
+
+
+def test_outputs_that_are_leaves_keep_one_hook_and_lose_it_with_detach(pool: RankPool) -> None:
+    assert pool.run(2, leaf_outputs) == [(1, 1, 0)] * 2
+
+
+def inference_first(algorithm: str) -> tuple[dict, dict]:
+    """Forward passes in inference mode, in training mode, before the first step and between steps."""
+    outcomes = []
+    for peek in (True, False):
+        model, optimizer = distributed(_make, algorithm, seed_by_rank=False)
+        for step in range(4):
+            if peek:
+                with torch.inference_mode():
+                    model(batch(dist.get_rank(), 100 + step))
+                    bagua.state_dict(model)
+                    if step == 2:
+                        bagua.average_parameters(model)
+            elif step == 2:
+                bagua.average_parameters(model)
+            train(model, optimizer, [step])
+        outcomes.append(values(model))
+        bagua.detach(model)
+    return outcomes[0], outcomes[1]
+
+
+def _make() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["decentralized", "low_precision_decentralized", "local_sgd", "gradient_allreduce", "diloco"]
+)
+def test_forward_passes_in_inference_mode_change_nothing(pool: RankPool, algorithm: str) -> None:
+    for peeked, plain in pool.run(2, inference_first, algorithm):
+        assert equal(peeked, plain)
+
+
+def distribute_in_inference_mode() -> bool:
+    model = _make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.inference_mode():
+        bagua.distribute(model, optimizer, "decentralized")
+    train(model, optimizer, range(3))
+    bagua.average_parameters(model)
+    return not any(param.is_inference() for param in model.parameters())
+
+
+def test_distribute_in_inference_mode(pool: RankPool) -> None:
+    assert pool.run(2, distribute_in_inference_mode) == [True, True]
+
+
+def accumulate(how: str, algorithm: str) -> tuple[dict, int]:
+    model, optimizer = distributed(_make, algorithm, seed_by_rank=False)
+    rank = dist.get_rank()
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(4):
+            x = batch(rank, 10 * step + part)
+            if how == "attribute":
+                model.require_backward_grad_sync = part == 3
+                model(x).square().mean().backward()
+            elif part < 3:
+                with bagua.no_sync(model):
+                    model(x).square().mean().backward()
+            else:
+                model(x).square().mean().backward()
+        optimizer.step()
+    return values(model), bagua.stats(model).total.bytes_sent
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "local_sgd"])
+def test_require_backward_grad_sync_is_honoured(pool: RankPool, algorithm: str) -> None:
+    """The idiom of loops written for DistributedDataParallel: the same bits and bytes as with no_sync."""
+    by_attribute, by_context = (
+        pool.run(2, accumulate, "attribute", algorithm),
+        pool.run(2, accumulate, "no_sync", algorithm),
+    )
+    assert equal(by_attribute, by_context)

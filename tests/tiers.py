@@ -1,0 +1,81 @@
+"""Tiers of tests: `unit` starts no process, `process` does, `lab` needs emulated hosts, `docs` reads the documentation.
+
+A test's tier is its explicit marker, else that of its folder, else `process` if it asks for the rank pool, else `unit`.
+A unit test that starts a process fails: an audit hook of the interpreter sees it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+__all__ = ["TIERS", "assign_tier", "install_guard", "running", "tier_of"]
+
+TIERS = ("unit", "process", "lab", "docs")
+_FOLDERS = {
+    "lab": "lab",
+    "docs": "docs",
+    "examples": "process",
+    "launch": "process",
+    "net": "process",
+    "scripts": "process",
+}
+_STARTS_A_PROCESS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
+_running: list[str] = []  # tier of the test that runs now; an audit hook cannot be removed, so it reads this
+_started: list[str] = []  # events of a unit test that started a process
+
+
+def tier_of(item: pytest.Item) -> str:
+    """The tier that `item` belongs to.
+
+    Raises:
+        ValueError: it is marked with several.
+    """
+    marked = [tier for tier in TIERS if item.get_closest_marker(tier) is not None]
+    if len(marked) > 1:
+        raise ValueError(f"{item.nodeid}: marked with several tiers ({', '.join(marked)}); keep one")
+    if marked:
+        return marked[0]
+    folder = Path(item.path).relative_to(Path(__file__).parent).parts[0]
+    if folder in _FOLDERS:
+        return _FOLDERS[folder]
+    return "process" if "pool" in getattr(item, "fixturenames", ()) else "unit"
+
+
+def assign_tier(item: pytest.Item) -> None:
+    """Mark `item` with its tier, so that `-m unit` selects it."""
+    tier = tier_of(item)
+    if item.get_closest_marker(tier) is None:
+        item.add_marker(getattr(pytest.mark, tier))
+
+
+def install_guard() -> None:
+    """Watch for new processes while a unit test runs. Call it once in an interpreter."""
+    sys.addaudithook(_note)
+
+
+@contextmanager
+def running(tier: str) -> Iterator[None]:
+    """Run a test of `tier`.
+
+    Raises:
+        RuntimeError: it is a unit test and started a process.
+    """
+    _running[:], _started[:] = [tier], []
+    try:
+        yield
+    finally:
+        _running.clear()
+    started = _started.copy()
+    _started.clear()
+    if started:
+        raise RuntimeError(f"{started[0]}: a test of the unit tier starts no process; mark it with pytest.mark.process")
+
+
+def _note(event: str, _args: tuple[object, ...]) -> None:
+    if event in _STARTS_A_PROCESS and _running == ["unit"]:
+        _started.append(event)
