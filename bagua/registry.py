@@ -51,6 +51,16 @@ class Registry(Generic[T]):
         Raises:
             TypeError: not a subclass of the base, or not a dataclass.
             ValueError: it has no name, or the name is taken by another class.
+
+        Examples:
+            >>> from dataclasses import dataclass
+            >>> @bagua.algorithms.register
+            ... @dataclass(frozen=True)
+            ... class Doubled(bagua.algorithms.ByteGrad):
+            ...     name = "doubled"
+            ...     average: bool = False
+            >>> bagua.algorithms.get("doubled").average
+            False
         """
         if not (isinstance(cls, type) and issubclass(cls, self._base)):
             raise TypeError(f"register: expected a subclass of {self._base.__name__}, got {cls!r}")
@@ -85,6 +95,12 @@ class Registry(Generic[T]):
             TypeError: neither a name nor an instance.
             ValueError: the name or an option is unknown, an option has a wrong value, or options were given beside an
                 instance.
+
+        Examples:
+            >>> bagua.algorithms.get("bytegrad", average=False).average
+            False
+            >>> bagua.topologies.get("ring")
+            Ring()
         """
         if isinstance(name_or_instance, self._base):
             if options:

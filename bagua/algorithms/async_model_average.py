@@ -62,6 +62,10 @@ class AsyncModelAverage(Algorithm):
     Source: the original's asynchronous model average (its documentation).
     Differs: no lock, so no wait for a round either; rounds that a rank cannot join are called off instead of
         blocking; `abort` and `resume` are no barriers; warm-up counts training steps only.
+
+    Examples:
+        >>> algorithm = bagua.algorithms.AsyncModelAverage(sync_interval_ms=200, warmup_steps=100)
+        >>> model = bagua.distribute(model, optimizer, algorithm)
     """
 
     name: ClassVar[str] = "async"

@@ -35,6 +35,10 @@ class ByteGrad(GradientAllReduce):
     Source: the original's ByteGrad (its documentation; arXiv:2107.01499 section 3).
     Differs: blocks of 1024 instead of one range for a whole chunk, so a few large gradients do not blur the
         rest; a single node compresses too unless told otherwise.
+
+    Examples:
+        >>> algorithm = bagua.algorithms.ByteGrad(hierarchical=False)
+        >>> model = bagua.distribute(model, optimizer, algorithm)
     """
 
     name: ClassVar[str] = "bytegrad"

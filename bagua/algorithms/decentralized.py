@@ -39,6 +39,10 @@ class Decentralized(Algorithm):
 
     Bytes: the weights once per peer and interval; 2 (R-1)/R times the weights for "all".
     Source: arXiv:1705.09056 (D-PSGD), algorithm 1; the original's decentralized SGD.
+
+    Examples:
+        >>> algorithm = bagua.algorithms.Decentralized(topology="exponential")
+        >>> model = bagua.distribute(model, optimizer, algorithm)
     """
 
     name: ClassVar[str] = "decentralized"

@@ -51,6 +51,10 @@ class DiLoCo(Algorithm):
     Source: arXiv:2311.08105 (DiLoCo), algorithm 1; arXiv:2501.18512 (Streaming DiLoCo), algorithm 2: fragments,
         delay, mixing; with `delay` = H and `mixing` = 0 the delayed variant of arXiv:2502.12996.
     Differs: fragments are made of buckets, not of layers. Anchor and momentum are kept in fp32 for weights of 16 bits.
+
+    Examples:
+        >>> algorithm = bagua.algorithms.DiLoCo(communication_interval=100)
+        >>> model = bagua.distribute(model, optimizer, algorithm)
     """
 
     name: ClassVar[str] = "diloco"

@@ -33,6 +33,10 @@ class GradientAllReduce(Algorithm):
 
     Bytes: 2 (R-1)/R times the encoded gradients, sent per rank.
     Source: arXiv:2107.01499 (Bagua), section 2.
+
+    Examples:
+        >>> algorithm = bagua.algorithms.GradientAllReduce(codec="int4")
+        >>> model = bagua.distribute(model, optimizer, algorithm)
     """
 
     name: ClassVar[str] = "gradient_allreduce"

@@ -31,6 +31,10 @@ class LocalSGD(Algorithm):
 
     Bytes: 2 (R-1)/R times the weights, once per interval.
     Source: arXiv:1805.09767 (local SGD), algorithm 1; arXiv:1808.07217 (post-local SGD).
+
+    Examples:
+        >>> algorithm = bagua.algorithms.LocalSGD(communication_interval=8)
+        >>> model = bagua.distribute(model, optimizer, algorithm)
     """
 
     name: ClassVar[str] = "local_sgd"

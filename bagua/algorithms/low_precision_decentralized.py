@@ -48,6 +48,10 @@ class LowPrecisionDecentralized(Algorithm):
     Bytes: the encoded weights once per neighbour and interval.
     Source: the original's low-precision decentralized SGD; arXiv:1803.06443 (DCD-PSGD), algorithm 1;
         the overlap follows D-PSGD, arXiv:1705.09056, algorithm 1, where gradient and average are computed at once.
+
+    Examples:
+        >>> algorithm = bagua.algorithms.LowPrecisionDecentralized(overlap=True)
+        >>> model = bagua.distribute(model, optimizer, algorithm)
     """
 
     name: ClassVar[str] = "low_precision_decentralized"

@@ -32,6 +32,10 @@ class OneBitLamb(MomentumAverage):
     Bytes: after the warm-up about 2 (R-1)/(8 R) bytes per element sent; an all-reduce in fp32 before.
     Source: arXiv:2104.06069 (1-bit LAMB), algorithm 2.
     Differs: see `bagua.optim.OneBitLamb`.
+
+    Examples:
+        >>> optimizer = bagua.optim.OneBitLamb(model.parameters(), warmup_steps=200)
+        >>> model = bagua.distribute(model, optimizer, bagua.algorithms.OneBitLamb(codec="int4"))
     """
 
     name: ClassVar[str] = "one_bit_lamb"

@@ -44,6 +44,10 @@ class PowerSGD(Algorithm):
     Source: arXiv:1905.13727 (PowerSGD), algorithms 1 and 2; one round of power iteration, warm start.
     Differs: QR instead of Gram-Schmidt; the steps of a bucket run straight on the lane, one all-reduce for all P
         and one for all Q, so any number of buckets may be under way.
+
+    Examples:
+        >>> algorithm = bagua.algorithms.PowerSGD(rank=8)
+        >>> model = bagua.distribute(model, optimizer, algorithm)
     """
 
     name: ClassVar[str] = "power_sgd"

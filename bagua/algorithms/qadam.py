@@ -163,6 +163,10 @@ class QAdam(MomentumAverage):
         the warm-up four times what 8 bits cost, an all-reduce in fp32.
     Source: arXiv:2102.02888 (1-bit Adam), algorithm 1; arXiv:2107.01499 section 3 and the original's QAdam.
     Differs: see `bagua.optim.QAdam` for the step; the original exchanged m itself and lost weight decay.
+
+    Examples:
+        >>> optimizer = bagua.optim.QAdam(model.parameters(), warmup_steps=200)
+        >>> model = bagua.distribute(model, optimizer, bagua.algorithms.QAdam(codec="sign"))
     """
 
     name: ClassVar[str] = "qadam"

@@ -24,6 +24,10 @@ class Warmup(Algorithm):
         steps: training steps with `first`; 0 starts with `then`.
         first: an instance, or a registered name with default options.
         then: likewise.
+
+    Examples:
+        >>> algorithm = bagua.algorithms.Warmup(steps=100, then="bytegrad")
+        >>> model = bagua.distribute(model, optimizer, algorithm)
     """
 
     name: ClassVar[str] = "warmup"

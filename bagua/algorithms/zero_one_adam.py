@@ -38,6 +38,10 @@ class ZeroOneAdam(MomentumAverage):
     Bytes: about 2 (R-1)/(8 R) bytes per element for each exchange that is not exact; one exchange per interval.
     Source: arXiv:2202.06009 (0/1 Adam), algorithm 1.
     Differs: see `bagua.optim.ZeroOneAdam`.
+
+    Examples:
+        >>> optimizer = bagua.optim.ZeroOneAdam(model.parameters(), var_freeze_step=1000)
+        >>> model = bagua.distribute(model, optimizer, bagua.algorithms.ZeroOneAdam(codec="int4"))
     """
 
     name: ClassVar[str] = "zero_one_adam"

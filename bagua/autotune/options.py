@@ -76,6 +76,10 @@ def as_options(value: Any) -> Autotune | None:
 
     Raises:
         ValueError, TypeError: `value`, or a variable of the environment, is wrong; names it.
+
+    Examples:
+        >>> bagua.autotune.as_options({"max_samples": 8}).max_samples
+        8
     """
     if value is None:
         return from_environment()

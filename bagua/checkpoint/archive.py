@@ -49,7 +49,14 @@ class Loaded:
 
 
 def steps(directory: str | os.PathLike[str]) -> tuple[int, ...]:
-    """The steps of the complete checkpoints in `directory`, the one saved last at the end."""
+    """The steps of the complete checkpoints in `directory`, the one saved last at the end.
+
+    Examples:
+        >>> for step in (100, 200):
+        ...     directory = bagua.checkpoint.save(path, {"model": model}, step=step)
+        >>> bagua.checkpoint.steps(path)
+        (100, 200)
+    """
     return tuple(place.step for place in find(Path(directory)))
 
 
@@ -81,6 +88,10 @@ def save(
         ValueError, TypeError: an argument is wrong.
         CheckpointError: a rank could not write its part; names the rank. Nothing has changed.
         CommunicationError: a rank did not come.
+
+    Examples:
+        >>> objects = {"model": model, "optimizer": optimizer, "epoch": 3}
+        >>> directory = bagua.checkpoint.save(path, objects, step=100)
     """
     check_objects(objects)
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
@@ -221,6 +232,15 @@ def load(
         ValueError, TypeError: an argument is wrong.
         CheckpointError: files are damaged, an object is not in them, or something does not fit; names it.
         CommunicationError: a rank did not come.
+
+    Examples:
+        >>> objects = {"model": model, "optimizer": optimizer, "epoch": 3}
+        >>> bagua.checkpoint.load(path, objects) is None  # nothing there: train from the start
+        True
+        >>> directory = bagua.checkpoint.save(path, objects, step=100)
+        >>> loaded = bagua.checkpoint.load(path, objects)
+        >>> loaded.step, loaded.data["epoch"]
+        (100, 3)
     """
     check_objects(objects)
     team, folder, what = team_of(process_group), Path(directory), f"loading from {os.fspath(directory)}"

@@ -52,6 +52,9 @@ def save_checkpoint(
 
     Differs: written whole or not at all; the algorithm's state is saved, and every rank's own weights where ranks
         differ.
+
+    Examples:
+        >>> bagua.checkpoint.save_checkpoint(100, path, model, optimizer)
     """
     if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
         raise ValueError(f"iteration: expected an integer >= 0, got {iteration!r}")
@@ -101,6 +104,11 @@ def load_checkpoint(
 
     Differs: files are read without unpickling arbitrary classes; `strict` acts; a damaged tracker is an error and
         does not end the process; "release" is read from its own directory.
+
+    Examples:
+        >>> bagua.checkpoint.save_checkpoint(100, path, model, optimizer)
+        >>> bagua.checkpoint.load_checkpoint(path, model, optimizer)
+        100
     """
     team, root, what = team_of(None), Path(checkpoints_path), f"loading from {checkpoints_path}"
     latest: tuple[int, str] | None = None

@@ -43,6 +43,15 @@ class Shards:
 
     Raises:
         TypeError, ValueError: `objects` is no dict, or a name is no identifier.
+
+    Examples:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> objects = {"model": model, "optimizer": optimizer, "epoch": 3}
+        >>> metadata = dcp.save({"training": bagua.checkpoint.Shards(objects)}, checkpoint_id=path)
+        >>> shards = bagua.checkpoint.Shards(objects, reading=path)
+        >>> dcp.load({"training": shards}, checkpoint_id=path)
+        >>> shards.data
+        {'epoch': 3}
     """
 
     def __init__(

@@ -47,12 +47,21 @@ def backend(device: torch.device | str = "cpu") -> str:
     Raises:
         ValueError: the variable holds no name of a backend.
         RuntimeError: it names one that cannot run here.
+
+    Examples:
+        >>> bagua.codecs.backend("cpu") in bagua.codecs.available_backends()
+        True
     """
     return kernels(torch.device(device)).name
 
 
 def available_backends() -> tuple[str, ...]:
-    """The backends that CPU tensors can use in this process, slowest first."""
+    """The backends that CPU tensors can use in this process, slowest first.
+
+    Examples:
+        >>> "torch" in bagua.codecs.available_backends()
+        True
+    """
     return ("torch", *native_backends()[0])
 
 
@@ -65,6 +74,11 @@ def use_backend(name: str) -> Iterator[None]:
 
     Raises:
         ValueError, RuntimeError: as `backend`.
+
+    Examples:
+        >>> with bagua.codecs.use_backend("torch"):
+        ...     bagua.codecs.backend()
+        'torch'
     """
     global _active, _forced
     before = _active, _forced

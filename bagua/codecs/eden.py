@@ -46,6 +46,11 @@ class Eden(BlockCodec):
     Source:
         DRIVE (arXiv:2105.08339, section 4: the scale) for 1 bit, EDEN (arXiv:2108.08842, section 3 and its
         centroids) for more.
+
+    Examples:
+        >>> codec = bagua.codecs.Eden(bits=2)
+        >>> wire = codec.encode(inputs)
+        >>> decoded = codec.decode(wire, inputs.shape[1])
     """
 
     name: ClassVar[str] = "eden"

@@ -52,7 +52,13 @@ class _Half(Codec):
 
 @dataclass(frozen=True)
 class Bf16(_Half):
-    """Cast to bfloat16: the range of fp32, 8 bits of precision."""
+    """Cast to bfloat16: the range of fp32, 8 bits of precision.
+
+    Examples:
+        >>> codec = bagua.codecs.Bf16()
+        >>> wire = codec.encode(inputs)
+        >>> decoded = codec.decode(wire, inputs.shape[1])
+    """
 
     name: ClassVar[str] = "bf16"
     half: ClassVar[torch.dtype] = torch.bfloat16
@@ -60,7 +66,13 @@ class Bf16(_Half):
 
 @dataclass(frozen=True)
 class Fp16(_Half):
-    """Cast to float16: 11 bits of precision; beyond 65504 the wire holds an infinity, below 6e-8 a zero."""
+    """Cast to float16: 11 bits of precision; beyond 65504 the wire holds an infinity, below 6e-8 a zero.
+
+    Examples:
+        >>> codec = bagua.codecs.Fp16()
+        >>> wire = codec.encode(inputs)
+        >>> decoded = codec.decode(wire, inputs.shape[1])
+    """
 
     name: ClassVar[str] = "fp16"
     half: ClassVar[torch.dtype] = torch.float16

@@ -21,6 +21,11 @@ class Identity(Codec):
 
     Bytes:
         `n * itemsize`, padded to a multiple of 4. A wire must be decoded to the dtype that was encoded.
+
+    Examples:
+        >>> codec = bagua.codecs.Identity()
+        >>> wire = codec.encode(inputs)
+        >>> decoded = codec.decode(wire, inputs.shape[1])
     """
 
     name: ClassVar[str] = "identity"

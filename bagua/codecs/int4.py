@@ -33,6 +33,11 @@ class Int4(BlockCodec):
 
     Source:
         Blockwise absmax quantisation as in arXiv:2110.02861, section 2.1, with linear levels.
+
+    Examples:
+        >>> codec = bagua.codecs.Int4(block=128)
+        >>> wire = codec.encode(inputs)
+        >>> decoded = codec.decode(wire, inputs.shape[1])
     """
 
     name: ClassVar[str] = "int4"

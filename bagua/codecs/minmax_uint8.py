@@ -35,6 +35,11 @@ class MinMaxUInt8(BlockCodec):
     Differs:
         from the original in the header (once for each block, no padding to 32 bytes), in rounding x - min
         instead of x and min apart, and in that NaN and infinities are kept visible.
+
+    Examples:
+        >>> codec = bagua.codecs.MinMaxUInt8(block=1024)
+        >>> wire = codec.encode(inputs)
+        >>> decoded = codec.decode(wire, inputs.shape[1])
     """
 
     name: ClassVar[str] = "minmax_uint8"

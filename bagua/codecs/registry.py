@@ -38,6 +38,16 @@ def register(codec: _C | str, factory: Callable[..., Codec] | None = None, /) ->
     Raises:
         TypeError: not a subclass of `Codec`.
         ValueError: it has no name, or the name is taken by another class.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> @bagua.codecs.register
+        ... @dataclass(frozen=True)
+        ... class Fine(bagua.codecs.MinMaxUInt8):
+        ...     name = "fine"
+        ...     block: int = 64
+        >>> bagua.codecs.get("fine")
+        Fine(block=64)
     """
     if not isinstance(codec, str):
         return registry.register(codec)
@@ -57,6 +67,10 @@ def get(codec: str | Codec, /, **options: Any) -> Codec:
         TypeError: neither a name nor a codec.
         ValueError: the name or an option is unknown, an option has a wrong value, or options were given beside an
             instance.
+
+    Examples:
+        >>> bagua.codecs.get("minmax_uint8", block=256)
+        MinMaxUInt8(block=256)
     """
     if isinstance(codec, str) and codec in _factories:
         return _factories[codec](**options)
@@ -68,6 +82,10 @@ def available(*, builtin_only: bool = False) -> tuple[str, ...]:
 
     Args:
         builtin_only: leave out what other packages and `bagua.contrib` have registered.
+
+    Examples:
+        >>> bagua.codecs.available(builtin_only=True)
+        ('bf16', 'eden', 'fp16', 'identity', 'int4', 'minmax_uint8', 'sign', 'top_k')
     """
     return tuple(sorted(registry.builtin() if builtin_only else [*registry, *_factories]))
 

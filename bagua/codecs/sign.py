@@ -37,6 +37,11 @@ class Sign(BlockCodec):
     Source:
         EF-signSGD (arXiv:1901.09847, algorithm 1: sign(p) * ||p||_1 / d), here for each block instead of each
         layer.
+
+    Examples:
+        >>> codec = bagua.codecs.Sign(block=2048)
+        >>> wire = codec.encode(inputs)
+        >>> decoded = codec.decode(wire, inputs.shape[1])
     """
 
     name: ClassVar[str] = "sign"

@@ -44,6 +44,11 @@ class TopK(Codec):
 
     Source:
         arXiv:1704.05021, section 3 (gradient dropping); exact selection instead of a sampled threshold.
+
+    Examples:
+        >>> codec = bagua.codecs.TopK(ratio=0.1)
+        >>> wire = codec.encode(inputs)
+        >>> decoded = codec.decode(wire, inputs.shape[1])
     """
 
     name: ClassVar[str] = "top_k"

@@ -38,6 +38,11 @@ class SignSGD(Algorithm):
     Bytes: about 2 (R-1)/R bits per element sent, 1/32 of an all-reduce in fp32.
     Source: arXiv:1802.04434 (signSGD, Signum), algorithm 2; arXiv:1810.05291 (majority vote), algorithm 1.
     Differs: 1 bit has no zero, see above for what it becomes; rank r counts the votes of part r.
+
+    Examples:
+        >>> import bagua.contrib
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        >>> model = bagua.distribute(model, optimizer, bagua.contrib.SignSGD(momentum=0.9))
     """
 
     name: ClassVar[str] = "signsgd"

@@ -114,5 +114,9 @@ def shield(worker_id: int = 0) -> None:
 
     The launcher sends SIGTERM to a rank's whole process group. A worker that ends takes the rank with it; a shielded
     one ends when its rank does.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> loader = DataLoader(inputs, num_workers=2, worker_init_fn=bagua.elastic.shield)
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

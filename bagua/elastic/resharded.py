@@ -39,6 +39,16 @@ class Resharded(_TorchSampler[Any], Generic[_T]):
 
     Raises:
         ValueError, RuntimeError: an argument is wrong; names it.
+
+    Examples:
+        >>> from bagua.data import TokenBudgetBatchSampler
+        >>> lengths = [5, 9, 3, 7, 4, 8]
+        >>> def make(indices, num_replicas, rank):
+        ...     subset = [lengths[i] for i in indices]
+        ...     return TokenBudgetBatchSampler(subset, 20, num_replicas=num_replicas, rank=rank)
+        >>> sampler = bagua.elastic.Resharded(make, len(lengths))
+        >>> sorted(index for batch in sampler for index in batch)
+        [0, 1, 2, 3, 4, 5]
     """
 
     def __init__(

@@ -34,6 +34,15 @@ class Sampler(_TorchSampler[int]):
 
     Raises:
         ValueError, TypeError, RuntimeError: an argument is wrong; names it.
+
+    Examples:
+        >>> dataset = torch.utils.data.TensorDataset(torch.arange(8.0))
+        >>> sampler = bagua.elastic.Sampler(dataset)
+        >>> loader = torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler)
+        >>> for batch in sampler.track(loader):
+        ...     print(sampler.position)
+        4
+        8
     """
 
     def __init__(

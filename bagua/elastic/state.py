@@ -78,6 +78,14 @@ class State:
     Raises:
         ValueError, TypeError: an argument is wrong.
         CommunicationError: a rank did not come.
+
+    Examples:
+        >>> with bagua.elastic.State(model, optimizer, best=0.0) as state:
+        ...     restored = state.restore()  # None: the first start
+        ...     state.best = 0.9
+        ...     state.commit()
+        >>> state.number
+        1
     """
 
     def __init__(

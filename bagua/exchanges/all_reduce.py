@@ -36,6 +36,10 @@ class AllReduce(Exchange):
             straight to their owners and back instead, and the sum is taken in fp32, in the order of the ranks.
 
     Bytes: 2 (R-1)/R times the encoded size, sent per rank.
+
+    Examples:
+        >>> bagua.exchanges.AllReduce(average=False).codec
+        Identity()
     """
 
     codec: Codec = field(default_factory=Identity)

@@ -30,6 +30,10 @@ class DifferenceGossip(Exchange):
     State: `me` [N] and `peers` [P, N].
     Bytes: the encoded size once per receiver.
     Source: the original's low-precision decentralized; arXiv:1803.06443 (DCD-PSGD), algorithm 1.
+
+    Examples:
+        >>> ring = bagua.topologies.Ring()
+        >>> exchange = bagua.exchanges.DifferenceGossip(ring, bagua.codecs.MinMaxUInt8())
     """
 
     topology: Topology

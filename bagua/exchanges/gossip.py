@@ -26,6 +26,9 @@ class Gossip(Exchange):
 
     Bytes: the encoded size once per receiver.
     Source: arXiv:1705.09056 (D-PSGD), algorithm 1.
+
+    Examples:
+        >>> exchange = bagua.exchanges.Gossip(bagua.topologies.ShiftOne())
     """
 
     topology: Topology

@@ -41,6 +41,10 @@ def mix(
 
     Raises:
         ValueError: a name is unknown, or the parts do not mix; names both.
+
+    Examples:
+        >>> bagua.exchanges.mix("complete", "int4", error_feedback=True)
+        ScatterGather(codec=Int4(block=128), error_feedback=True, average=True)
     """
     topology, codec = topologies.get(topology), codecs.get(codec)
     if error_feedback and (codec.linear or not topology.complete):

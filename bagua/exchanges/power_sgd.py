@@ -68,6 +68,9 @@ class PowerSGD(Exchange):
     Bytes: 2 (R-1)/R times 4 bytes for each element of P, Q and the rest, sent per rank.
     Source: arXiv:1905.13727 (PowerSGD), algorithms 1 and 2.
     Differs: QR instead of Gram-Schmidt.
+
+    Examples:
+        >>> exchange = bagua.exchanges.PowerSGD(shapes=((64, 32),), rank=4)
     """
 
     shapes: tuple[tuple[int, int], ...]

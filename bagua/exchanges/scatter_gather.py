@@ -37,6 +37,9 @@ class ScatterGather(Exchange):
     Bytes: 2 (R-1) encoded chunks of C = N/R elements (rounded up to 16), sent per rank.
     Source: the original's ByteGrad; error feedback on both sides as in arXiv:1905.05957 (DoubleSqueeze), section 3.
     Differs: chunks need no padding of the bucket, and the average is taken in fp32 for every payload type.
+
+    Examples:
+        >>> exchange = bagua.exchanges.ScatterGather(bagua.codecs.Int4(), error_feedback=True)
     """
 
     codec: Codec

@@ -53,6 +53,12 @@ def ddp_hook(
     Raises:
         ValueError, TypeError: an argument is wrong. `RankMismatchError` (a ValueError): ranks chose differently.
         CommunicationError: a rank did not come.
+
+    Examples:
+        >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 1))
+        >>> hook = bagua.interop.ddp_hook("bytegrad")
+        >>> ddp.register_comm_hook(None, hook)
+        >>> ddp(inputs).square().mean().backward()
     """
     chosen = choose(exchange, options)
     where = _device_of(process_group) if device is None else torch.device(device)

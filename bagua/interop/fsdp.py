@@ -65,6 +65,12 @@ def compress_fsdp(
         RuntimeError: this torch has no such hook; names it.
         TypeError, ValueError: an argument is wrong.
         CommunicationError: a replica did not come.
+
+    Examples:
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> sharded = fully_shard(torch.nn.Linear(10, 1))
+        >>> state = bagua.interop.compress_fsdp(sharded, reduce_scatter="int4", all_gather="bf16")
+        >>> sharded(inputs).square().mean().backward()
     """
     modules = _sharded(model, {"reduce_scatter": reduce_scatter, "all_gather": all_gather, "replica": replica})
     made = CompressedFSDP()

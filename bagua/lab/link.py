@@ -33,6 +33,10 @@ class Link:
 
     Raises:
         ValueError: for a value that is none of these; names the argument.
+
+    Examples:
+        >>> link = bagua.lab.Link(bandwidth="100mbit", latency="5ms")
+        >>> cluster = bagua.lab.Cluster(hosts=4, link=link)  # doctest: +SKIP
     """
 
     bandwidth: str | float | None = None

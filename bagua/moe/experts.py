@@ -12,7 +12,13 @@ __all__ = ["Experts", "is_moe_param"]
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Whether `param` belongs to an expert, so that this rank alone holds it."""
+    """Whether `param` belongs to an expert, so that this rank alone holds it.
+
+    Examples:
+        >>> experts = bagua.moe.Experts(torch.nn.Linear(8, 8))
+        >>> [bagua.moe.is_moe_param(param) for param in experts.parameters()]
+        [True, True]
+    """
     return bool(getattr(param, "expert", False))
 
 
@@ -24,6 +30,9 @@ class Experts(nn.Module):
         num_local_experts: how many copies.
         rank_local: this rank alone holds them; False: every rank holds all experts, which are averaged like any
             other parameter.
+
+    Examples:
+        >>> experts = bagua.moe.Experts(torch.nn.Linear(8, 8), num_local_experts=2)
     """
 
     def __init__(self, expert: nn.Module, num_local_experts: int = 1, *, rank_local: bool = True) -> None:

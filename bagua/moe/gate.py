@@ -32,6 +32,10 @@ class TopKGate(nn.Module):
         ValueError: an argument is wrong; names it.
 
     Source: arXiv:2006.16668 (two experts), arXiv:2101.03961 (one expert, jitter).
+
+    Examples:
+        >>> gate = bagua.moe.TopKGate(model_dim=8, num_experts=4)
+        >>> routing = gate(torch.randn(16, 8))
     """
 
     def __init__(

@@ -32,6 +32,11 @@ class MOELayer(nn.Module):
         exp_counts: [E] int64 on the CPU: tokens of this rank whose first choice each expert was.
         num_dropped: choices of this rank's tokens that found their expert full.
         num_rows: rows that each of this rank's experts got, from all ranks.
+
+    Examples:
+        >>> gate = bagua.moe.TopKGate(model_dim=8, num_experts=2)
+        >>> experts = bagua.moe.Experts(torch.nn.Linear(8, 8), num_local_experts=2)
+        >>> layer = bagua.moe.MOELayer(gate, experts, num_local_experts=2)
     """
 
     _untraced: ClassVar[Any] = None
@@ -167,6 +172,11 @@ class MoE(nn.Module):
     Source: arXiv:2006.16668 (GShard), arXiv:2101.03961 (Switch Transformer).
     Differs: from the original in places that are not sent, the gradient's scale, evaluation without noise,
         `min_capacity` and `used_token` with k = 2 too, and fewer tokens than `min_capacity`.
+
+    Examples:
+        >>> layer = bagua.moe.MoE(8, torch.nn.Linear(8, 8), num_local_experts=2, k=2)
+        >>> output, l_aux, exp_counts = layer(torch.randn(16, 8))
+        >>> (output.sum() + 0.01 * l_aux).backward()
     """
 
     def __init__(

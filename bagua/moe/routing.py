@@ -42,6 +42,10 @@ def capacity_of(num_tokens: int, num_experts: int, factor: float, k: int, min_ca
     """Most rows that one rank sends to one expert: max(ceil(k S / E factor), min_capacity).
 
     Source: arXiv:2006.16668 section 2.2 (k = 2), arXiv:2101.03961 equation 3 (k = 1).
+
+    Examples:
+        >>> bagua.moe.capacity_of(num_tokens=100, num_experts=8, factor=1.25, k=1, min_capacity=4)
+        16
     """
     return max(math.ceil((k * num_tokens / num_experts) * factor), min_capacity)
 
@@ -66,6 +70,11 @@ def top_1(
         The routing; l_aux = E sum_e (mean probability of e) (share of tokens whose choice is e).
 
     Source: arXiv:2101.03961, equations 2 to 6.
+
+    Examples:
+        >>> routing = bagua.moe.top_1(torch.tensor([[2.0, 1.0], [0.0, 3.0], [1.0, 2.0]]), capacity=2)
+        >>> routing.token_T, routing.rows_E
+        (tensor([0, 1, 2]), (1, 2))
     """
     gates_SE = F.softmax(logits_SE, dim=1)
     used_S = _used(logits_SE, used_S)
@@ -94,6 +103,11 @@ def top_2(
         The routing; l_aux as in `top_1`, from first choices.
 
     Source: arXiv:2006.16668, algorithm 1.
+
+    Examples:
+        >>> routing = bagua.moe.top_2(torch.tensor([[2.0, 1.0], [0.0, 3.0], [1.0, 2.0]]), capacity=None)
+        >>> routing.rows_E
+        (3, 3)
     """
     num_tokens, num_experts = logits_SE.shape
     gates_SE = F.softmax(logits_SE, dim=1)

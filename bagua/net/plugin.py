@@ -19,6 +19,10 @@ def plugin_path() -> Path:
 
     Raises:
         RuntimeError: if it was not built with the package.
+
+    Examples:
+        >>> bagua.net.plugin_path().name
+        'libnccl-net-bagua.so'
     """
     if not _LIBRARY.exists():
         raise RuntimeError(
@@ -37,6 +41,10 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     Raises:
         RuntimeError: if the plugin was not built.
         ValueError: if `env` names another plugin already, or none.
+
+    Examples:
+        >>> sorted(bagua.net.environment({}))
+        ['LD_LIBRARY_PATH', 'NCCL_NET_PLUGIN']
     """
     path = plugin_path()
     present = env.get(PLUGIN_VARIABLE)
@@ -57,6 +65,11 @@ def enable() -> Path:
     Raises:
         RuntimeError: if the plugin was not built.
         ValueError: if the environment names another plugin already.
+
+    Examples:
+        >>> file = bagua.net.enable()  # before bagua.init_process_group
+        >>> file.name
+        'libnccl-net-bagua.so'
     """
     os.environ.update(environment(os.environ))
     return plugin_path()

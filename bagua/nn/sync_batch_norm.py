@@ -39,6 +39,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         process_group: whose batches are joined; None is the default group.
 
     Bytes: (R-1) (2 C + 1) * 8 in the forward pass, 2 (R-1)/R * 2 C * 8 in the backward pass.
+
+    Examples:
+        >>> layer = bagua.nn.SyncBatchNorm(10)
+        >>> layer(torch.randn(4, 10)).shape
+        torch.Size([4, 10])
     """
 
     _untraced: ClassVar[Any] = None

@@ -59,6 +59,10 @@ class OneBitLamb(TwoStage):
         takes for larger gradients; it then halves every step. a starts with the first c instead of 0. The paper
         scales layers to a common magnitude before it quantises them with one scale; codecs here have a scale for
         each block, so nothing is to be evened out.
+
+    Examples:
+        >>> optimizer = bagua.optim.OneBitLamb(model.parameters(), lr=1e-3, warmup_steps=200)
+        >>> model = bagua.distribute(model, optimizer, "one_bit_lamb")
     """
 
     common: ClassVar[tuple[str, ...]] = ("warmup_steps",)

@@ -50,6 +50,10 @@ class QAdam(TwoStage):
         100 steps with b2 = 0.999 the step size grows by 3.2; here it is fixed together with v. Neither has
         `variance_floor`; 0 turns it off. The original
         reused an old m at the step in which the stages change, and left weight decay out of m afterwards.
+
+    Examples:
+        >>> optimizer = bagua.optim.QAdam(model.parameters(), lr=1e-3, warmup_steps=200)
+        >>> model = bagua.distribute(model, optimizer, "qadam")
     """
 
     common: ClassVar[tuple[str, ...]] = ("warmup_steps",)

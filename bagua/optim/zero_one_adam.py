@@ -80,6 +80,10 @@ class ZeroOneAdam(TwoStage):
         larger than Adam's; it sends quantised momenta at variance steps too, where the exact mean is known anyway.
         Intervals count steps instead of watching the learning rate. Sums are sent divided by L, so that errors
         fed back have the scale of momenta throughout.
+
+    Examples:
+        >>> optimizer = bagua.optim.ZeroOneAdam(model.parameters(), lr=1e-3, var_freeze_step=1000)
+        >>> model = bagua.distribute(model, optimizer, "zero_one_adam")
     """
 
     common: ClassVar[tuple[str, ...]] = (

@@ -12,7 +12,12 @@ __all__ = ["Complete"]
 
 @dataclass(frozen=True)
 class Complete(Topology):
-    """The mean of all ranks at every step."""
+    """The mean of all ranks at every step.
+
+    Examples:
+        >>> bagua.topologies.Complete().matrix(size=2, step=0)
+        [[0.5, 0.5], [0.5, 0.5]]
+    """
 
     name: ClassVar[str] = "complete"
     complete: ClassVar[bool] = True

@@ -18,6 +18,10 @@ class Exponential(Topology):
     whom I send to.
 
     Source: arXiv:2110.13363 (one-peer exponential graphs), section 4.
+
+    Examples:
+        >>> [bagua.topologies.Exponential().peers(rank=0, size=8, step=step) for step in range(3)]
+        [((7, 0.5),), ((6, 0.5),), ((4, 0.5),)]
     """
 
     name: ClassVar[str] = "exponential"

@@ -17,7 +17,12 @@ get = registry.get
 
 
 def available() -> tuple[str, ...]:
-    """Return the registered names."""
+    """Return the registered names.
+
+    Examples:
+        >>> sorted(bagua.topologies.available())
+        ['complete', 'exponential', 'ring', 'shift_one']
+    """
     return tuple(registry)
 
 

@@ -20,6 +20,10 @@ class ShiftOne(Topology):
 
     Source: the original's `shift_one` peer selection mode.
     Differs: odd numbers of ranks work.
+
+    Examples:
+        >>> [bagua.topologies.ShiftOne().peers(rank=0, size=4, step=step) for step in range(2)]
+        [((2, 0.5),), ((3, 0.5),)]
     """
 
     name: ClassVar[str] = "shift_one"

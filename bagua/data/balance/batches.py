@@ -25,6 +25,14 @@ class LoadBalancingDistributedBatchSampler(Progress[list[int]]):
     Raises:
         TypeError: `sampler` is none of ours, or `batch_fn` cannot be called or gives no lists.
         ValueError: `batch_fn` makes no batch for one rank and some for another.
+
+    Examples:
+        >>> texts = ["a", "to be", "or", "not to be"]
+        >>> sampler = bagua.data.LoadBalancingDistributedSampler(texts, complexity_fn=len, shuffle=False)
+        >>> def pairs(samples):
+        ...     return [samples[i : i + 2] for i in range(0, len(samples), 2)]
+        >>> list(bagua.data.LoadBalancingDistributedBatchSampler(sampler, pairs))
+        [[0, 2], [1, 3]]
     """
 
     def __init__(

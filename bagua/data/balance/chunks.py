@@ -37,6 +37,12 @@ class LoadBalancingDistributedSampler(Progress[int]):
         ValueError, TypeError, RuntimeError: an argument is wrong; names it.
 
     Differs: from the original, no sample comes twice while another is left out with `drop_last`.
+
+    Examples:
+        >>> texts = ["a", "to be", "or", "not to be"]
+        >>> sampler = bagua.data.LoadBalancingDistributedSampler(texts, complexity_fn=len, shuffle=False)
+        >>> list(sampler)
+        [0, 2, 1, 3]
     """
 
     def __init__(

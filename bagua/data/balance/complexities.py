@@ -31,6 +31,10 @@ def complexities(
     Raises:
         ValueError: a complexity is not a finite number; names the sample. Or the dataset is empty.
         TypeError: the dataset has no length, or `complexity_fn` cannot be called.
+
+    Examples:
+        >>> bagua.data.complexities(["a", "to be", "or"], len)
+        tensor([1., 5., 2.], dtype=torch.float64)
     """
     if not callable(complexity_fn):
         raise TypeError(f"complexity_fn: expected a function, got {type(complexity_fn).__name__}")

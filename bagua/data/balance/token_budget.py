@@ -38,6 +38,11 @@ class TokenBudgetBatchSampler(Progress[list[int]]):
     Raises:
         ValueError: a sample is longer than the budget, or an argument is wrong; names it.
         TypeError, RuntimeError: an argument is wrong; names it.
+
+    Examples:
+        >>> sampler = bagua.data.TokenBudgetBatchSampler([5, 9, 3, 7], max_tokens=20, jitter=0, shuffle=False)
+        >>> list(sampler)
+        [[1, 3], [0, 2]]
     """
 
     def __init__(

@@ -50,6 +50,11 @@ class CacheLoader:
         ImportError: the backend's package is not installed; names the extra.
         TypeError, ValueError: a wrong argument; names it.
         ConnectionError: a server in `hosts` cannot be reached.
+
+    Examples:
+        >>> loader = bagua.data.CacheLoader("memory")
+        >>> loader.get("seven", lambda key: len(key))
+        5
     """
 
     def __init__(

@@ -26,6 +26,12 @@ class CachedDataset(Dataset[Any]):
 
     Raises:
         TypeError: `dataset` cannot be indexed; else as CacheLoader.
+
+    Examples:
+        >>> squares = torch.utils.data.TensorDataset(torch.arange(8.0).square())
+        >>> cached = bagua.data.CachedDataset(squares, "memory")
+        >>> cached[3]
+        (tensor(9.),)
     """
 
     loader_class: ClassVar[type[CacheLoader]] = CacheLoader

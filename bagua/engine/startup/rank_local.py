@@ -22,6 +22,11 @@ def mark_rank_local(target: nn.Module | Tensor) -> None:
     Args:
         target: a module, for all parameters and buffers in it, those that come later included; or a parameter or
             buffer, whose mark `copy.deepcopy` and, of a buffer, `module.to()` lose.
+
+    Examples:
+        >>> module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        >>> bagua.moe.mark_rank_local(module[0])
+        >>> module = bagua.distribute(module, torch.optim.SGD(module.parameters(), lr=0.1))
     """
     setattr(target, _MARK, True)
 

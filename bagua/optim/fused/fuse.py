@@ -40,6 +40,10 @@ def fuse(optimizer: _O, *, check: bool = True) -> _O:
         TypeError: not an optimizer.
         NotElementwiseError: (a ValueError) it does not act element by element; says what differed.
         ValueError: its `step` was replaced by somebody else, or is to be differentiated.
+
+    Examples:
+        >>> optimizer = bagua.optim.fuse(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        >>> model = bagua.distribute(model, optimizer, "bytegrad")
     """
     if is_fused(optimizer):
         return optimizer
