@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bagua.engine.startup.rank_local import mark_rank_local
+from bagua.moe.clip import clip_grad_norm_
 from bagua.moe.experts import Experts, is_moe_param
 from bagua.moe.gate import TopKGate
 from bagua.moe.layer import MoE, MOELayer
@@ -15,6 +16,7 @@ __all__ = [
     "Routing",
     "TopKGate",
     "capacity_of",
+    "clip_grad_norm_",
     "is_moe_param",
     "mark_rank_local",
     "top_1",

@@ -85,6 +85,19 @@ class Spread:
                 )
         return [row[:-2] for row in table]
 
+    def gather(self, number: Tensor) -> Tensor:
+        """Return every rank's `number`, a scalar, as [R] in the order of the ranks. Collective.
+
+        Raises:
+            CommunicationError: a rank is gone.
+        """
+        sent = number.detach().expand(self.size).contiguous()
+        if self.size == 1:
+            return sent
+        got = torch.empty_like(sent)
+        self._run("norms", number.device, lambda groups: all_to_all(groups.world, sent, got))
+        return got
+
     def exchange(self, rows_TM: Tensor, to: Sequence[int], fro: Sequence[int], codec: Codec | None) -> Tensor:
         """Send the first `to[0]` rows to rank 0, the next `to[1]` to rank 1, and so on. Collective.
 

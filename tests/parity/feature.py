@@ -21,6 +21,7 @@ MODULES = (
     "uneven",
     "compiled",
     "lifecycle",
+    "experts",
 )
 
 
