@@ -1,0 +1,1 @@
+"""Run the examples of the original Bagua, unchanged but for device and data, on today's package."""
