@@ -106,7 +106,7 @@ class Registry(Generic[T]):
             if options:
                 names = ", ".join(options)
                 raise ValueError(
-                    f"{self.noun}: options {names} go into the instance {name_or_instance!r}, not beside it"
+                    f"{self.noun}: got an instance and options {names}; pass the options to {name_or_instance!r} itself"
                 )
             return name_or_instance
         cls = self._find(name_or_instance)

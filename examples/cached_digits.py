@@ -67,7 +67,7 @@ def make_model() -> nn.Module:
 def count(text: str) -> int:
     """Read a number of the command line that is 1 at least."""
     if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 at least, not {text}")
+        raise argparse.ArgumentTypeError(f"expected at least 1, not {text}")
     return int(text)
 
 

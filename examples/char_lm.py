@@ -139,7 +139,7 @@ def read_curve(path: Path | None, upto: int) -> dict[int, float]:
 def count(text: str) -> int:
     """Read a number of the command line that is 1 at least."""
     if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 at least, not {text}")
+        raise argparse.ArgumentTypeError(f"expected at least 1, not {text}")
     return int(text)
 
 

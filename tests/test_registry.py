@@ -42,7 +42,7 @@ def test_errors_have_one_form(noun: str) -> None:
         package.get(3)
     with pytest.raises(ValueError, match=f"{noun} '{first}' has no option 'colour'; it has: "):
         package.get(first, colour=1)
-    with pytest.raises(ValueError, match=f"{noun}: options colour go into the instance"):
+    with pytest.raises(ValueError, match=f"{noun}: got an instance and options colour; pass the options to"):
         package.get(package.get(first), colour=1)
 
 

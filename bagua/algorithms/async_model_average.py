@@ -69,7 +69,7 @@ class AsyncModelAverage(Algorithm):
     """
 
     name: ClassVar[str] = "async"
-    summary: ClassVar[str] = "weights averaged in the background every so often, local gradients; nobody waits"
+    summary: ClassVar[str] = "local gradients; weights averaged in the background, without blocking"
     exactness: ClassVar[Exactness] = Exactness.ASYNCHRONOUS
 
     sync_interval_ms: float = 500

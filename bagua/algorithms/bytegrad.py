@@ -42,7 +42,7 @@ class ByteGrad(GradientAllReduce):
     """
 
     name: ClassVar[str] = "bytegrad"
-    summary: ClassVar[str] = "mean of all gradients in 8 bits"
+    summary: ClassVar[str] = "gradients averaged in 8 bits"
     exactness: ClassVar[Exactness] = Exactness.LOSSY
 
     codec: str | Codec = "minmax_uint8"

@@ -46,7 +46,7 @@ class Decentralized(Algorithm):
     """
 
     name: ClassVar[str] = "decentralized"
-    summary: ClassVar[str] = "weights averaged with peers during the step, local gradients"
+    summary: ClassVar[str] = "local gradients; weights averaged with peers during the step"
     exactness: ClassVar[Exactness] = Exactness.DECENTRALIZED
     payload_kind: ClassVar[Payload] = Payload.PARAM
 
@@ -69,7 +69,7 @@ class Decentralized(Algorithm):
         chosen, codec = topologies.get(self.topology or "complete"), codecs.get(self.codec)
         if chosen.complete and not codec.linear:
             raise ValueError(
-                f"codec {codec.name!r} does not mix with topology {chosen.name!r}: weights would be rounded"
+                f"codec {codec.name!r} cannot be combined with topology {chosen.name!r}: weights would be rounded"
             )
         _ = self.exchange
 

@@ -58,7 +58,7 @@ class DiLoCo(Algorithm):
     """
 
     name: ClassVar[str] = "diloco"
-    summary: ClassVar[str] = "outer momentum SGD on the mean weight change of every few dozen local steps"
+    summary: ClassVar[str] = "local steps; every few dozen, outer Nesterov SGD on the averaged pseudo-gradient"
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     payload_kind: ClassVar[Payload] = Payload.PARAM
 
@@ -86,7 +86,7 @@ class DiLoCo(Algorithm):
             )
         _check_number("outer_lr", self.outer_lr, 0.0, None)
         if not self.outer_lr:
-            raise ValueError("outer_lr: 0 would keep the weights where they are")
+            raise ValueError("outer_lr: expected a number > 0, got 0, which would never change the weights")
         _check_number("outer_momentum", self.outer_momentum, 0.0, 1.0)
         if self.mixing is not None:
             _check_number("mixing", self.mixing, 0.0, 1.0)

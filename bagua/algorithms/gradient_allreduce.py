@@ -40,7 +40,7 @@ class GradientAllReduce(Algorithm):
     """
 
     name: ClassVar[str] = "gradient_allreduce"
-    summary: ClassVar[str] = "mean of all gradients in full precision"
+    summary: ClassVar[str] = "gradients averaged in full precision"
 
     hierarchical: bool | None = None
     average: bool = True

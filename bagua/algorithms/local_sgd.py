@@ -38,7 +38,7 @@ class LocalSGD(Algorithm):
     """
 
     name: ClassVar[str] = "local_sgd"
-    summary: ClassVar[str] = "weights averaged every few steps, local gradients"
+    summary: ClassVar[str] = "local steps; weights averaged every few steps"
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     payload_kind: ClassVar[Payload] = Payload.PARAM
 

@@ -55,7 +55,7 @@ class LowPrecisionDecentralized(Algorithm):
     """
 
     name: ClassVar[str] = "low_precision_decentralized"
-    summary: ClassVar[str] = "8-bit differences of weights with both neighbours on a ring"
+    summary: ClassVar[str] = "local gradients; 8-bit weight differences exchanged with both ring neighbours"
     exactness: ClassVar[Exactness] = Exactness.DECENTRALIZED
     payload_kind: ClassVar[Payload] = Payload.PARAM
 

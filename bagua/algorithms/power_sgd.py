@@ -51,7 +51,7 @@ class PowerSGD(Algorithm):
     """
 
     name: ClassVar[str] = "power_sgd"
-    summary: ClassVar[str] = "mean of all gradients at low rank, with error feedback"
+    summary: ClassVar[str] = "gradients averaged as low-rank factors, with error feedback"
     exactness: ClassVar[Exactness] = Exactness.LOSSY
 
     rank: int = 4

@@ -87,13 +87,13 @@ class MomentumAverage(Algorithm):
         if wrong is not None:
             raise ValueError(
                 f"optimizers: {self.name!r} and its {self.optimizer_class.__name__} cannot step with the sparse "
-                f"gradients of {wrong!r}; give it to another optimizer, torch.optim.SparseAdam for one"
+                f"gradients of {wrong!r}; pass it to another optimizer, for example torch.optim.SparseAdam"
             )
 
     @property
     def uneven(self) -> str:
         """Momenta of a rank that makes no steps would be wrong."""
-        return "its momenta are those of optimizers that make every step on every rank"
+        return "it averages optimizer momenta, so every rank must make every step"
 
     def optimizer(self, ctx: Context) -> TwoStage:
         """The one of the right class.

@@ -45,7 +45,7 @@ class ZeroOneAdam(MomentumAverage):
     """
 
     name: ClassVar[str] = "zero_one_adam"
-    summary: ClassVar[str] = "Adam with momenta averaged in 1 bit, then every few steps only"
+    summary: ClassVar[str] = "Adam with momenta averaged in 1 bit, later only every few steps"
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     optimizer_class: ClassVar[type[TwoStage]] = ZeroOneAdamOptimizer
 

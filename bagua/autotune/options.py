@@ -93,7 +93,7 @@ def as_options(value: Any) -> Autotune | None:
         unknown = sorted(set(value) - set(Autotune.__dataclass_fields__))
         if unknown:
             known = ", ".join(Autotune.__dataclass_fields__)
-            raise ValueError(f"autotune: there is no option {', '.join(map(repr, unknown))}; there are {known}")
+            raise ValueError(f"autotune: unknown option {', '.join(map(repr, unknown))}; available: {known}")
         return Autotune(**value)
     raise TypeError(f"autotune: expected a bool, a bagua.Autotune, a dict or a path, got {type(value).__name__}")
 

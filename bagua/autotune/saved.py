@@ -56,12 +56,15 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"autotune: file {str(path)!r} cannot be read: {error}") from error
     if len(data) > _MOST_BYTES:
-        raise ValueError(f"autotune: file {str(path)!r} is larger than {_MOST_BYTES} bytes; it is no file of results")
+        raise ValueError(
+            f"autotune: file {str(path)!r} is larger than {_MOST_BYTES} bytes, too large for a file of "
+            "autotuning results"
+        )
     try:
         content = json.loads(data)
     except ValueError as error:
-        raise ValueError(f"autotune: file {str(path)!r} is no JSON: {error}") from None
+        raise ValueError(f"autotune: file {str(path)!r} is not valid JSON: {error}") from None
     good = isinstance(content, dict) and content.get("version") == _VERSION and isinstance(content.get("results"), dict)
     if not good:
-        raise ValueError(f"autotune: file {str(path)!r} holds no results of tuning of version {_VERSION}")
+        raise ValueError(f"autotune: file {str(path)!r} does not hold autotuning results of version {_VERSION}")
     return content["results"]

@@ -47,7 +47,7 @@ class Settings:
             raise ValueError(f"settings: expected the entries {', '.join(names)}, got {data!r}")
         for name in names:
             if not _fits(name, data[name]):
-                raise ValueError(f"settings: {name} cannot be {data[name]!r}")
+                raise ValueError(f"settings: {data[name]!r} is not a valid value of {name}")
         return cls(**data)
 
     def describe(self) -> str:

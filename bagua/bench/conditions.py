@@ -68,8 +68,8 @@ def parse(text: str) -> Condition:
         else:
             raise ValueError(
                 f"condition {text!r}: {word!r} is neither a bandwidth (1gbit, 250mbit, nolimit), a latency (5ms), "
-                "a jitter (jitter2ms), a slow host (slow0.5), a congestion control (tcpbbr) nor what carries the "
-                "frames (wirerelay)"
+                "a jitter (jitter2ms), a slow host (slow0.5), a congestion control (tcpbbr) nor a "
+                "wire (wirerelay)"
             )
         if key in values:
             raise ValueError(f"condition {text!r}: two values for {key}")
@@ -77,9 +77,9 @@ def parse(text: str) -> Condition:
             raise ValueError(f"condition {text!r}: {word!r} must be more than 0")
         values[key] = value
     if "bits_per_s" not in values:
-        raise ValueError(f"condition {text!r}: a bandwidth is missing; nolimit for none")
+        raise ValueError(f"condition {text!r}: a bandwidth is missing; write nolimit for none")
     condition = Condition(text, **values, congestion=names.get("congestion"), wire=names.get("wire", "auto"))
     delayed, limited = condition.latency_s or condition.jitter_s, condition.bits_per_s < math.inf
     if (condition.wire in ("veth", "tbf") and delayed) or (condition.wire == "veth" and limited):
-        raise ValueError(f"condition {text!r}: wire {condition.wire} cannot emulate that; take wirerelay")
+        raise ValueError(f"condition {text!r}: wire {condition.wire} cannot emulate that; use wirerelay")
     return condition

@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     raw = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": epilog}
-    one = commands.add_parser("tradeoff", help="every contender under every condition of the network", **raw)
+    one = commands.add_parser("tradeoff", help="step time of every contender under every network condition", **raw)
     _add_measured(one, "few conditions, few contenders, a small model: at most 5 minutes on 2 cores")
     one.add_argument("--conditions", metavar="LIST", help=f"default: {tradeoff.FULL_CONDITIONS}")
     one.add_argument("--hosts", type=int, default=4, metavar="N", help="default: 4, with one rank each")
@@ -272,7 +272,7 @@ def _draw(args: argparse.Namespace, report: dict[str, Any]) -> None:
     for path in written:
         print(f"written: {path}")
     if not written:
-        print("no figures: they take two bandwidths, two latencies or two numbers of hosts at least")
+        print("no figures: they need at least two bandwidths, two latencies or two numbers of hosts")
 
 
 def _say(line: str) -> None:

@@ -125,7 +125,7 @@ class Namespaces:
         for prefix in self.prefixes:
             while "state UP" not in _run(*prefix, "ip", "link", "show", "net0"):
                 if time.monotonic() > until:
-                    raise RuntimeError("a veth device does not come up")
+                    raise RuntimeError("a veth device did not come up")
                 time.sleep(0.01)
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class _Watch:
         if errors:
             return min(errors, key=lambda each: each["time"])["error"]
         codes = ", ".join(str(process.poll()) for process in self.processes)
-        return f"a rank ended without a word (exit codes {codes}): {self._last_line()}"
+        return f"a rank ended without an error message (exit codes {codes}): {self._last_line()}"
 
     def _last_line(self) -> str:
         self.log.flush()
@@ -155,7 +155,7 @@ def _await(watch: _Watch, number: int, contender: str, limit_s: float) -> Outcom
         watch.attend()
         error = watch.failure()
         if not error and time.monotonic() > deadline:
-            error = f"not done within {limit_s:.0f} s"
+            error = f"not finished within {limit_s:.0f} s"
         if error and not result.exists():
             return Outcome(number, contender, [], error)
         time.sleep(_POLL_S)

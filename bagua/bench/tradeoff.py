@@ -84,7 +84,7 @@ def check(plan: Plan) -> list[str]:
     if needed > there:
         raise ValueError(
             f"model {plan.model!r} on {plan.hosts} hosts may need {needed / 1e9:.0f} GB of memory, "
-            f"{there / 1e9:.0f} GB are free; take {plan.model.removesuffix('/10')}/10 or fewer hosts"
+            f"{there / 1e9:.0f} GB are free; use {plan.model.removesuffix('/10')}/10 or fewer hosts"
         )
     return [f"{name}: {contenders.get(name).missing}" for name in plan.contenders if contenders.get(name).missing]
 

@@ -40,7 +40,7 @@ def agree(team: Team, what: str, report: Any, problem: BaseException | None) -> 
 
     Raises:
         CheckpointError: names the first rank with a problem, and the problem.
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not arrive within the timeout.
     """
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
     messages = [decode(message) for message in team.all_gather_bytes(what, encode({"report": report, "problem": said}))]

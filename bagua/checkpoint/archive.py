@@ -87,7 +87,7 @@ def save(
     Raises:
         ValueError, TypeError: an argument is wrong.
         CheckpointError: a rank could not write its part; names the rank. Nothing has changed.
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not arrive within the timeout.
 
     Examples:
         >>> objects = {"model": model, "optimizer": optimizer, "epoch": 3}
@@ -190,7 +190,7 @@ def _write(
     sums: dict[str, tuple[int, int]] = {}
     try:
         if not path.is_dir():
-            raise CheckpointError(f"{path} is not there; all ranks must see the same directory")
+            raise CheckpointError(f"{path} does not exist; all ranks must see the same directory")
         for name, write in writers.items():
             if owners[name][team.rank] == team.rank:
                 file = _file(name, team.rank)
@@ -231,7 +231,7 @@ def load(
     Raises:
         ValueError, TypeError: an argument is wrong.
         CheckpointError: files are damaged, an object is not in them, or something does not fit; names it.
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not arrive within the timeout.
 
     Examples:
         >>> objects = {"model": model, "optimizer": optimizer, "epoch": 3}

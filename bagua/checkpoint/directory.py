@@ -161,7 +161,7 @@ def publish(path: Path, number: int, manifest: Manifest) -> Path:
         have = (path / name).stat().st_size if (path / name).exists() else None
         if have != nbytes:
             raise CheckpointError(
-                f"{path / name}: {'is not there' if have is None else f'has {have} bytes'}, {nbytes} were written; "
+                f"{path / name}: {'is missing' if have is None else f'has {have} bytes'}, but {nbytes} were written; "
                 "all ranks must see the same directory"
             )
     text = json.dumps({"version": _VERSION, "torch": torch.__version__, **vars(manifest)}, indent=1)
@@ -235,13 +235,13 @@ def read_file(path: Path, sums: tuple[int, int]) -> Any:
     try:
         have = path.stat().st_size
         if have != nbytes:
-            raise CheckpointError(f"{path}: has {have} bytes, {nbytes} were written")
+            raise CheckpointError(f"{path}: has {have} bytes, but {nbytes} were written")
         seen = 0
         with open(path, "rb") as file:
             while chunk := file.read(1 << 22):
                 seen = zlib.crc32(chunk, seen)
         if seen != crc:
-            raise CheckpointError(f"{path}: damaged, its checksum is not the one that was written")
+            raise CheckpointError(f"{path}: damaged: its checksum differs from the one recorded when it was written")
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error

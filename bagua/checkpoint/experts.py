@@ -70,7 +70,8 @@ def spread_experts(
         match = _EXPERT.fullmatch(name)
         if match is None:
             raise CheckpointError(
-                f"{where}: {name!r} is each rank's own, so it can only be loaded on the {len(copies)} ranks that "
+                f"{where}: {name!r} differs from rank to rank, so it can only be loaded on the {len(copies)} "
+                "ranks that "
                 "saved it"
             )
         total, before = now[match[1]] * size, then.get(match[1], 0) * len(copies)
@@ -101,8 +102,9 @@ def check_optimizer(
         for param in group["params"]:
             if id(param) in own or is_rank_local(param):
                 raise CheckpointError(
-                    f"{where}: {name!r} holds experts or other parameters of a rank's own ({own.get(id(param), '?')}), "
-                    f"so it can only be loaded on the {size} ranks that saved it; load the module alone"
+                    f"{where}: {name!r} holds state of expert or other rank-local parameters "
+                    f"({own.get(id(param), '?')}), "
+                    f"so it can only be loaded on the {size} ranks that saved it; load only the module"
                 )
 
 

@@ -67,7 +67,7 @@ def check_objects(objects: object) -> Mapping[str, Any]:
         raise TypeError(f"objects: expected a dict of names and objects, got {type(objects).__name__}")
     for name in objects:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ValueError(f"objects: {name!r} is no name; use letters, digits and underscores")
+            raise ValueError(f"objects: {name!r} is not a valid name; use letters, digits and underscores")
     return objects
 
 
@@ -109,7 +109,7 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter):
             raise CheckpointError(
-                f"{where} is a {type(value).__name__}; bagua.checkpoint takes plain tensors, "
+                f"{where} is a {type(value).__name__}; bagua.checkpoint saves plain tensors only, "
                 "use torch.distributed.checkpoint with torch's own state dicts"
             )
         return value.detach().cpu()

@@ -198,7 +198,7 @@ def _rules(owner: object, table: Mapping[type, dict[str, str]]) -> Mapping[str, 
     for name, rule in rules.items():
         if rule not in _RULES:
             raise CheckpointError(
-                f"{type(owner).__name__}.resharding[{name!r}]: {rule!r} is no rule; there are {', '.join(_RULES)}"
+                f"{type(owner).__name__}.resharding[{name!r}]: {rule!r} is not a rule; available: {', '.join(_RULES)}"
             )
     return rules
 
@@ -211,8 +211,9 @@ def _apply(rule: str | None, copies: Sequence[Tensor], fresh: Tensor, what: str,
     if all(equal(copy, copies[0]) for copy in copies) and copies[0].shape == fresh.shape:
         return copies[0]
     raise CheckpointError(
-        f"{what} differs between the {len(copies)} ranks that saved it, and there is no rule for another number of "
-        "ranks; load it on as many ranks, or load it before bagua.distribute() and let the algorithm start anew"
+        f"{what} differs between the {len(copies)} ranks that saved it, and has no rule for resharding to "
+        "another number of "
+        "ranks; load it on as many ranks, or before bagua.distribute(), which starts with fresh algorithm state"
     )
 
 

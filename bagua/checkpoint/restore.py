@@ -56,14 +56,15 @@ def wanted(kinds: Mapping[str, str], objects: Mapping[str, Any], where: str) -> 
             known = ", ".join(item for item in kinds if "." not in item) or "nothing"
             raise CheckpointError(f"{where} has no {name!r}; it holds {known}")
         if kinds[name] != kind:
-            raise CheckpointError(f"{where}: {name!r} was a {kinds[name]} and is a {kind} now")
+            raise CheckpointError(f"{where}: {name!r} was saved as {kinds[name]!r} but is {kind!r} now")
         if kind == "data":
             continue
         names.append(name)
         if isinstance(value, nn.Module) and value in attachments:
             if algorithm_item(name) not in kinds:
                 raise CheckpointError(
-                    f"{where}: {name!r} was not distributed when it was saved, so there is no state of an algorithm; "
+                    f"{where}: {name!r} was not distributed when it was saved, so the checkpoint has no "
+                    "algorithm state; "
                     "load it before bagua.distribute()"
                 )
             names.append(algorithm_item(name))

@@ -139,7 +139,7 @@ class Shards:
             owner = int(match["owner"])
             mine = owner == (rank if (match["item"], rank) in owned else 0)
             if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"{self._reading}: entry {key!r} is no tensor")
+                raise CheckpointError(f"{self._reading}: entry {key!r} is not a tensor")
             if int(match["size"]) != size or mine:
                 empty[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
         return empty
@@ -148,7 +148,7 @@ class Shards:
 def _parse(key: str) -> re.Match[str]:
     match = _KEY.fullmatch(key)
     if match is None:
-        raise CheckpointError(f"entry {key!r} is none of bagua.checkpoint.Shards")
+        raise CheckpointError(f"entry {key!r} was not written by bagua.checkpoint.Shards")
     return match
 
 
@@ -196,4 +196,6 @@ def _check_plain(item: Item) -> None:
     try:
         _join(dict(enumerate(_split(item))))
     except Exception as error:
-        raise CheckpointError(f"a {item.kind} holds what is no plain data ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(
+            f"a {item.kind} holds something that is not plain data ({str(error).splitlines()[0]})"
+        ) from error

@@ -1,4 +1,4 @@
-"""`bagua doctor`: what works on this machine, and whether NCCL would load Bagua-Net."""
+"""`bagua doctor`: check what works on this machine, and whether NCCL would load Bagua-Net."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 if the compiled libraries are not all there.
     """
-    parser = argparse.ArgumentParser(prog="bagua doctor", description="What works on this machine.")
+    parser = argparse.ArgumentParser(prog="bagua doctor", description="Check what works on this machine.")
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
     found = examine()

@@ -14,8 +14,11 @@ __all__ = ["main"]
 
 # name -> (what it does, the module whose `main(argv) -> int` does it)
 _COMMANDS = {
-    "bench": ("measure training steps on emulated networks, beside others' and the physical bound", "bagua.bench.main"),
-    "doctor": ("what works on this machine, and whether NCCL would load Bagua-Net", "bagua.cli.doctor"),
+    "bench": (
+        "measure training steps on emulated networks, beside DDP, other libraries and the physical bound",
+        "bagua.bench.main",
+    ),
+    "doctor": ("check what works on this machine, and whether NCCL would load Bagua-Net", "bagua.cli.doctor"),
     "lab": ("an emulated cluster on this machine: bagua lab run --hosts 4 ... -- bagua run ...", "bagua.lab.main"),
     "run": ("start a script on every rank: torchrun with Bagua's flags", "bagua.distributed.run"),
 }
@@ -55,7 +58,7 @@ def _usage() -> str:
     commands = "\n".join(f"  {name:<8}{what}" for name, (what, _) in _COMMANDS.items())
     return (
         "usage: bagua COMMAND ...\n       bagua --version\n\n"
-        f"commands:\n{commands}\n\n`bagua COMMAND --help` tells more."
+        f"commands:\n{commands}\n\n`bagua COMMAND --help` shows its options."
     )
 
 

@@ -151,7 +151,7 @@ class Codec(ABC):
         check_rows("residual_RN", residual_RN)
         if (residual_RN.shape, residual_RN.dtype, residual_RN.device) != (x_RN.shape, x_RN.dtype, x_RN.device):
             raise ValueError(
-                f"residual_RN must be as x_RN {x_RN.dtype} {list(x_RN.shape)} on {x_RN.device}, got "
+                f"residual_RN must match x_RN, {x_RN.dtype} {list(x_RN.shape)} on {x_RN.device}, got "
                 f"{residual_RN.dtype} {list(residual_RN.shape)} on {residual_RN.device}"
             )
         out = self._out("out", out, x_RN.shape[0], x_RN.shape[1], x_RN.dtype, x_RN.device)
@@ -250,7 +250,7 @@ class Codec(ABC):
         if lerp is None:
             return None
         if not self.part_lerps(part_M.device):
-            raise TypeError(f"codec {self.name!r} mixes no parts on {part_M.device}")
+            raise TypeError(f"codec {self.name!r} cannot mix parts of a row on {part_M.device}")
         check_fp32("lerp", lerp[0], part_M.numel(), part_M.device)
         return _plain(lerp[0]), lerp[1]
 
@@ -261,7 +261,7 @@ class Codec(ABC):
         m = part_M.numel()
         check_fp32(name, part_M, m, wire_W.device)
         if start < 0 or start % align or start + m > n or (m % align and start + m != n):
-            raise ValueError(f"{name}: elements {start} to {start + m} of {n} are no whole blocks of {align}")
+            raise ValueError(f"{name}: elements {start} to {start + m} of {n} are not whole blocks of {align}")
         if wire_W.dtype != torch.uint8 or wire_W.shape != (self.wire_bytes(n),) or not wire_W.is_contiguous():
             raise ValueError(f"wire_W must be a contiguous [{self.wire_bytes(n)}] uint8, got {list(wire_W.shape)}")
         return m

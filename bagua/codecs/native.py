@@ -235,7 +235,7 @@ def native_backends() -> tuple[dict[str, Backend], str]:
     except (OSError, AttributeError) as error:
         return {}, f"{LIBRARY.name} cannot be loaded: {error}"
     if abi != _ABI:
-        return {}, f"{LIBRARY.name} is of another version of bagua"
+        return {}, f"{LIBRARY.name} was built for another version of bagua"
     return {f"native-{isa}": _backend(library, isa) for isa in ISAS[: level + 1]}, ""
 
 

@@ -71,7 +71,10 @@ def all_to_all_v(
     receives = spans(group, "recv_", recv_tensor, recv_counts, recv_displs)
     mine_in, mine_out = sends[group.rank], receives[group.rank]
     if mine_in[1] - mine_in[0] != mine_out[1] - mine_out[0]:
-        raise ValueError(f"recv_counts[{group.rank}]: differs from send_counts[{group.rank}], my part for myself")
+        raise ValueError(
+            f"recv_counts[{group.rank}]: must equal send_counts[{group.rank}], the elements that this rank sends "
+            "to itself"
+        )
     with flat(send_tensor) as x_N, flat(recv_tensor, write=True) as out_N:
         x_N = x_N.clone() if overlap(x_N, out_N) else x_N
         _exchange_parts(group, [x_N[a:b] for a, b in sends], [out_N[a:b] for a, b in receives])

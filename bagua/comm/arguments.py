@@ -149,7 +149,7 @@ def spans(
         if count < 0 or begin < 0 or begin + count > tensor.numel():
             raise ValueError(
                 f"{what}counts[{rank}], {what}displs[{rank}]: elements {begin} to {begin + count} are "
-                f"not within {what}tensor, which has {tensor.numel()}"
+                f"not within {what}tensor, which has {tensor.numel()} elements"
             )
         found.append((begin, begin + count))
     return found

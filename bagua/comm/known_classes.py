@@ -77,7 +77,7 @@ def rebuild(kind: str, content: Any, build: Callable[[Any], Any]) -> Any:
     if kind == "dtype":
         dtype = vars(torch).get(content)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"damaged message: {content!r} is no dtype")
+            raise ValueError(f"damaged message: {content!r} is not a dtype")
         return dtype
     if kind == "device":
         return torch.device(content[0]) if content[1] is None else torch.device(*content)
@@ -89,7 +89,7 @@ def rebuild(kind: str, content: Any, build: Callable[[Any], Any]) -> Any:
         module, name, member = content
         found = _find(module, name)
         if not isinstance(found, type) or not issubclass(found, Enum) or member not in found.__members__:
-            raise ValueError(f"{module}.{name}.{member}: this process has no such member of an enumeration")
+            raise ValueError(f"{module}.{name}.{member}: this process has no such enum member")
         return found.__members__[member]
     if kind == "namedtuple":
         module, name, fields, parts = content

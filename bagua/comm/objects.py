@@ -143,7 +143,7 @@ def _outline(value: Any, blobs: list[bytes], where: str) -> Any:
     found = describe(value, lambda part, place: _outline(part, blobs, place), where)
     if found is not None:
         return found
-    raise TypeError(f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be sent; accepted are {_ACCEPTED}")
+    raise TypeError(f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be sent; supported types: {_ACCEPTED}")
 
 
 def _is_plain_numpy(value: Any) -> bool:
@@ -190,7 +190,7 @@ class _Reader:
     def _tensor(self, dtype_name: str, shape: list[int], device_type: str, nbytes: int) -> Tensor:
         dtype = getattr(torch, dtype_name)
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{dtype_name} is no dtype")
+            raise TypeError(f"{dtype_name} is not a dtype")
         raw = self._take(nbytes)
         flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         tensor = flat.view(dtype).view(shape)
@@ -201,6 +201,6 @@ class _Reader:
 
         dtype = numpy.dtype(dtype_name)
         if dtype.kind not in _ARRAY_KINDS:
-            raise TypeError(f"{dtype_name} is no plain dtype")
+            raise TypeError(f"{dtype_name} is not a plain dtype")
         array = numpy.frombuffer(self._take(nbytes), dtype).reshape(shape).copy()
         return array[()] if scalar else array

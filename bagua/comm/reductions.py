@@ -145,11 +145,11 @@ def _check_reduction(name: str, tensor: Tensor, op: str) -> None:
         ValueError: either.
     """
     if op not in OPS:
-        raise ValueError(f"op: {op!r} is unknown; there are {', '.join(OPS)}")
+        raise ValueError(f"op: {op!r} is unknown; available: {', '.join(OPS)}")
     if tensor.dtype not in _INTEGERS and tensor.dtype not in _FLOATS:
         raise ValueError(f"{name}: {tensor.dtype} cannot be reduced; floating and integer dtypes can")
     if op in _BITWISE and tensor.dtype not in _INTEGERS:
-        raise ValueError(f"op: {op!r} works on integers, but {name} is {tensor.dtype}")
+        raise ValueError(f"op: {op!r} needs an integer dtype, but {name} is {tensor.dtype}")
 
 
 def _all_reduce(group: Group, x_N: Tensor, op: str) -> None:

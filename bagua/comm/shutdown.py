@@ -106,7 +106,7 @@ def _own_client(store: dist.Store, size: int) -> dist.Store:
         limit: timedelta = getattr(root_of(store), "timeout")  # noqa: B009  (torch's stubs lack it)
         client: dist.Store = BoundedStore(store, limit.total_seconds()).clone()
     except CommunicationError:
-        _log.debug("this store cannot be cloned; the shutdown shares it")
+        _log.debug("this store cannot be cloned; the shutdown uses the same client")
         return store
     client.set_timeout(timedelta(seconds=10))
     return dist.PrefixStore("bagua/shutdown", client)
@@ -179,7 +179,7 @@ def _await_all(shutdown: _Shutdown, failed: bool) -> bool:
             give_up=lambda: store.add("failed", 0) > 0,
         )
     except RuntimeError:
-        _log.debug("the store is gone, and with it the rank that hosts it", exc_info=True)
+        _log.debug("the store and the rank that hosts it have exited", exc_info=True)
         return False
 
 
@@ -192,7 +192,7 @@ def _host_leaves_last(shutdown: _Shutdown) -> None:
         if shutdown.rank == 0:
             _poll(lambda: shutdown.store.add("gone", 0) >= shutdown.size, _HOST_WAIT_S)
     except RuntimeError:
-        _log.debug("the store went first", exc_info=True)
+        _log.debug("the store closed before this rank had said that it is done", exc_info=True)
 
 
 def _poll(done: Callable[[], bool], timeout_s: float, give_up: Callable[[], bool] | None = None) -> bool:

@@ -119,11 +119,11 @@ class BoundedStore:
             return call() if self._caller is None else self._caller.run(call, self._limit_s)
         except TimeoutError:
             raise CommunicationError(
-                f"{self.server}, gave no answer within {self._limit_s:.3g} s: it is stopped or gone, or the network "
+                f"{self.server}, gave no answer within {self._limit_s:.3g} s: it has stopped or exited, or the network "
                 "between it and this rank is cut"
             ) from None
         except (RuntimeError, OSError) as error:
-            raise CommunicationError(f"the store is out of reach; {self.server}, is probably gone: {error}") from error
+            raise CommunicationError(f"the store is unreachable; {self.server}, is probably gone: {error}") from error
 
 
 class _Job:
@@ -212,4 +212,4 @@ class RendezvousStore(dist.Store):
         """Until all keys are there."""
         absent = self._store.await_keys(keys, time.monotonic() + timeout.total_seconds())
         if absent:
-            raise CommunicationError(f"nothing from {', '.join(absent)} within {timeout.total_seconds():g} s")
+            raise CommunicationError(f"no value for {', '.join(absent)} within {timeout.total_seconds():g} s")

@@ -134,7 +134,7 @@ class Team:
         """All-gather small messages through the store; returns those of all ranks, by rank. Collective over the team.
 
         Raises:
-            CommunicationError: ranks did not come within `timeout`; names them.
+            CommunicationError: ranks did not arrive within `timeout`; names them.
         """
         if self.size == 1:
             return [payload]
@@ -192,7 +192,7 @@ class Team:
         """Delete them now: the caller knows that all ranks have done with them.
 
         Raises:
-            CommunicationError: the store is out of reach.
+            CommunicationError: the store is unreachable.
         """
         retired, self.counters.retired = self.counters.retired, []
         self._delete(retired)
@@ -208,7 +208,7 @@ class Team:
             return f"; {problem}"
         if not gone or (len(gone) == self.size - 1 and self.size > 2):  # nobody else failed: the fault is here
             return ""
-        return f"; no sign of rank {', '.join(map(str, gone))}: gone, or late"
+        return f"; no response from rank {', '.join(map(str, gone))}: it has exited or is late"
 
     @contextmanager
     def naming_missing_ranks(self, what: str, key: str, groups: Groups) -> Iterator[None]:
@@ -312,7 +312,7 @@ class Team:
         if absent:
             ranks = ", ".join(key.rpartition("/")[2] for key in absent)
             raise CommunicationError(
-                f"{what}: rank {ranks} did not come within "
+                f"{what}: rank {ranks} did not arrive within "
                 f"{self.timeout.total_seconds():g} s (this is rank {self.rank} of {self.size})"
             )
 

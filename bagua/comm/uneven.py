@@ -58,7 +58,9 @@ class Uneven(Joinable):
             work.wait()
         codes = self._codes(code)
         if any(other not in (0, code) for other in codes):
-            raise RuntimeError(f"join: ranks do different things at the same time: {codes}, this rank {code}")
+            raise RuntimeError(
+                f"join: ranks called different operations at the same time: codes {codes} by rank, {code} here"
+            )
         return _present(codes)
 
     def _codes(self, code: int) -> list[int]:

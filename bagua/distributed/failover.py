@@ -69,7 +69,7 @@ def parse_endpoints(text: str) -> list[tuple[str, int]]:
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"--rdzv-endpoint: {word.strip()!r} is not HOST:PORT")
         if (host.strip("[]"), int(port)) in found:
-            raise ValueError(f"--rdzv-endpoint: {word.strip()!r} comes twice")
+            raise ValueError(f"--rdzv-endpoint: {word.strip()!r} is listed twice")
         found.append((host.strip("[]"), int(port)))
     return found
 
@@ -121,7 +121,7 @@ class Endpoints:
                     self._lead((best[0] + 1, self.mine))
                     continue
             if time.monotonic() > deadline:
-                raise RendezvousTimeoutError(f"none of {self._hosts} leads the rendezvous {self._run_id!r}")
+                raise RendezvousTimeoutError(f"none of {self._hosts} serves the rendezvous {self._run_id!r}")
             time.sleep(random.uniform(*_POLL_S))
 
     def _lead(self, term: Term) -> None:
@@ -201,7 +201,7 @@ class FailoverRendezvous(RendezvousHandler):
         self._inner: RendezvousHandler | None = None
         self._join_s = float(params.get_as_int("join_timeout", 600) or 600)
         if (attempts := params.get_as_int("keep_alive_max_attempt", 3) or 3) < _BEATS:
-            _tell(f"keep_alive_max_attempt={attempts} counts hosts that live as dead; give at least {_BEATS}")
+            _tell(f"keep_alive_max_attempt={attempts} would count live hosts as dead; use at least {_BEATS}")
         self._hosts = 0  # that took part in the last meeting
         self._round = -1  # of the last meeting, as torch counts
         self._why = ""
@@ -226,8 +226,8 @@ class FailoverRendezvous(RendezvousHandler):
                     self._inner = self._open(deadline)
                 info = self._inner.next_rendezvous()
                 if absent := _absent(info):
-                    _tell(f"{absent} of {info.world_size} hosts were lost while meeting; meeting again")
-                    self._lose("a host is gone that took part in the meeting")
+                    _tell(f"{absent} of {info.world_size} hosts were lost during the rendezvous; starting it again")
+                    self._lose("a host that took part in the rendezvous is gone")
                     continue
                 self._round = _state_of(self._inner).round
                 if info.rank == 0:
@@ -263,10 +263,10 @@ class FailoverRendezvous(RendezvousHandler):
             return 1
         state = _state_of(self._inner)
         if not waiting and not (state.complete and state.round == self._round):
-            self._why = "this host counted as lost"
+            self._why = "this host was counted as lost"
             return 1
         if waiting:
-            self._why = f"{waiting} {'host wants' if waiting == 1 else 'hosts want'} to take part"
+            self._why = f"{waiting} {'host wants' if waiting == 1 else 'hosts want'} to join"
         return waiting
 
     def get_run_id(self) -> str:
@@ -287,7 +287,7 @@ class FailoverRendezvous(RendezvousHandler):
         return create_handler(store, backend, self._params)
 
     def _lose(self, why: object) -> None:
-        _log.warning("rendezvous: this host leaves the meeting and looks for a store that is there (%s)", why)
+        _log.warning("rendezvous: leaving this round to look for a store that responds (%s)", why)
         inner, self._inner = self._inner, None
         stop: Any = getattr(inner, "_stop_heartbeats", None)
         if stop is not None:

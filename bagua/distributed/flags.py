@@ -16,7 +16,7 @@ from bagua import net
 __all__ = ["add_bagua_arguments", "apply_bagua_arguments", "option", "report_without_effect"]
 
 # What a flag that has no effect answers, by the name of its attribute.
-_WITHOUT_EFFECT = {"bagua_service_port": "Bagua runs no server any more"}
+_WITHOUT_EFFECT = {"bagua_service_port": "Bagua no longer runs a server"}
 
 # Flags of tuning, and the variables by which the workers learn of them.
 _TUNING = {
@@ -53,7 +53,7 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
     add("autotune_sampling_confidence_time", env, type=_seconds, metavar="S", help="least time that one is measured")
     add("autotune_warmup_time", env, type=_seconds, metavar="S", help="training time before tuning begins")
     add("is_output_autotune_log", check_env, help="write each measurement to a CSV file for temporary files")
-    add("bagua_service_port", env, type=int, help="accepted, without effect: there is no server any more")
+    add("bagua_service_port", env, type=int, help="accepted, without effect: Bagua no longer runs a server")
     group.add_argument(
         *option("use_env"),
         action="store_true",
@@ -70,7 +70,7 @@ def apply_bagua_arguments(parser: ArgumentParser, args: Namespace) -> None:
         SystemExit: by `parser.error`, for a level or a feature that does not exist.
     """
     if args.autotune_level not in (None, 0, 1):
-        parser.error(f"--autotune-level {args.autotune_level}: there are levels 0, no tuning, and 1")
+        parser.error(f"--autotune-level {args.autotune_level}: expected 0 (no tuning) or 1")
     if args.enable_bagua_net:
         _enable_bagua_net(parser)
     report_without_effect(parser, args, _WITHOUT_EFFECT)
@@ -104,7 +104,7 @@ def _enable_bagua_net(parser: ArgumentParser) -> None:
     except (RuntimeError, ValueError) as error:
         parser.error(f"--enable-bagua-net: {error}")
     if not torch.cuda.is_available():
-        reason = "no CUDA device here, so NCCL is not in play and nothing loads Bagua-Net"
+        reason = "this machine has no CUDA device, so NCCL is not used and nothing loads Bagua-Net"
         print(f"{parser.prog}: --enable-bagua-net: {reason}", file=sys.stderr)
 
 

@@ -73,7 +73,7 @@ def _run(args: Namespace) -> None:
         except (DistError, RendezvousConnectionError) as error:
             if args.rdzv_backend != failover.BACKEND or not left:
                 raise
-            print(f"rendezvous: lost the store while meeting ({error}); meeting again", file=sys.stderr)
+            print(f"rendezvous: lost the store during the rendezvous ({error}); starting it again", file=sys.stderr)
 
 
 def _elect(args: Namespace) -> None:

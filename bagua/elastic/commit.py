@@ -62,7 +62,7 @@ class Commit:
             assert commit.kinds.keys() == commit.owners.keys()
             assert all(owner < commit.size for owner in ranks)
         except (KeyError, TypeError, AttributeError, AssertionError) as error:
-            raise CheckpointError("a commit in memory is described wrongly") from error
+            raise CheckpointError("the description of a commit in memory is malformed") from error
         return commit
 
     @property

@@ -67,4 +67,4 @@ class Disk:
                 process_group=self._team,
             )
         except Exception:  # the commit is in memory, and the next one is tried again
-            _log.exception("elastic: commit %d is not on the disk", commit.number)
+            _log.exception("elastic: commit %d could not be written to disk", commit.number)

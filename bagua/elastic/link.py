@@ -38,7 +38,7 @@ class Link:
         """Everyone's message, by rank. JSON, never pickle.
 
         Raises:
-            CommunicationError: a rank is gone, or did not come within the team's timeout.
+            CommunicationError: a rank is gone, or did not arrive within the team's timeout.
         """
         if self.team.size == 1:
             return [message]
@@ -93,7 +93,7 @@ class Link:
         except RuntimeError as error:
             self._group.pg = None  # closes the connections, so that the other ranks fail soon too
             gone = self.team.describe_missing(f"failed/{self._key}")
-            raise CommunicationError(f"{what}: a rank is gone ({error}){gone}") from error
+            raise CommunicationError(f"{what}: the connection to a rank was lost ({error}){gone}") from error
 
 
 def _tensor(data: bytes) -> Tensor:

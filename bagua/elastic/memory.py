@@ -99,7 +99,7 @@ class Slot:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if not os.readlink(path).startswith(f"/memfd:{_NAME}") or self._header() is None:
             os.close(self._file)
-            raise ValueError(f"{path} is no memory of this job")
+            raise ValueError(f"{path} is not memory of this job")
 
     def write(self, about: Mapping[str, Any], parts: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
         """Replace what is here.

@@ -41,7 +41,9 @@ class MemoryStore:
         if address:
             self._slots, local = open_slots(address), int(os.environ.get("LOCAL_RANK", "0"))
             if not 0 <= local < len(self._slots):
-                raise ValueError(f"LOCAL_RANK={local}: the launcher has made memory for {len(self._slots)} ranks")
+                raise ValueError(
+                    f"LOCAL_RANK={local}: the launcher has reserved memory for {len(self._slots)} ranks only"
+                )
             self._mine = self._slots[local]
 
     @property
@@ -136,7 +138,7 @@ class MemoryStore:
         got = self._link.pass_on(what, sends, [(rank, reports[rank]["nbytes"][name]) for name, rank in gifts])
         for (name, rank), part in zip(gifts, got, strict=True):
             if digest(part) != reports[rank]["digests"][name]:
-                raise CheckpointError(f"{name} of rank {rank} was damaged on the way here")
+                raise CheckpointError(f"{name} of rank {rank} was damaged in transfer")
         return dict(zip(gifts, got, strict=True))
 
     def _lonely(self, commit: Commit, rank: int) -> list[str]:

@@ -41,7 +41,9 @@ class PreemptionHandler:
         self._sockets: tuple[socket.socket, socket.socket] | None = None
         global _current, _registered
         if threading.current_thread() is not threading.main_thread():
-            _log.warning("elastic: not made in the main thread, so SIGTERM ends this rank without a commit")
+            _log.warning(
+                "elastic: State was created outside the main thread, so SIGTERM ends this rank without a commit"
+            )
             return
         self._previous = signal.signal(signal.SIGTERM, self._note)
         # Python runs handlers in the main thread, which may be inside a collective: this tells a thread at once.
@@ -50,7 +52,7 @@ class PreemptionHandler:
         earlier = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         if earlier != -1:
             signal.set_wakeup_fd(earlier)
-            _log.warning("elastic: signals already wake something else up; SIGTERM may be noticed late")
+            _log.warning("elastic: signal.set_wakeup_fd is already in use; SIGTERM may be noticed late")
         self._sockets = (ours, theirs)
         _current = self
         if not _registered:
@@ -93,7 +95,7 @@ class PreemptionHandler:
             if self._over.wait(self._grace_s):
                 return
             print(
-                f"bagua: SIGTERM came {self._grace_s:g} s ago and no commit since; leaving without one",
+                f"bagua: no commit within {self._grace_s:g} s of SIGTERM; exiting without one",
                 file=sys.stderr,
                 flush=True,
             )

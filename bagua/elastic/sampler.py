@@ -61,7 +61,7 @@ class Sampler(_TorchSampler[int]):
         elif isinstance(source, Sized):
             data = source
         else:
-            raise TypeError(f"source: {type(source).__name__} has no length and is no DistributedSampler")
+            raise TypeError(f"source: {type(source).__name__} has no length and is not a DistributedSampler")
         self._order = torch.utils.data.DistributedSampler(
             cast(Any, data), num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=False
         )

@@ -77,7 +77,7 @@ class State:
 
     Raises:
         ValueError, TypeError: an argument is wrong.
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not arrive within the timeout.
 
     Examples:
         >>> with bagua.elastic.State(model, optimizer, best=0.0) as state:
@@ -122,13 +122,13 @@ class State:
         self._grace_s = grace_s
         self._preemption: PreemptionHandler | None = None
         if not self._memory.present and self._team.rank == 0:
-            _log.warning("elastic: started without `bagua run`: commits outlive the ranks only on the disk")
+            _log.warning("elastic: started without `bagua run`: commits outlive the ranks only on disk")
 
     def __getattr__(self, name: str) -> Any:
         user = self.__dict__.get("_user", {})
         if name in user:
             return user[name]
-        raise AttributeError(f"State has no {name!r}; give it by name when making the State")
+        raise AttributeError(f"State has no {name!r}; pass it to State() as a keyword argument")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_user", {}):
@@ -192,7 +192,7 @@ class State:
 
         Raises:
             CheckpointError: something does not go with the number of ranks that there are now, or files are damaged.
-            CommunicationError: a rank did not come.
+            CommunicationError: a rank did not arrive within the timeout.
         """
         slots = self._memory.contents() if self._memory.leads else []
         on_disk = 0 if self._disk is None or self._team.rank else max(steps(self._disk.directory), default=0)
@@ -262,7 +262,7 @@ class State:
         # The agents of other nodes may be about to stop their ranks as well, and a rank that ends by itself before
         # that counts as one that failed.
         handler.wait(_SIGNAL_S)
-        _log.info("elastic: rank %d leaves after commit %d", self._team.rank, self.number)
+        _log.info("elastic: rank %d exits after commit %d", self._team.rank, self.number)
         handler.close()
         raise SystemExit(EXIT_CODE)
 
@@ -277,4 +277,4 @@ def _check(model: Any, optimizer: Any, sampler: Any, user: Mapping[str, Any]) ->
     check_objects(user)
     taken = [name for name in user if name.startswith("_") or name == "number" or hasattr(State, name)]
     if taken:
-        raise ValueError(f"user: {', '.join(taken)} is a name that State needs itself")
+        raise ValueError(f"user: {', '.join(taken)} is reserved by State itself")

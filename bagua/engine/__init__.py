@@ -1,4 +1,4 @@
-"""Follows the training steps of a module and runs an algorithm's exchanges beside them."""
+"""The training engine: follows a module's training steps and runs the algorithm's exchanges alongside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Announcements to ranks that have run out of inputs, within `bagua.join`."""
+"""Announcements to ranks that have run out of inputs, inside `bagua.join`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Moment(IntEnum):
 
 
 class Announcer(Protocol):
-    """How an engine tells ranks that have run out of inputs what comes; see `join`."""
+    """Protocol by which an engine announces its next collective to ranks without inputs; see `join`."""
 
     scale: float
 
@@ -28,5 +28,5 @@ class Announcer(Protocol):
         ...
 
     def announce(self, moment: Moment, size: int) -> int:
-        """Before something that all ranks do together; returns the first rank that has inputs."""
+        """Announce a collective before it starts; returns the first rank that still has inputs."""
         ...

@@ -1,4 +1,4 @@
-"""`bagua.distribute` and `bagua.detach`: put an engine on a module, and take it off again."""
+"""`bagua.distribute` and `bagua.detach`: attach an engine to a module, and remove it."""
 
 from __future__ import annotations
 
@@ -293,6 +293,6 @@ def _check_bucket_bytes(bucket_bytes: int) -> None:
 
 
 def _any_device(module: Any) -> torch.device:
-    """A device to meet the others on although something is wrong with the module."""
+    """A device for the handshake if the module's own cannot be determined."""
     params = module.parameters() if isinstance(module, nn.Module) else ()
     return next((param.device for param in params if param.device.type in ("cpu", "cuda")), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The mean over the ranks of weights and of what optimizers remember, where replicas have differed."""
+"""Average weights and optimizer state over the ranks, where replicas have differed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def mean_optimizers(
     group: Group,
     device: torch.device,
 ) -> None:
-    """Make what the optimizers remember of `params` equal on all ranks. Collective.
+    """Make the optimizers' state of `params` equal on all ranks. Collective.
 
     Floating tensors with dimensions (momentum, both moments of Adam) become their mean over the ranks that have them; a
     parameter that a rank has not used yet has none there. Step counts, numbers, integers and tensor subclasses, which
@@ -87,8 +87,9 @@ def mean_optimizers(
                 whole = next(contained(copies[src][key], "subclass"), None) is not None
                 if whole and len(holders) < team.size:
                     raise ValueError(
-                        f"optimizers: number {number} ({type(optimizer).__name__}), state {key!r}: ranks hold tensor "
-                        "subclasses that do not correspond, of which no mean can be taken"
+                        f"optimizers: number {number} ({type(optimizer).__name__}), state {key!r}: the ranks "
+                        "hold tensor "
+                        "subclasses of different layouts, which cannot be averaged"
                     )
                 for leaf in _made(optimizer, param, key, copies[src][key], team.rank in holders):
                     if not whole and leaf.is_floating_point() and leaf.dim() > 0:
@@ -105,7 +106,7 @@ def mean_optimizers(
 def _outlines(
     optimizers: Sequence[torch.optim.Optimizer], ours: set[int], team: Team
 ) -> list[list[list[dict[str, Any]]]]:
-    """By rank, optimizer and parameter. Raises on all ranks if one cannot describe its state."""
+    """Outlines of state by rank, optimizer and parameter. Raises on all ranks if one cannot describe its state."""
     mine: Any
     try:
         mine = [describe(number, optimizer, ours)["state"] for number, optimizer in enumerate(optimizers)]

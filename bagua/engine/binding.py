@@ -29,7 +29,7 @@ __all__ = ["Binding"]
 
 
 class Binding:
-    """Makes buckets, sets the algorithm up on them, hands over to another, and adopts other settings.
+    """Binds an algorithm to buckets and settings: makes buckets, runs `setup`, switches algorithms, adopts settings.
 
     Implements `Tunable`, through which autotuning sees it.
 
@@ -76,7 +76,7 @@ class Binding:
         if self._inventory.sparse and not same_payload:
             raise ValueError(
                 f"{algorithm.name!r} cannot take over from {state.algorithm.name!r}: one exchanges weights, the other "
-                "gradients, and the module has sparse ones; call bagua.distribute() for that"
+                "gradients, and the module has sparse gradients; call bagua.distribute() to switch between them"
             )
         plan, size = self.plan, self.team.size
         if self._dispatcher.part_bytes == fitting_part_bytes(state.algorithm, size):
@@ -92,10 +92,10 @@ class Binding:
         self.start()
 
     def rebind(self, bound: str, fallback: Algorithm | None) -> None:
-        """Hand over to what ran when a state was saved: before or after a hand-over, or a guard's fallback.
+        """Switch to the algorithm that ran when a state was saved: before or after a hand-over, or a guard's fallback.
 
         Raises:
-            ValueError: the algorithm given to `distribute` does not come to that.
+            ValueError: the algorithm given to `distribute` never switches to that one.
         """
         state = self._state
         state.schedule.clear()
@@ -103,12 +103,14 @@ class Binding:
         if fallback is not None and repr(fallback) == bound != repr(state.algorithm):
             self.bind(fallback)
         if repr(state.algorithm) != bound and state.buckets:
-            raise ValueError(f"state dict: saved while {bound} ran, which {state.root!r} does not at step {state.step}")
+            raise ValueError(
+                f"state dict: saved while {bound} ran, but at step {state.step} {state.root!r} runs another algorithm"
+            )
 
     # -- buckets -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Make buckets if their order is known or does not matter; else the first backward pass will tell."""
+        """Make buckets if their order is known or irrelevant; otherwise the first backward pass records it."""
         state = self._state
         if state.order is not None or state.algorithm.payload is Payload.PARAM:
             self.adopt_plan(make_plan(self.plan_entries(), state.bucket_bytes))
@@ -150,7 +152,7 @@ class Binding:
         return Plan(tuple(bucket.names for bucket in self._state.buckets)) if self._state.buckets else None
 
     def close_extra_lanes(self) -> None:
-        """Leave nothing under way in the background, and close the algorithm's lanes."""
+        """Finish background exchanges and close the algorithm's lanes."""
         if self._state.buckets and not self._dispatcher.failed:
             self._state.algorithm.on_pause(self._ctx)
         self._memory.forget_objects()
@@ -280,7 +282,7 @@ class Binding:
         self._pool.close_shared(keep)
 
     def line_up(self) -> None:
-        """Return at about the same time on all ranks. Collective."""
+        """Barrier: return at about the same time on all ranks. Collective."""
         self._dispatcher.line_up()
 
     def notice(self, text: str, urgent: bool = False) -> None:

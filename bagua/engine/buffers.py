@@ -1,4 +1,4 @@
-"""Buffers (running statistics and the like) that every forward pass takes from rank 0."""
+"""Broadcast of rank 0's buffers, such as running statistics, before each forward pass."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["broadcast_buffers", "check_broadcast"]
 
 
 def check_broadcast(algorithm: Algorithm) -> None:
-    """Refuse algorithms under which a forward pass waits for nobody.
+    """Refuse algorithms that do not synchronise the ranks at each step.
 
     Raises:
         ValueError: names the algorithm.
     """
     if algorithm.exactness is Exactness.ASYNCHRONOUS:
         raise ValueError(
-            f"broadcast_buffers: with {algorithm.name!r} no rank waits for another, so buffers cannot be broadcast "
+            f"broadcast_buffers: {algorithm.name!r} does not synchronise the ranks, so buffers cannot be broadcast "
             "before each forward pass"
         )
 
@@ -36,7 +36,9 @@ def broadcast_buffers(module: nn.Module, engine: Engine, src: int) -> None:
     buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
     if buffers.keys() != engine.inventory.buffers.keys():
         changed = ", ".join(sorted(buffers.keys() ^ engine.inventory.buffers.keys()))
-        raise RuntimeError(f"buffers came or went since bagua.distribute() ({changed}); call it again on all ranks")
+        raise RuntimeError(
+            f"buffers were added or removed since bagua.distribute() ({changed}); call it again on all ranks"
+        )
     if buffers:
         with engine.dispatcher.side_exchange("buffers") as group:
             replicate_tensors(list(buffers.values()), group, engine.inventory.device, src)

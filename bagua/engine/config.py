@@ -11,15 +11,15 @@ __all__ = ["EngineConfig"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What `distribute` was asked for, with every default filled in.
+    """The arguments of `distribute`, with every default filled in.
 
     Attributes:
         bucket_bytes: payload of a bucket.
         num_lanes: lanes that may share the exchanges.
-        lanes_of_sums: how many of them share plain sums; None: all.
-        lanes_of_wide: how many of them share exchanges with 8 bits an element or more; None: all.
-        guard: when to measure what compression loses, and what to do about it.
-        broadcast_buffers: every forward pass in training mode begins with rank 0's buffers.
+        lanes_of_sums: number of these lanes used by plain sums; None: all.
+        lanes_of_wide: number of these lanes used by exchanges with 8 bits per element or more; None: all.
+        guard: when to measure the compression error, and what to do about it.
+        broadcast_buffers: broadcast rank 0's buffers before every forward pass in training mode.
         static_graph: every pass uses the same parameters as often as the first.
         gradient_as_bucket_view: `.grad` stays a view of its bucket after a backward pass.
         tunes_hierarchy: the lanes have groups for a hierarchy, and the user left it open.

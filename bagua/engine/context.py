@@ -1,4 +1,4 @@
-"""What an algorithm sees of the engine: the implementation of `bagua.Context`."""
+"""The implementation of `bagua.Context`, the algorithm's view of the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class Binder(Protocol):
-    """What lets another algorithm take over."""
+    """Protocol of the part that switches to another algorithm."""
 
     def bind(self, algorithm: Algorithm) -> None:
         """Hand over to `algorithm` now."""
@@ -38,7 +38,7 @@ class Binder(Protocol):
 
 
 class EngineContext:
-    """Passes each call on to the part of the engine that answers it; `bagua.Context` documents them."""
+    """Delegates each call to the part of the engine that implements it; `bagua.Context` documents them."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EngineContext:
         self._binder: weakref.ref[Binder] | None = None
 
     def use_binder(self, binder: Binder) -> None:
-        """Hand over through `binder`, which holds this context."""
+        """Switch algorithms through `binder`, which holds this context."""
         self._binder = weakref.ref(binder)
 
     @property
@@ -83,7 +83,7 @@ class EngineContext:
 
     @property
     def paused(self) -> bool:
-        """Whether the user wants nothing to begin in the background."""
+        """Whether the user has paused background communication."""
         return self._state.paused
 
     def prepare(self, exchange: Exchange, bucket: BucketView | None = None) -> None:
@@ -106,7 +106,7 @@ class EngineContext:
         """Queue `exchange` behind all launched before."""
         if passage is not None:
             if hook is not None:
-                raise ValueError("launch: passage is the old name of hook; give hook alone")
+                raise ValueError("launch: passage is the old name of hook; pass only hook")
             warnings.warn("Context.launch: the argument passage is called hook now", FutureWarning, stacklevel=2)
             hook = passage
         return self._dispatcher.launch(exchange, bucket, x, before=before, after=after, hook=hook, step=step, lane=lane)

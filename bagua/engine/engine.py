@@ -1,4 +1,4 @@
-"""The engine of one distributed module: its parts, and what concerns them all."""
+"""The engine of one distributed module: composes its parts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Runs one algorithm for one module. Composes the parts; none of them knows the engine.
+    """Runs one algorithm for one module. Composes the parts; no part refers to the engine.
 
     Holds no reference to the module: the module's entry in a weak dictionary holds the engine.
 
@@ -51,7 +51,7 @@ class Engine:
         lane: the first one.
         key: a name that is new for the team and equal on all ranks.
         order: parameter names in the order in which gradients become ready, if that is known already.
-        notices: what the user was told of the options.
+        notices: remarks on the options that were already shown to the user.
         tuning: the session that tunes the settings, or None.
 
     Attributes:
@@ -184,7 +184,7 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether nothing can be exchanged any more, or a backward pass was broken off."""
+        """Whether exchanges have ended, or a backward pass was interrupted by an exception."""
         return self.failures.any
 
     def stats(self) -> Stats:
@@ -229,10 +229,10 @@ class Engine:
         return pack(header, self.memory.states, self.memory.tensors)
 
     def load_state_dict(self, data: dict[str, Any]) -> None:
-        """Go on from `data`, made by `state_dict` of the same algorithm, world size and rank.
+        """Restore `data`, made by `state_dict` with the same algorithm, world size and rank.
 
         Raises:
-            ValueError: it was made under other circumstances, or does not fit the module; names what differs.
+            ValueError: it was saved with another configuration, or does not fit the module; names what differs.
         """
         state, binding = self.state, self.binding
         self.dispatcher.wait()
@@ -268,20 +268,20 @@ class Engine:
         try:
             binding.check_settings(settings)
         except RuntimeError as error:
-            self.state.notice(f"state dict: the settings it was tuned to cannot be had here: {error}", urgent=True)
+            self.state.notice(f"state dict: its tuned settings cannot be applied here: {error}", urgent=True)
             return None
         return settings
 
     # -- what users ask for --------------------------------------------------------------------------------------
 
     def pause(self, paused: bool) -> None:
-        """Stop what runs in the background, or let it run again."""
+        """Pause or resume background communication."""
         self.state.paused = paused
         if paused:
             self.state.algorithm.on_pause(self.context)
 
     def settle(self, average: bool) -> None:
-        """Before another engine takes over: leave nothing under way.
+        """Complete all exchanges before another engine replaces this one.
 
         Args:
             average: make the replicas' weights equal too. False where an engine of some rank has failed: what this

@@ -1,4 +1,4 @@
-"""The end of a module's exchanges: one has failed, or a rank has broken off a backward pass that others made."""
+"""Failure handling: an exchange failed, or an exception interrupted one rank's backward pass but not the others'."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIGN_OF_LIFE_S = 3.0  # how long a failed rank waits for the others to fail too
 
 
 class Failures:
-    """Raises on all ranks what went wrong on some; after the first failure nothing is exchanged any more.
+    """Raises on all ranks what failed on some; after the first failure no exchange is launched.
 
     Args:
         key: a name that is new for the team and equal on all ranks.
@@ -42,16 +42,16 @@ class Failures:
 
     @property
     def final(self) -> bool:
-        """Whether nothing can be exchanged any more."""
+        """Whether exchanges have ended for good."""
         return self._failed
 
     @property
     def any(self) -> bool:
-        """Whether an exchange has failed, or a backward pass was broken off."""
+        """Whether an exchange failed, or a backward pass was interrupted."""
         return self._failed or (self._breaks_together and self._reducer.broken_off)
 
     def check_alive(self) -> None:
-        """Refuse to go on after a failure.
+        """Raise if an exchange has failed.
 
         Raises:
             CommunicationError: says what failed.
@@ -63,13 +63,13 @@ class Failures:
             )
 
     def pass_broke_off(self) -> None:
-        """An exception ends a backward pass. Called from anywhere, a destructor too, so it may not raise."""
+        """Record that an exception ended a backward pass. Must not raise: destructors call it too."""
         if self._breaks_together and not self._failed:
             with suppress(RuntimeError, OSError):  # without a store the ranks cannot go on anyway
                 self._broken.post(self._reducer.count)
 
     def look_for_broken(self) -> None:
-        """Raise if another rank has broken off the pass whose exchanges this one waits for.
+        """Raise if another rank's pass was interrupted and this one waits for its exchanges.
 
         Raises:
             CommunicationError: names the rank.
@@ -83,10 +83,10 @@ class Failures:
                 self._refuse(ranks)
 
     def settle_broken(self) -> None:
-        """An exception has broken off this rank's last backward pass: come to terms with the other ranks.
+        """After an exception in this rank's last backward pass: agree with the other ranks on what to do.
 
         Raises:
-            CommunicationError: others did not break it off.
+            CommunicationError: the pass was not interrupted on all ranks.
         """
         reducer = self._reducer
         if not self._breaks_together or self._failed:
@@ -102,19 +102,19 @@ class Failures:
         reducer.void()
 
     def leave_broken_pass(self) -> None:
-        """Before a new start: let go of a backward pass that was broken off, without waiting for other ranks."""
+        """Before a restart: drop an interrupted backward pass, without waiting for other ranks."""
         if not self._failed and self.any:
             self.pass_broke_off()
             self._reducer.forget()
             self._shut()
 
     def give_up(self) -> None:
-        """Exchange nothing any more."""
+        """End all exchanges."""
         self._failed = True
         self._pool.abandon()
 
     def fail(self, ticket: Ticket) -> NoReturn:
-        """Raise what went wrong in the lane, with the ranks that give no sign of life.
+        """Raise the lane's error, and name the ranks that do not respond.
 
         Raises:
             CommunicationError: names the rank, the exchange and the bucket.
@@ -129,12 +129,12 @@ class Failures:
 
     @property
     def _breaks_together(self) -> bool:
-        """Whether a backward pass that one rank breaks off concerns the others."""
+        """Whether a backward pass that is interrupted on one rank affects the others."""
         team = self._team
         return team.size > 1 and team.backend != "local" and self._state.algorithm.payload is Payload.GRAD
 
     def _shut(self) -> None:
-        """Give up the lanes. Connections close once nothing is under way on them, which this does not wait for."""
+        """Abandon the lanes. Connections close once no exchange is in flight on them; this does not wait for that."""
         self._failed = True
         lanes = list(self._pool.all)
 
@@ -145,7 +145,7 @@ class Failures:
         threading.Thread(target=abandon, name="bagua-abandon", daemon=True).start()
 
     def _refuse(self, ranks: Sequence[int]) -> NoReturn:
-        """End the exchanges of this module: `ranks` have broken off a backward pass."""
+        """End the exchanges of this module: the backward passes of `ranks` were interrupted."""
         self._shut()
         for bucket in self._state.buckets:  # to lanes that are still busy the buckets' own memory is left
             for param in bucket.params:
@@ -153,7 +153,7 @@ class Failures:
         self._team.missing_ranks(self.key, 0.0)  # a sign of life
         who = ", ".join(map(str, ranks))
         self._why = (
-            f"step {self._state.step}: an exception broke off the backward pass of rank {who} and not of all ranks, "
+            f"step {self._state.step}: an exception interrupted the backward pass of rank {who} but not of all ranks, "
             f"so there are no gradients to step with (this is rank {self._team.rank})"
         )
         self.check_alive()

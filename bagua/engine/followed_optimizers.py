@@ -11,7 +11,7 @@ __all__ = ["FollowedOptimizers"]
 
 
 class FollowedOptimizers:
-    """Weak references to the optimizers that are followed, by number; a number is never given twice.
+    """Weak references to the tracked optimizers, by number; a number is never reused.
 
     Attributes:
         refs: return None once the optimizer is gone or another took its place.

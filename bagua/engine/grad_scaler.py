@@ -45,13 +45,15 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _agree(engine: Engine, found: dict[torch.device, Tensor]) -> None:
-    """Set every value of `found` to the largest one of any rank; a rank without gradients gets a value too.
+    """All-reduce (max) the values of `found`; a rank without gradients gets a value too.
 
     Raises:
         RuntimeError: within a join, where ranks that have run out of inputs have no scaler.
     """
     if engine.tracker.joining is not None:
-        raise RuntimeError(f"join: {engine.algorithm.name!r} steps with local gradients; a GradScaler cannot be used")
+        raise RuntimeError(
+            f"join: {engine.algorithm.name!r} steps with local gradients; it cannot be combined with a GradScaler"
+        )
     device = engine.inventory.device
     values = [value.to(device, torch.float32) for value in found.values()] or [torch.zeros((), device=device)]
     with engine.dispatcher.side_exchange("GradScaler") as group:

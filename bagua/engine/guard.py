@@ -88,7 +88,7 @@ class Quality:
 
 @dataclass
 class Probe:
-    """Measures what a guard asks for. `run` is called on lanes, the rest by the training thread after it waited."""
+    """Measures the compression error. `run` is called on lanes, the rest by the training thread after it waited."""
 
     guard: Guard
     last: Quality | None = None

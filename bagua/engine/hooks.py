@@ -1,4 +1,4 @@
-"""What ties a module to its engine: the hooks of the module, its parameters and its optimizers."""
+"""Hooks on the module, its parameters and its optimizers, through which the engine follows training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bagua.engine.reducer.reducer import Reducer
 
 
 class Attachment:
-    """An engine with the handles of all hooks that feed it.
+    """An engine and the handles of all its hooks.
 
     Attributes:
         count: of all that were made in this process.
@@ -89,7 +89,7 @@ def attach(
 
 
 def hook_optimizer(attachment: Attachment, number: int, optimizer: torch.optim.Optimizer) -> None:
-    """Tell the engine of the steps of `optimizer`."""
+    """Install hooks that report the steps of `optimizer` to the engine."""
     before, after = _step_hooks(weakref.ref(attachment.engine.optimizer_steps), number)
     attachment.step_hooks[number] = [
         optimizer.register_step_pre_hook(before),
@@ -114,7 +114,7 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
 
 
 def _refuse_ddp(module: nn.Module) -> None:
-    """See whether torch's DistributedDataParallel was put around the module.
+    """Refuse a module that torch's DistributedDataParallel wraps.
 
     Raises:
         RuntimeError: it would reduce the gradients a second time.
@@ -129,7 +129,7 @@ def _refuse_ddp(module: nn.Module) -> None:
 
 
 def _after_forward(module: nn.Module, _args: Any, output: Any) -> None:
-    """Learn of the backward pass when it enters the module, not only when a first gradient comes out.
+    """Detect a backward pass when it enters the module, before the first gradient is ready.
 
     On a rank that uses no parameter in this step no gradient ever comes; and in a reentrant checkpoint the first
     one comes within an inner pass, whose end is not the end.

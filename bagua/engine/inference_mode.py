@@ -1,4 +1,4 @@
-"""Tensors that live on must not be made in inference mode: nothing outside it may change them."""
+"""Leave inference mode: tensors made inside it cannot be modified outside it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _R = TypeVar("_R")
 
 
 def outside_inference(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a function that leaves inference mode while it runs; gradients stay off."""
+    """Decorator that leaves inference mode while the function runs; gradients stay off."""
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:

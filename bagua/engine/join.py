@@ -1,4 +1,4 @@
-"""Uneven inputs: ranks that have run out of batches do their part of what the others still do together."""
+"""Uneven inputs: ranks that have run out of batches take part in the collectives of the others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def join(
         if module not in attachments:
             raise ValueError(f"join: {type(module).__name__} is not distributed; call bagua.distribute() first")
     if not given:
-        raise ValueError("join: no module")
+        raise ValueError("join: expected at least one module, got none")
     members = [(module, attachments[module]) for module in given]
     if enable:
         for module, attachment in members:
@@ -110,12 +110,12 @@ class _Joining:
                 _copy_from(engine, last[0])
 
     def gradient_scale(self, present: list[int], size: int) -> float:
-        """What the mean over all ranks is to be multiplied with."""
+        """Factor by which the mean over all ranks is multiplied."""
         return 1.0 if self._divide_by_initial else size / len(present)
 
 
 class _Announcer:
-    """How one engine speaks to the ranks that have run out. The engine holds it; it holds no engine."""
+    """Announces one engine's collectives to ranks without inputs. The engine holds it; it holds no engine."""
 
     def __init__(self, joining: _Joining, number: int) -> None:
         self._joining, self._number = joining, number
@@ -127,7 +127,7 @@ class _Announcer:
         return self._joining.early
 
     def announce(self, moment: Moment, size: int) -> int:
-        """Before something that is done together; returns the first rank that takes part with inputs."""
+        """Announce a collective; returns the first rank that still has inputs."""
         joining = self._joining
         if joining.out_of_inputs:
             return 0
@@ -140,27 +140,34 @@ def _check(module: nn.Module, engine: Engine, divide_by_initial: bool, early: bo
     algorithm = engine.algorithm
     if algorithm.exactness is Exactness.ASYNCHRONOUS:
         if early:
-            raise ValueError(f"join: with {algorithm.name!r} no rank learns when another has run out of inputs")
+            raise ValueError(
+                f"join: {algorithm.name!r} does not synchronise the ranks, so none learns when another runs out "
+                "of inputs"
+            )
         return
     if algorithm.uneven and not early:
-        raise ValueError(f"join: {algorithm.name!r} cannot: {algorithm.uneven}")
+        raise ValueError(f"join: {algorithm.name!r} does not support uneven inputs: {algorithm.uneven}")
     if engine.binding.hand_overs and not early:
         raise ValueError(
             f"join: {algorithm.name!r} hands over to another algorithm at step {engine.binding.hand_overs[0]}"
         )
     if not divide_by_initial and algorithm.payload is not Payload.GRAD:
-        raise ValueError(f"join: {algorithm.name!r} exchanges weights; divide_by_initial_world_size means nothing")
+        raise ValueError(f"join: {algorithm.name!r} exchanges weights, so divide_by_initial_world_size does not apply")
     if not divide_by_initial and not getattr(algorithm, "average", True):
-        raise ValueError(f"join: {algorithm.name!r} with average=False divides by nothing")
+        raise ValueError(
+            f"join: {algorithm.name!r} with average=False sums gradients, so divide_by_initial_world_size does "
+            "not apply"
+        )
     synced = next((name for name, part in module.named_modules() if isinstance(part, nn.SyncBatchNorm)), None)
     if synced is not None and not early:
         raise ValueError(
-            f"join: {synced!r} needs a batch of every rank; pass throw_on_early_termination=True to stop all together"
+            f"join: {synced!r} needs a batch on every rank; pass throw_on_early_termination=True to stop "
+            "all ranks together"
         )
 
 
 def _copy_from(engine: Engine, src: int) -> None:
-    """Give everyone what rank `src` trained."""
+    """Broadcast the weights, buffers and optimizer state of rank `src`."""
     inventory = engine.inventory
     tensors = [*inventory.parameters.values(), *inventory.buffers.values()]
     with engine.dispatcher.side_exchange("end of a join") as group:

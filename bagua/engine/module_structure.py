@@ -1,4 +1,4 @@
-"""Notices parameters that a module got after it was distributed, which nobody would synchronise."""
+"""Detects parameters that were added after `distribute`, which no bucket would synchronise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follows the optimizers that train a module: those given to distribute, and those made since."""
+"""Tracks the optimizers that train a module: those passed to `distribute`, and those made later."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _adopt(attachment: Attachment, optimizer: torch.optim.Optimizer, held: set[i
     )
     engine.state.notice(
         f"{type(optimizer).__name__}, not given to bagua.distribute(), steps with the module's parameters and is "
-        "followed from now on; its options and state were not compared between ranks"
+        "tracked from now on; its options and state were not compared between ranks"
     )
 
 

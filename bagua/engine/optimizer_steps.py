@@ -21,7 +21,7 @@ __all__ = ["OptimizerSteps"]
 
 
 class OptimizerSteps:
-    """Hears of each optimizer's step and tells the tracker of the moments that matter."""
+    """Receives each optimizer's step and reports the begin and end of a training step to the tracker."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class OptimizerSteps:
         return loss
 
     def _begin_search(self, args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) -> Arguments | None:
-        """A step that evaluates its closure as often as the losses ask for.
+        """Begin a step that evaluates its closure several times (line search).
 
         With weights, the ranks search apart: whatever is to change weights does so before. With gradients, they must
         search alike, so that all of them see one loss.

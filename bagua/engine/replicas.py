@@ -1,4 +1,4 @@
-"""Equal replicas: where the ranks' weights may differ, and what is done about it."""
+"""Averaging of replicas whose weights may differ."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Replicas:
             self._average_weights()
 
     def equalise_for(self, algorithm: Algorithm) -> None:
-        """Make replicas equal before `algorithm` takes over, so that no rank's work is lost. Collective.
+        """Average the replicas before switching to `algorithm`, so that no rank's updates are lost. Collective.
 
-        Where gradients are exchanged, equal weights stay equal only if the optimizers remember the same.
+        Where gradients are exchanged, equal weights stay equal only if the optimizers' state is equal.
         """
         self._state.algorithm.on_pause(self._ctx)
         if self.differ:

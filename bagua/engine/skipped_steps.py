@@ -1,4 +1,4 @@
-"""Do all ranks decide alike to skip an optimizer's step?"""
+"""Steps that a gradient scaler skips: checks that all ranks decide alike."""
 
 from __future__ import annotations
 

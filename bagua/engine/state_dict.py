@@ -19,7 +19,7 @@ States = dict[tuple[Exchange, int, int], State]
 
 
 def pack(header: dict[str, Any], states: States, tensors: Mapping[tuple[str, int], Tensor]) -> dict[str, Any]:
-    """Return `header` and copies of all states of exchanges and tensors of the algorithm, as plain data."""
+    """Return `header`, the exchanges' states and the algorithm's tensors as plain data (copies)."""
     return {
         "version": _VERSION,
         **header,
@@ -40,7 +40,7 @@ def pack(header: dict[str, Any], states: States, tensors: Mapping[tuple[str, int
 
 
 def check_header(data: dict[str, Any], have: dict[str, Any]) -> None:
-    """Refuse data that was saved under other circumstances than `have`.
+    """Refuse data that was saved with another configuration than `have`.
 
     Raises:
         ValueError: names the first entry that differs.
@@ -66,14 +66,14 @@ def load_states(
         where = f"state dict: {entry['exchange']}, bucket {entry['bucket']}, part {entry['part']}"
         state = known.get((entry["exchange"], entry["bucket"], entry["part"]))
         if state is None or state.keys() != entry["tensors"].keys():
-            raise ValueError(f"{where}: no place for {', '.join(entry['tensors'])}")
+            raise ValueError(f"{where}: unexpected tensors {', '.join(entry['tensors'])}")
         for key, tensor in entry["tensors"].items():
             if tensor.shape != state[key].shape:
                 raise ValueError(f"{where}: {key} has shape {list(tensor.shape)}, not {list(state[key].shape)}")
     for entry in data["tensors"]:
         where = f"state dict: {entry['name']} of bucket {entry['bucket']}"
         if not 0 <= entry["bucket"] < len(buckets):
-            raise ValueError(f"{where}: there is no such bucket")
+            raise ValueError(f"{where}: the module has no such bucket")
         key, flat = (entry["name"], entry["bucket"]), buckets[entry["bucket"]].flat
         made = tensors.get(key)
         if entry["value"].shape != (flat if made is None else made).shape:

@@ -1,4 +1,4 @@
-"""Bytes and seconds of communication, per step and in total."""
+"""Statistics: bytes and seconds of communication, per step and in total."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Tally:
         self._collect()
 
     def step_ended(self) -> None:
-        """Close the books of a step."""
+        """End the counts of a step."""
         self._collect()
         sent, received = sum(m.sent for m in self.meters), sum(m.received for m in self.meters)
         self._step.bytes_sent, self._step.bytes_received = sent - self._seen[0], received - self._seen[1]

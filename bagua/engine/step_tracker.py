@@ -1,4 +1,4 @@
-"""Follows the training steps of one module and tells the algorithm each moment."""
+"""The step tracker: turns hook events into training steps and calls the algorithm's moments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["StepTracker"]
 
 
 class StepTracker:
-    """Hears of forward passes, backward passes and optimizer steps, in the training thread.
+    """Receives forward passes, backward passes and optimizer steps, in the training thread.
 
     Implements `PassListener`, through which the reducer tells of backward passes.
 
@@ -125,10 +125,10 @@ class StepTracker:
         return not (again and self.nesting.inside)
 
     def end_backward(self) -> None:
-        """Close the backward pass if one is open: its end went unnoticed, or an exception broke it off.
+        """Close the backward pass if one is open: its end went unnoticed, or an exception interrupted it.
 
         Raises:
-            CommunicationError: it was broken off on some ranks only.
+            CommunicationError: it was interrupted on some ranks only.
         """
         if self._reducer.broken_off:
             self._failures.settle_broken()
@@ -136,7 +136,7 @@ class StepTracker:
             self._reducer.end()
 
     def shadow_backward(self) -> None:
-        """Take part in a backward pass of others, with gradients of zero."""
+        """Take part in a backward pass of other ranks, with zero gradients."""
         if self._state.algorithm.payload is Payload.GRAD and not self._shadowed:
             for param in self._inventory.parameters.values():
                 param.grad = None  # of this rank's own last step
@@ -231,7 +231,7 @@ class StepTracker:
             self.end_step()
 
     def params_missing(self, indices: Sequence[int]) -> None:
-        """This rank did not use these parameters, and their buckets are about to leave."""
+        """This rank did not use these parameters; their buckets are about to be launched."""
         names = {self._names[index] for index in indices}
         self._withheld.hold(self._memory, self._dispatcher, self._pool.groups, self._state.buckets, names)
 
@@ -246,7 +246,7 @@ class StepTracker:
             torch.cuda.current_stream(self._inventory.device).synchronize()
 
     def pass_broke_off(self) -> None:
-        """An exception has broken off the pass."""
+        """An exception interrupted the pass."""
         self._failures.pass_broke_off()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class StepTracker:
         self._binding.bind(algorithm)
 
     def _look_for_steps(self) -> None:
-        """See whether the weights keep changing although no optimizer steps.
+        """Check whether the weights keep changing although no optimizer steps.
 
         Raises:
             RuntimeError: they do, and the algorithm acts when a step ends.
@@ -266,14 +266,14 @@ class StepTracker:
             return
         what = (
             f"the parameters changed before {changes} backward passes in a row and no torch.optim.Optimizer made a "
-            f"step: {state.algorithm.name!r} has followed no step since step {state.step}"
+            f"step: {state.algorithm.name!r} has seen no step since step {state.step}"
         )
         if not (state.schedule or _acts_on_steps(state.algorithm)):
             state.notice(what)
             return
         raise RuntimeError(
-            f"{what}, so the ranks would train apart; let an optimizer make the steps, or pass optimizers=[] to "
-            "bagua.distribute() if you change the parameters yourself: a step then ends with each backward pass"
+            f"{what}, so the ranks' weights would diverge; step with a torch optimizer, or pass optimizers=[] to "
+            "bagua.distribute() if you update the parameters yourself: a step then ends with each backward pass"
         )
 
     def _check_quality(self) -> None:

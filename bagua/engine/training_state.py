@@ -1,4 +1,4 @@
-"""What changes while a module is trained, shared by the parts of its engine."""
+"""The mutable training state, shared by the parts of an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainingState:
         exchanged: something was launched on the shared lanes since the backward pass of this step began.
         paused: nothing may begin in the background.
         schedule: algorithms that take over, by the step after which they do.
-        notices: what the user should know.
+        notices: remarks for the user.
     """
 
     root: Algorithm

@@ -42,7 +42,7 @@ class DifferenceGossip(Exchange):
     def __post_init__(self) -> None:
         if not self.topology.fixed:
             raise ValueError(
-                f"topology {self.topology.name!r} does not mix with codec {self.codec.name!r}: "
+                f"topology {self.topology.name!r} cannot be combined with codec {self.codec.name!r}: "
                 "replicas of peers need the same peers at every step"
             )
 

@@ -85,7 +85,7 @@ class Hierarchical(Exchange):
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N]."""
         if groups.intra is None:
-            raise ValueError("Hierarchical needs groups that were opened hierarchical")
+            raise ValueError("Hierarchical needs groups that were opened with hierarchical=True")
         reduce_(groups.intra, x_N)
         if groups.inter is not None:
             if not self.inner.complete:

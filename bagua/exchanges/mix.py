@@ -54,9 +54,9 @@ def mix(
             if codec.linear
             else "the replicas of a sparse topology already remember what was lost"
         )
-        raise ValueError(f"error_feedback=True does not mix with {other}: {reason}")
+        raise ValueError(f"error_feedback=True cannot be combined with {other}: {reason}")
     if not average and not topology.complete:
-        raise ValueError(f"average=False does not mix with topology {topology.name!r}: gossip has no sum")
+        raise ValueError(f"average=False cannot be combined with topology {topology.name!r}: gossip has no sum")
     exchange: Exchange
     if topology.complete:
         if codec.linear:

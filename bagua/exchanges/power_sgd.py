@@ -210,7 +210,7 @@ class PowerSGD(Exchange):
 
     def _check_numel(self, n: int) -> None:
         if n != sum(rows * columns for rows, columns in self.shapes):
-            raise ValueError(f"PowerSGD: {n} elements are not those of the shapes {list(self.shapes)}")
+            raise ValueError(f"PowerSGD: got {n} elements, which do not fill the shapes {list(self.shapes)}")
 
     def _take(self, targets: Sequence[Tensor], state: State, groups: Groups) -> list[Tensor]:
         """What is compressed, in the work dtype: gradient plus error (in the error's place), or the gradient."""

@@ -26,15 +26,17 @@ def choose(exchange: str | Algorithm | Exchange, options: dict[str, Any]) -> Alg
 
     Raises:
         TypeError: it is none of the three.
-        ValueError: unknown name or option; it does more than to exchange gradients, or leaves ranks with different
+        ValueError: unknown name or option; it does more than exchange gradients, or leaves ranks with different
             ones.
     """
     if isinstance(exchange, Exchange):
         if options:
-            raise ValueError(f"exchange: options {', '.join(options)} go into {exchange!r}, not beside it")
+            raise ValueError(
+                f"exchange: got an instance and options {', '.join(options)}; pass the options to {exchange!r} itself"
+            )
         if not exchange.complete:
             raise ValueError(
-                f"exchange: {exchange.name} leaves every rank with another gradient, so replicas would drift apart"
+                f"exchange: {exchange.name} leaves a different gradient on each rank, so replicas would diverge"
             )
         return exchange
     if not isinstance(exchange, str | Algorithm):
@@ -42,7 +44,7 @@ def choose(exchange: str | Algorithm | Exchange, options: dict[str, Any]) -> Alg
     algorithm = algorithms.get(exchange, **options)
     if not isinstance(algorithm, GradientAllReduce | PowerSGD):
         raise ValueError(
-            f"exchange: {algorithm.name!r} does more than to exchange gradients during the backward pass; "
+            f"exchange: {algorithm.name!r} does more than exchange gradients during the backward pass; "
             "use bagua.distribute() for it"
         )
     return algorithm
@@ -53,7 +55,7 @@ def open_groups(team: Team, chosen: Algorithm | Exchange, what: str) -> tuple[Gr
 
     Raises:
         RankMismatchError: ranks chose differently.
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not arrive within the timeout.
     """
     told = [decode(message) for message in team.all_gather_bytes(what, encode([repr(chosen), team.node]))]
     for rank, (other, _) in enumerate(told):

@@ -52,7 +52,7 @@ def ddp_hook(
 
     Raises:
         ValueError, TypeError: an argument is wrong. `RankMismatchError` (a ValueError): ranks chose differently.
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not arrive within the timeout.
 
     Examples:
         >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 1))
@@ -99,7 +99,7 @@ class DDPHook:
         flat = bucket.buffer()
         if flat.device.type != self._device.type:
             raise ValueError(
-                f"ddp_hook: made for {self._device.type} gradients, got {flat.device.type} ones; see `device`"
+                f"ddp_hook: made for {self._device.type} gradients, got {flat.device.type} ones; pass `device`"
             )
         slot = self._slot(bucket, flat)
         lane, failures, step = self._lane, self._failures, self._num_calls

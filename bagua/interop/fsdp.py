@@ -78,12 +78,12 @@ def compress_fsdp(
         codec = codecs.get(reduce_scatter)
         feedback = fit_feedback(error_feedback, codec)
         if feedback and (codec.lossless or codec.linear):
-            raise ValueError(f"error_feedback=True does not mix with codec {codec.name!r}")
+            raise ValueError(f"error_feedback=True cannot be combined with codec {codec.name!r}")
         for path, module in modules.items():
             made.scatters[path] = _ReduceScatter(codec, feedback, made.meter)
             module.set_custom_reduce_scatter(made.scatters[path])
     elif error_feedback:
-        raise ValueError("error_feedback=True needs reduce_scatter, whose codec loses something")
+        raise ValueError("error_feedback=True needs a lossy codec for reduce_scatter")
     if all_gather is not None:
         codec = codecs.get(all_gather)
         for module in modules.values():
@@ -91,7 +91,7 @@ def compress_fsdp(
     if replica is not None:
         _join_replicas(model, modules, made, replica, replica_group)
     elif replica_group is not None:
-        raise ValueError("replica_group is given, but replica is not: how should replicas average?")
+        raise ValueError("replica_group is given without replica; pass the exchange that averages the replicas")
     return made
 
 
@@ -135,7 +135,7 @@ class CompressedFSDP:
         for name, mine in (("residuals", self.scatters), ("replicas", self.replicas)):
             saved = state_dict.get(name)
             if saved is None or saved.keys() != mine.keys():
-                raise ValueError(f"state dict: {name} are not those of this model and these arguments")
+                raise ValueError(f"state dict: {name} do not match this model and these arguments")
         for path, tensors in state_dict["residuals"].items():
             self.scatters[path].residuals = {size: tensor.clone() for size, tensor in tensors.items()}
         for path, states in state_dict["replicas"].items():
@@ -158,7 +158,7 @@ def _sharded(model: nn.Module, wanted: Mapping[str, object]) -> dict[str, Any]:
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     asked = [name for name, value in wanted.items() if value is not None]
     if not asked:
-        raise ValueError("compress_fsdp: nothing to do; give reduce_scatter, all_gather or replica")
+        raise ValueError("compress_fsdp: pass at least one of reduce_scatter, all_gather and replica")
     for name in asked:
         if not hasattr(FSDPModule, _HOOKS[name]):
             raise RuntimeError(
@@ -179,9 +179,11 @@ def _join_replicas(
 ) -> None:
     chosen = choose(replica, {})
     if isinstance(chosen, PowerSGD) or getattr(chosen, "name", "") == "power_sgd":
-        raise ValueError("replica: 'power_sgd' needs whole matrices, and a shard holds pieces of them")
+        raise ValueError("replica: 'power_sgd' needs whole matrices, but a shard holds parts of them")
     if replica_group is None:
-        raise ValueError("replica_group: give the ranks that own the same shard, for instance mesh['replicate']")
+        raise ValueError(
+            "replica_group: pass the group of ranks that own the same shard, for example mesh['replicate']"
+        )
     params: list[Any] = [param for param in model.parameters() if hasattr(param, "to_local")]
     if any(placement.is_replicate() for param in params for placement in param.placements):
         raise ValueError(
@@ -314,4 +316,4 @@ def _weight(op: Any, size: int) -> float:
         return 1.0
     if op == dist.ReduceOp.PREMUL_SUM and hasattr(op, "__getstate__"):
         return float(op.__getstate__()[1])  # how it pickles: (kind, factor)
-    raise ValueError(f"reduce_scatter: operation {op} cannot be done with a codec")
+    raise ValueError(f"reduce_scatter: operation {op} is not supported with a codec")

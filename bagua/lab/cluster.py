@@ -227,8 +227,8 @@ def _check(hosts: int, link: Link, mode: str, wire: str, congestion: str | None)
     if wire == "veth" and not link.unlimited:
         raise ValueError('wire="veth" cannot limit a link: leave wire out')
     if wire == "tbf" and not (link.unlimited or link.only_bandwidth):
-        raise ValueError(f'wire="tbf" emulates only a bandwidth, not {link}: leave wire out, or take wire="relay"')
+        raise ValueError(f'wire="tbf" emulates only a bandwidth, not {link}: leave wire out, or use wire="relay"')
     if congestion is not None and not _WORD.fullmatch(congestion):
-        raise ValueError(f"congestion must be the name of a congestion control of TCP, not {congestion!r}")
+        raise ValueError(f"congestion must name a TCP congestion control, not {congestion!r}")
     if congestion is not None and mode == "pacing":
         raise ValueError('congestion cannot be set with mode="pacing"')

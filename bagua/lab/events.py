@@ -73,7 +73,7 @@ def wire_for(events: Sequence[Event], link: Link, asked: str = "auto") -> str:
     actions = {event.action for event in events}
     impossible = sorted(actions & _IMPOSSIBLE.get(asked, set()))
     if impossible:
-        raise ValueError(f"--at: wire {asked} cannot do {', '.join(impossible)}: take --wire relay")
+        raise ValueError(f"--at: wire {asked} cannot do {', '.join(impossible)}: use --wire relay")
     if asked != "auto":
         return asked
     if "latency" in actions or (link.unlimited and actions & {"cut", "restore", "bandwidth"}):

@@ -78,7 +78,7 @@ def _hold(name: str, hosts_file: str, control: socket.socket) -> None:
             try:
                 kernel.mount(source, target, kind, flags)
             except OSError as error:  # in a container a fresh /proc may be refused: the outer one serves too
-                print(f"bagua lab: {name}: {target} is the machine's own: {error}", file=sys.stderr)
+                print(f"bagua lab: {name}: {target} is shared with the machine: {error}", file=sys.stderr)
         kernel.up("lo")
         Holder(control).run()
         status = 0

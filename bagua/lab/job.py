@@ -89,7 +89,7 @@ class Job:
                 self._end()
                 return _TIMED_OUT
             if failed is not None and now - failed_at > self._grace_s:
-                self.say(f"a host has failed {self._grace_s:g} s ago; the others are ended")
+                self.say(f"a host failed {self._grace_s:g} s ago; stopping the others")
                 self._end()
                 break
             time.sleep(_POLL_S)

@@ -49,7 +49,7 @@ class Pacing:
             )
         lost = [name for name in ("latency", "jitter", "loss") if getattr(link, name)]
         _logger.warning(
-            "bagua lab: pacing mode: every TCP socket has the bandwidth for itself, links are not shared%s%s",
+            "bagua lab: pacing mode: every TCP socket gets the full bandwidth; sockets do not share a link%s%s",
             f"; not emulated: {', '.join(lost)}" if lost else "",
             "; a queue is not emulated either" if link.queue_bytes is not None else "",
         )

@@ -69,7 +69,7 @@ class Supervisor:
                 its.close()
         except OSError as error:
             raise LabError(
-                f"this machine allows no namespaces here ({error}): run as root, allow unprivileged user namespaces, "
+                f"this machine does not allow namespaces ({error}): run as root, allow unprivileged user namespaces, "
                 'or use mode="pacing"'
             ) from error
         wire = self._wire()
@@ -210,7 +210,7 @@ class Supervisor:
         while True:
             ready, _, _ = select.select([0, self.parent], [], [], 1.0)
             if self.relay is not None and os.waitpid(self.relay, os.WNOHANG)[0]:
-                print("bagua lab: the relay has ended; the cluster ends", file=sys.stderr)
+                print("bagua lab: the relay has exited; stopping the cluster", file=sys.stderr)
                 self.relay = None
                 return
             if self.parent in ready:
@@ -261,7 +261,7 @@ def load_relay() -> ctypes.CDLL:
         raise LabError(f"the relay of the lab is not built ({error}): {how}") from error
     library.bagua_lab_abi.restype = ctypes.c_uint64
     if library.bagua_lab_abi() != ABI:
-        raise LabError(f"the relay of the lab is of another version than its Python part: {how}")
+        raise LabError(f"the lab's relay was built for another version of bagua: {how}")
     library.bagua_lab_relay.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64]
     return library
 

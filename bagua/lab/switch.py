@@ -42,7 +42,7 @@ def make_pair(index: int, interface: str, pid: int) -> None:
         kernel.up(here)
     except OSError as error:
         missing = error.errno in (errno.EOPNOTSUPP, errno.ENODEV)
-        raise LabError(f"cannot make a veth pair: {'the kernel has none' if missing else error}") from error
+        raise LabError(f"cannot make a veth pair: {'the kernel has no veth devices' if missing else error}") from error
 
 
 def make_bridge(interfaces: Sequence[str], pids: Sequence[int]) -> None:

@@ -65,7 +65,7 @@ class Experts(nn.Module):
             answer = answer[0] if isinstance(answer, tuple) else answer
             if answer.shape != part.shape:
                 raise ValueError(
-                    f"expert {number}: returned shape {list(answer.shape)} for rows {list(part.shape)}; "
+                    f"expert {number}: returned shape {list(answer.shape)} for input {list(part.shape)}; "
                     "it must return as many rows of the same width"
                 )
             answers.append(answer)

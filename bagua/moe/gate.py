@@ -56,7 +56,7 @@ class TopKGate(nn.Module):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
         if k not in (1, 2):
-            raise ValueError(f"k: a token goes to 1 or 2 experts, got {k!r}")
+            raise ValueError(f"k: expected 1 or 2 experts per token, got {k!r}")
         for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
             if not 0 < factor < float("inf"):
                 raise ValueError(f"{name}: expected a number > 0, got {factor!r}")

@@ -139,7 +139,9 @@ class Spread:
     def _run(self, what: str, device: torch.device, send: Any) -> None:
         team = self._team(device)
         if team.size != self.size:
-            raise RuntimeError(f"MoE: made for {self.size} ranks, the process group has {team.size} now; make it anew")
+            raise RuntimeError(
+                f"MoE: made for {self.size} ranks, but the process group has {team.size} now; construct it again"
+            )
         lanes = _lanes.setdefault(team.counters, {})
         lane = lanes.get(device.type)
         if lane is None:
@@ -169,7 +171,9 @@ def _alone_or_default(size: int) -> Spread:
     """
     made = Spread()
     if made.size != size:
-        raise RuntimeError(f"MoE: its experts were spread over {size} ranks when it was pickled, here are {made.size}")
+        raise RuntimeError(
+            f"MoE: its experts were sharded over {size} ranks when it was pickled; this group has {made.size}"
+        )
     return made
 
 

@@ -108,8 +108,8 @@ class OneBitLamb(TwoStage):
             for slot in (self.state[param] for param in group["params"] if param in self.state):
                 if slot["step"] >= group["warmup_steps"] and "coeff" not in slot:
                     raise ValueError(
-                        f"state dict: made by another optimizer and at step {slot['step']}, when warmup_steps="
-                        f"{group['warmup_steps']} are over; layers have no scaling coefficient"
+                        f"state dict: saved by another optimizer at step {slot['step']}, after warmup_steps="
+                        f"{group['warmup_steps']} had ended; the layers' scaling coefficients are missing"
                     )
 
     @property

@@ -92,7 +92,7 @@ class TwoStage(torch.optim.Optimizer):
     @property
     def compressing(self) -> bool:
         """Whether the next step takes a mean of quantised momenta."""
-        raise NotImplementedError(f"{type(self).__name__} must say when its momentum may be quantised")
+        raise NotImplementedError(f"{type(self).__name__} must implement `compressing`")
 
     def live(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
         """The group's parameters that have a gradient, with it and their state; their step is counted up.

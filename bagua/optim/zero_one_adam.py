@@ -166,8 +166,8 @@ class ZeroOneAdam(TwoStage):
                 left = (group.get("drift_left", 1.0) if begun else 1.0) * decay_of(group)[1]
                 if left <= 0:
                     raise ValueError(
-                        f"weight_decay: decoupled, {group['weight_decay']:g} at a learning rate of "
-                        f"{float(group['lr']):g} leaves nothing of the weights"
+                        f"weight_decay: decoupled decay of {group['weight_decay']:g} at a learning rate of "
+                        f"{float(group['lr']):g} would shrink the weights to zero or below"
                     )
                 group["drift_left"] = left
                 group["drift_size"] = (group.get("drift_size", 0.0) if begun else 0.0) + size / left

@@ -49,7 +49,9 @@ def get_args_parser() -> ArgumentParser:
                         help="set a variable for the ranks; the value is the one here; may be repeated")  # fmt: skip
     add("no_python", action="store_true", help="TRAINING_SCRIPT is a program of its own")
     add("enable_bagua_net", action="store_true", help="have NCCL load Bagua-Net")
-    add("bagua_service_port", type=_port, metavar="PORT", help="accepted, without effect: there is no server any more")
+    add(
+        "bagua_service_port", type=_port, metavar="PORT", help="accepted, without effect: Bagua no longer runs a server"
+    )
     add("workdir", metavar="DIR", help="directory on the hosts (default: the path of this one)")
     add("python", default=sys.executable, help="interpreter on the hosts (default: the path of this one, %(default)s)")
     group = parser.add_argument_group("ssh")
@@ -81,10 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     ssh = shutil.which("ssh")
     if ssh is None:
-        print("baguarun: there is no ssh here; install the OpenSSH client", file=sys.stderr)
+        print("baguarun: ssh is not installed; install the OpenSSH client", file=sys.stderr)
         return 1
     if args.bagua_service_port is not None:
-        print("baguarun: --bagua_service_port has no effect: Bagua runs no server any more", file=sys.stderr)
+        print("baguarun: --bagua_service_port has no effect: Bagua no longer runs a server", file=sys.stderr)
     cwd = args.workdir or os.getcwd()
     specs = [
         NodeSpec(_launcher(args, rank, len(hosts), master), cwd, env, args.python, args.grace)
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with end_by_exception():
             return FanOut(hosts, specs, options).run()
     except KeyboardInterrupt:
-        print("baguarun: interrupted; all hosts have been told to end", file=sys.stderr)
+        print("baguarun: interrupted; all hosts were told to stop", file=sys.stderr)
         return 130
 
 
@@ -122,7 +124,7 @@ def _environment(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         name, equals, value = word.partition("=")
         if not _VARIABLE.match(name):
-            raise ValueError(f"-x {word}: {name!r} is no name of a variable")
+            raise ValueError(f"-x {word}: {name!r} is not a variable name")
         if not equals and name not in os.environ:
             raise ValueError(f"-x {name}: it is not set here; -x {name}=VALUE sets it")
         env[name] = value if equals else os.environ[name]

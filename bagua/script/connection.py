@@ -156,7 +156,7 @@ class Connection:
             return f"the connection was lost{said}" if self.is_up else f"ssh could not connect{said}"
         if not self.is_up:
             hint = f"; is {self._python} there? --python names another interpreter" if code in (126, 127) else ""
-            return f"nothing could be started there, exit code {code}{said}{hint}"
+            return f"the ranks could not be started, exit code {code}{said}{hint}"
         if code < 0:
             return f"ssh was ended by signal {-code}"
         return f"exit code {code}"

@@ -99,7 +99,7 @@ class FanOut:
             for connection in running:
                 if connection.process.poll() is None:
                     connection.kill()
-                    self._say(f"host {connection.host.label}: no answer any more; its ranks may still run")
+                    self._say(f"host {connection.host.label}: it no longer answers; its ranks may still run")
             for connection in running:
                 connection.join(_LAST_WORDS_S)
 

@@ -132,7 +132,7 @@ def _refuse_background(algorithm: str | Algorithm) -> None:
     elif chosen.exactness is Exactness.ASYNCHRONOUS:
         raise ValueError(
             f"algorithm: {type(chosen).__name__} averages at moments that depend on time, which is not simulated; "
-            "run it in processes, or simulate 'local_sgd' for a first idea"
+            "run it in real processes, or simulate 'local_sgd' as an approximation"
         )
 
 

@@ -74,7 +74,7 @@ class Turns:
         while not ready():
             self._idle += 1
             if self._idle > 2 * self.size:
-                raise Deadlock(f"rank {rank} waits for {what}, and every other rank waits too or is done")
+                raise Deadlock(f"rank {rank} waits for {what}, and every other rank waits too or has finished")
             self._pass_on()
             with self._baton:
                 self._baton.wait_for(lambda: self.rank == rank)

@@ -19,7 +19,7 @@ def get_args_parser(prog: str) -> ArgumentParser:
     names = [row.name for row in bagua.algorithms.available()]
     parser = ArgumentParser(
         prog=prog,
-        description="Samples per second of a known model on made-up data. Start it alone or with `bagua run`.",
+        description="Samples per second of a known model on synthetic data. Start it alone or with `bagua run`.",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -41,7 +41,9 @@ def get_args_parser(prog: str) -> ArgumentParser:
     group = parser.add_argument_group("scaling it down or up")
     group.add_argument("--image-size", type=_positive, default=224, help="side of the images, pixels")
     group.add_argument("--seq-length", type=_positive, default=128, help="tokens of a sequence, for BERT, 512 at most")
-    group.add_argument("--scale", type=float, default=1.0, help="factor of the widths; other than 1: own definitions")
+    group.add_argument(
+        "--scale", type=float, default=1.0, help="factor of the widths; other than 1: built-in definitions"
+    )
     group.add_argument("--source", choices=SOURCES, default="auto", help="of the model's definition")
     group.add_argument("--bucket-bytes", type=_positive, help="gradients exchanged at once; Bagua's default without")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
@@ -58,9 +60,9 @@ def parse(parser: ArgumentParser, argv: list[str] | None) -> Namespace:
     if "bert" in args.model and not 2 <= args.seq_length <= 512:
         parser.error(f"--seq-length: expected 2 to 512 tokens, got {args.seq_length}")
     if "bert" not in args.model and args.image_size < 32:
-        parser.error(f"--image-size: expected 32 pixels at least, got {args.image_size}")
+        parser.error(f"--image-size: expected at least 32 pixels, got {args.image_size}")
     if args.deterministic and args.algorithm == "async":
-        parser.error("--deterministic: with async nothing repeats, averaging happens when it happens")
+        parser.error("--deterministic: async cannot be deterministic, because its averaging depends on timing")
     return args
 
 
@@ -85,5 +87,5 @@ def _at_least(text: str, least: int) -> int:
     except ValueError:
         raise ArgumentTypeError(f"expected a whole number, not {text!r}") from None
     if value < least:
-        raise ArgumentTypeError(f"must be {least} at least, not {value}")
+        raise ArgumentTypeError(f"must be at least {least}, not {value}")
     return value

@@ -60,19 +60,19 @@ def choose(name: str, source: str = "auto", scale: float = 1.0, num_classes: int
         raise ValueError(f"source: expected one of {', '.join(SOURCES)}, got {source!r}")
     library = "transformers" if name in _TEXT else "torchvision"
     if source == "library" and scale != 1.0:
-        raise ValueError(f"scale: {scale:g} needs the own definitions; those of {library} have one size")
+        raise ValueError(f"scale: {scale:g} needs the built-in definitions; those of {library} have one size")
     if source != "own" and scale == 1.0:
         made = _from_transformers(name) if name in _TEXT else _from_torchvision(name, num_classes)
         if made is not None:
             return made
         if source == "library":
-            raise ValueError(f"model: {library} is not installed, or has no {name!r}; own: {', '.join(OWN)}")
+            raise ValueError(f"model: {library} is not installed, or has no {name!r}; built in: {', '.join(OWN)}")
     if name in _IMAGE:
         return Choice(name, "own", None, lambda: _IMAGE[name](num_classes, scale))
     if name in _TEXT:
         config = _TEXT[name](scale)
         return Choice(name, "own", config.vocab_size, lambda: BertForPreTraining(config))
-    raise ValueError(f"model: {name!r} is unknown; own: {', '.join(OWN)}; others need torchvision installed")
+    raise ValueError(f"model: {name!r} is unknown; built in: {', '.join(OWN)}; others need torchvision")
 
 
 def _from_torchvision(name: str, num_classes: int) -> Choice | None:

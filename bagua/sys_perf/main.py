@@ -78,7 +78,7 @@ def _device(no_cuda: bool) -> torch.device:
         return torch.device("cpu")
     local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local_rank >= gpus:
-        raise SystemExit(f"local rank {local_rank} has no GPU, there are {gpus}; --no-cuda stays on the CPU")
+        raise SystemExit(f"local rank {local_rank} has no GPU ({gpus} found); pass --no-cuda to run on the CPU")
     torch.cuda.set_device(local_rank)
     torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     return torch.device("cuda", local_rank)
@@ -101,7 +101,7 @@ def _optimizer(args: Namespace, model: nn.Module, size: int) -> torch.optim.Opti
         return bagua.optim.ZeroOneAdam(params, var_freeze_step=exact)
     optimizer = torch.optim.SGD(params, lr=LEARNING_RATE * (1 if args.use_adasum else size))
     if args.use_adasum and torch.distributed.get_rank() == 0:
-        print("--use-adasum: there is no Adasum here; gradients are averaged", file=sys.stderr)
+        print("--use-adasum: Adasum is not supported; gradients are averaged", file=sys.stderr)
     return bagua.optim.fuse(optimizer) if args.fuse_optimizer else optimizer
 
 

@@ -66,12 +66,12 @@ def _value(case: Case) -> None:
     require(isinstance(algorithm.exactness, Exactness), f"exactness is {algorithm.exactness!r}")
     require(isinstance(algorithm.payload, Payload), f"payload is {algorithm.payload!r}")
     require(algorithm.payload in algorithm.payloads, f"payloads {algorithm.payloads} lack {algorithm.payload}")
-    require(algorithm.summary and "\n" not in algorithm.summary, "summary: write one line for `available()`")
+    require(algorithm.summary and "\n" not in algorithm.summary, "summary: must be one line, shown by `available()`")
     require(type(algorithm).__doc__, "the class has no docstring")
     for size in (1, 2, 8):
         sent = algorithm.bytes_per_rank(1 << 20, size)
         require(math.isfinite(sent) and sent >= 0, f"bytes_per_rank(1 << 20, {size}) is {sent!r}")
-    require(algorithm.bytes_per_rank(1 << 20, 1) == 0, "bytes_per_rank: a single rank sends nothing")
+    require(algorithm.bytes_per_rank(1 << 20, 1) == 0, "bytes_per_rank: must be 0 for a single rank")
 
 
 def _options(case: Case) -> None:
@@ -125,7 +125,7 @@ def _resumes(case: Case) -> None:
 
         for rank, found in enumerate(on_ranks(case, rest)):
             same = torch.equal(found, told[rank][1])
-            require(same or not case.repeatable, f"rank {rank}: resumed after step {stop}, it ends elsewhere")
+            require(same or not case.repeatable, f"rank {rank}: resumed after step {stop}, it ends with other weights")
             require(bool(found.isfinite().all()), f"rank {rank}: resumed after step {stop}, weights are not finite")
 
 

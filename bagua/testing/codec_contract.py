@@ -84,8 +84,14 @@ def _wire_bytes(subject: _Subject) -> None:
                 wire.dtype == torch.uint8 and tuple(wire.shape) == (2, said),
                 f"{n} elements of {dtype} became {wire.dtype} {list(wire.shape)}; wire_bytes is {said}",
             )
-    require(tuple(codec.encode(torch.empty(0, 7)).shape) == (0, codec.wire_bytes(7)), "no rows did not become no rows")
-    require(tuple(codec.decode(codec.encode(torch.empty(3, 0)), 0).shape) == (3, 0), "empty rows did not come back")
+    require(
+        tuple(codec.encode(torch.empty(0, 7)).shape) == (0, codec.wire_bytes(7)),
+        "encoding zero rows did not return zero rows",
+    )
+    require(
+        tuple(codec.decode(codec.encode(torch.empty(3, 0)), 0).shape) == (3, 0),
+        "rows of zero elements did not come back",
+    )
 
 
 def _round_trip(subject: _Subject) -> None:
@@ -133,7 +139,7 @@ def _pure(subject: _Subject) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    require(len(same) == 16 and all(same), "threads that encode at once get other bytes or fail")
+    require(len(same) == 16 and all(same), "concurrent threads encode other bytes, or fail")
     number = torch.get_num_threads()
     try:
         torch.set_num_threads(1 if number > 1 else 2)
@@ -182,12 +188,12 @@ def _views(subject: _Subject) -> None:
         require(codec.encode(x_RN, out=out_RW) is out_RW, "encode does not return `out`")
         require(torch.equal(out_RW, wire_RW), "encode fills `out` with other bytes; is the padding written?")
         beside = bool((wires[::3] == 77).all() and (wires[:, :4] == 77).all() and (wires[:, 4 + width :] == 77).all())
-        require(beside, "encode wrote beside `out`")
+        require(beside, "encode wrote outside of `out`")
         target = torch.zeros((4, 1504), dtype=dtype)
         y_RN = codec.decode(out_RW, 1501, out=target[1:3, 1:1502])
         require(_same(y_RN, codec.decode(wire_RW, 1501, dtype=dtype)), f"decode into a view of {dtype} differs")
         target[1:3, 1:1502] = 0
-        require(not bool(target.any()), "decode wrote beside `out`")
+        require(not bool(target.any()), "decode wrote outside of `out`")
 
 
 def _means(subject: _Subject) -> None:
@@ -232,7 +238,7 @@ def _feedback(subject: _Subject) -> None:
     )
     x_RN[0, 5] = float("inf")
     codec.encode_with_feedback(x_RN, residual_RN)
-    require(bool(residual_RN.isfinite().all()), "a residual keeps what is not finite")
+    require(bool(residual_RN.isfinite().all()), "a residual keeps a value that is not finite")
 
 
 def _parts(subject: _Subject) -> None:
@@ -248,8 +254,11 @@ def _parts(subject: _Subject) -> None:
     for lo, hi in ((middle, n), (0, middle)):
         codec.encode_part(x_N[lo:hi], parts_W, lo, n)
         codec.decode_part(whole_W, lo, n, y_N[lo:hi])
-    require(torch.equal(parts_W, whole_W), "a row that is encoded in parts has other bytes")
-    require(torch.equal(y_N, codec.decode(whole_W[None], n)[0]), "a row that is decoded in parts has other values")
+    require(torch.equal(parts_W, whole_W), "a row encoded in parts has other bytes than the whole row")
+    require(
+        torch.equal(y_N, codec.decode(whole_W[None], n)[0]),
+        "a row decoded in parts has other values than the whole row",
+    )
 
 
 def _linear(subject: _Subject) -> None:

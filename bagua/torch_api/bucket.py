@@ -11,7 +11,7 @@ from bagua.algorithms.base import Bucket
 
 __all__ = ["BaguaBucket"]
 
-_INSTEAD = "what a bucket does is said by a subclass of bagua.Algorithm, in on_ready()"
+_INSTEAD = "a subclass of bagua.Algorithm decides in on_ready() what a bucket does"
 
 
 class BaguaBucket:
@@ -78,7 +78,7 @@ class BaguaBucket:
         return self._core.flat.numel() * self._core.flat.element_size()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"BaguaBucket: operations cannot be put on a bucket; {_INSTEAD}")
+        raise NotImplementedError(f"BaguaBucket: operations cannot be appended to a bucket; {_INSTEAD}")
 
     append_python_op = append_centralized_synchronous_op = append_decentralized_synchronous_op = _refuse
     append_low_precision_decentralized_synchronous_op = append_asynchronous_model_average_op = clear_ops = _refuse

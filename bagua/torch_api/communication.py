@@ -101,5 +101,5 @@ def get_backend(model_name: str) -> NoReturn:
     """
     raise NotImplementedError(
         f"get_backend({model_name!r}): buckets are scheduled by the engine within the distributed module; "
-        "bagua.stats(module) says what it does, module.bagua_buckets holds the buckets"
+        "bagua.stats(module) reports on it, module.bagua_buckets holds the buckets"
     )

@@ -8,7 +8,7 @@ from bagua.torch_api.report import report_once
 
 __all__ = ["OLD_VARIABLES", "report_old_variables"]
 
-_NO_SERVER = "there is no server"
+_NO_SERVER = "Bagua has no server"
 # name -> what to know instead
 OLD_VARIABLES = {
     "AUTO_TUNE_SERVER_ADDR": f"{_NO_SERVER}; rank 0 tunes through the process group's store",

@@ -66,7 +66,7 @@ def with_bagua(
     """
     core = as_core_algorithm(algorithm)
     if not do_flatten:
-        report_once("with_bagua: do_flatten=False cannot act, gradients are always exchanged in flat buckets")
+        report_once("with_bagua: do_flatten=False has no effect: gradients are always exchanged in flat buckets")
     items = as_optimizers(optimizers)
     distribute(
         self,

@@ -166,7 +166,9 @@ def init_process_group(
     if store is None:
         beside = [name for name, value in given.items() if value != -1]
         if beside:
-            raise ValueError(f"{beside[0]}: goes with store, which is None; without it the environment says who I am")
+            raise ValueError(
+                f"{beside[0]}: needs store, which is None; without a store the rank is read from the environment"
+            )
         world.init_process_group()
     else:
         if not isinstance(store, dist.Store):

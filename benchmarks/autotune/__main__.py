@@ -57,7 +57,7 @@ def _await(processes: Sequence[subprocess.Popen[Any]], folder: Path, limit_s: fl
             time.sleep(1)
             said = (
                 "; ".join(json.loads(path.read_text())["error"] for path in errors)
-                or f"not done within {limit_s:.0f} s"
+                or f"not finished within {limit_s:.0f} s"
             )
             raise RuntimeError(said + "\n" + (folder / "log.txt").read_text()[-3000:])
         time.sleep(_POLL_S)

@@ -48,7 +48,7 @@ def parse(argv: list[str] | None) -> Namespace:
 
 def _count(text: str) -> int:
     if int(text) < 1:
-        raise ArgumentTypeError(f"expected 1 at least, not {text}")
+        raise ArgumentTypeError(f"expected at least 1, not {text}")
     return int(text)
 
 

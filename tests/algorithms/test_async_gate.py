@@ -75,7 +75,7 @@ def test_only_who_does_not_come_is_missed() -> None:
     for thread in threads:
         thread.start()
     members[0].store.await_keys(["gate/at/0", "gate/at/1"], time.monotonic() + PATIENCE_S)
-    with pytest.raises(CommunicationError, match="rank 0 gives up: no sign of rank 2$"):
+    with pytest.raises(CommunicationError, match="rank 0 gives up: no response from rank 2$"):
         gates[0].give_up_after(0.0)
     gates[2].leave()
     for thread in threads:

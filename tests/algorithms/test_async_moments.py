@@ -74,7 +74,9 @@ def test_average_names_who_stays_away() -> None:
         run = Run(team, max_alone_s=PATIENCE_S)  # rank 1 is alone for as long as rank 0 waits
         run.train_rounds(1)
         if team.rank == 0:
-            with pytest.raises(bagua.CommunicationError, match=r"average_parameters\(\): rank 1 did not come within 1"):
+            with pytest.raises(
+                bagua.CommunicationError, match=r"average_parameters\(\): rank 1 did not arrive within 1"
+            ):
                 bagua.average_parameters(run.model)
             failed.set()
         run.train_until(failed.is_set)

@@ -231,7 +231,7 @@ def test_a_file_cannot_smuggle_in_what_changes_results(tmp_path: Path, monkeypat
     path.write_text(json.dumps(content))
 
     def load(team: Any) -> None:
-        with pytest.raises(ValueError, match="file: bucket_bytes of 'bytegrad' cannot be tuned here"):
+        with pytest.raises(ValueError, match="file: bucket_bytes of 'bytegrad' cannot be set here"):
             Training(team, "bytegrad", autotune=str(path), bucket_bytes=START).steps(2)
 
     run_teams(2, load)
@@ -310,7 +310,7 @@ def test_a_tuned_state_is_used_where_it_fits(monkeypatch: pytest.MonkeyPatch) ->
         assert fits[0].hierarchical
         assert fits[1] == "done"
         assert not without_groups[0].hierarchical
-        assert any("cannot be had here: hierarchical" in notice for notice in without_groups[2])
+        assert any("cannot be applied here: hierarchical" in notice for notice in without_groups[2])
         assert not other_size[0].hierarchical
         assert other_size[1] == "warm-up"
 
@@ -371,17 +371,17 @@ def off(team: Any, algorithm: str, optimizer: Any = None) -> tuple[Progress | No
 @pytest.mark.parametrize(
     ("algorithm", "size", "optimizer", "reason"),
     [
-        ("gradient_allreduce", 1, None, "there is one rank"),
-        ("async", 2, None, "nobody waits for the exchanges of 'async'"),
-        ("diloco", 2, None, "'diloco' exchanges every 64 steps only"),
-        ("qadam", 2, bagua.optim.QAdam, "the steps of 'qadam' are of several kinds"),
-        ("bytegrad", 2, None, "nothing here makes a difference"),
+        ("gradient_allreduce", 1, None, "there is only one rank"),
+        ("async", 2, None, "no step waits for the exchanges of 'async'"),
+        ("diloco", 2, None, "'diloco' exchanges only every 64 steps"),
+        ("qadam", 2, bagua.optim.QAdam, "the steps of 'qadam' are not all alike"),
+        ("bytegrad", 2, None, "no setting has an effect on this module"),
     ],
 )
 def test_where_nothing_can_be_tuned_that_is_said(algorithm: str, size: int, optimizer: Any, reason: str) -> None:
     for progress, notices in run_teams(size, off, algorithm, optimizer):
         assert (progress.phase, progress.reason) == ("off", reason)
-        assert f"autotune: nothing is tuned, since {reason}" in notices
+        assert f"autotune: not tuning: {reason}" in notices
 
 
 def test_a_simulation_is_not_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +395,7 @@ def test_a_simulation_is_not_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for stats in simulation.stats:
         assert stats.tuning is not None
-        assert (stats.tuning.phase, stats.tuning.reason) == ("off", "a simulation takes no time")
+        assert (stats.tuning.phase, stats.tuning.reason) == ("off", "simulated steps cannot be timed")
 
 
 def test_a_dropped_module_is_freed_while_it_is_tuned() -> None:

@@ -28,7 +28,7 @@ def test_forms(tmp_path: Path) -> None:
     ("value", "error", "message"),
     [
         (3, TypeError, "autotune: expected a bool"),
-        ({"speed": 1}, ValueError, "there is no option 'speed'"),
+        ({"speed": 1}, ValueError, "unknown option 'speed'"),
         ({"max_samples": 0}, ValueError, "max_samples must be an integer >= 1, got 0"),
         ({"max_samples": True}, ValueError, "max_samples"),
         ({"max_turns": 5}, ValueError, "max_turns must be an integer >= 16"),
@@ -108,9 +108,9 @@ def test_results_are_kept_by_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
-        ("[]", "holds no results"),
-        ('{"version": 2, "results": {}}', "holds no results"),
+        ("{", "is not valid JSON"),
+        ("[]", "does not hold autotuning results"),
+        ('{"version": 2, "results": {}}', "does not hold autotuning results"),
         ('{"version": 1, "results": {"a": {}}}', "entry 'a'"),
         ('{"version": 1, "results": {"a": {"settings": {"num_lanes": 3}}}}', "entry 'a'"),
         (" " * (10 * 2**20 + 1), "is larger than"),

@@ -32,7 +32,7 @@ def test_conditions() -> None:
         (["tradeoff", "--conditions", "1gbit/1ms/2ms"], "two values"),
         (["tradeoff", "--conditions", "1gbit/tcpreno/tcpbbr"], "two values"),
         (["tradeoff", "--conditions", "1gbit/wiretap/wiretbf"], "two values"),
-        (["tradeoff", "--conditions", "1gbit/1ms/wiretbf"], "take wirerelay"),
+        (["tradeoff", "--conditions", "1gbit/1ms/wiretbf"], "use wirerelay"),
         (["tradeoff", "--conditions", "1gbit/wirebarbed"], "wirebarbed"),
         (["tradeoff", "--conditions", "0mbit"], "more than 0"),
         (["tradeoff", "--conditions", ","], "conditions"),

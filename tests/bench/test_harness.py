@@ -104,7 +104,7 @@ def test_a_case_that_fails_is_a_row_and_the_rest_still_runs(tmp_path: Path, monk
 @pytest.mark.slow
 def test_a_case_that_hangs_is_a_row_and_the_rest_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, stuck, after = run_broken(("off", "ddp_bf16", "off"), 10.0, tmp_path, monkeypatch)
-    assert stuck.error == "not done within 10 s"
+    assert stuck.error == "not finished within 10 s"
     assert not first.error and not after.error and len(after.ranks) == 2
 
 

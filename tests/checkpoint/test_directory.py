@@ -133,8 +133,8 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
         ({"step": -1}, "step"),
         ({"step": True}, "step"),
         ({"keep": 0}, "keep"),
-        ({"objects": {"a b": 1}}, "'a b' is no name"),
-        ({"objects": {"model.bagua": 1}}, "is no name"),
+        ({"objects": {"a b": 1}}, "'a b' is not a valid name"),
+        ({"objects": {"model.bagua": 1}}, "is not a valid name"),
         ({"objects": [1]}, "objects"),
     ],
 )
@@ -150,7 +150,7 @@ def test_what_is_not_in_it_is_named(tmp_path: Path) -> None:
     save(tmp_path, {"model": net, "epoch": 1}, step=1)
     with pytest.raises(CheckpointError, match="has no 'optimizer'; it holds model, epoch"):
         load(tmp_path, {"model": model(), "optimizer": torch.optim.SGD(net.parameters(), lr=1)})
-    with pytest.raises(CheckpointError, match="'model' was a module and is a data now"):
+    with pytest.raises(CheckpointError, match="'model' was saved as 'module' but is 'data' now"):
         load(tmp_path, {"model": 1})
 
 

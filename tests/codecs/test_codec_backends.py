@@ -140,7 +140,7 @@ def test_get_says_what_is_known():
         codecs.get(8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'bf16'.*block"):
         codecs.get("bf16", block=3)
-    with pytest.raises(ValueError, match="codec: options block go into the instance Identity"):
+    with pytest.raises(ValueError, match="codec: got an instance and options block; pass the options to Identity"):
         codecs.get(Identity(), block=3)
 
 

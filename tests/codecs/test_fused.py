@@ -256,9 +256,9 @@ def test_no_elements(codec: Codec, device: torch.device):
 def test_arguments_are_checked(codec: Codec, device: torch.device):
     x = torch.zeros((2, 8), device=device)
     wire = codec.encode(x)
-    with pytest.raises(ValueError, match="residual_RN must be as x_RN"):
+    with pytest.raises(ValueError, match="residual_RN must match x_RN"):
         codec.encode_with_feedback(x, torch.zeros((2, 9), device=device))
-    with pytest.raises(ValueError, match="residual_RN must be as x_RN"):
+    with pytest.raises(ValueError, match="residual_RN must match x_RN"):
         codec.encode_with_feedback(x, x.double())
     with pytest.raises(ValueError, match=r"residual_RN.*contiguous"):
         codec.encode_with_feedback(x, torch.zeros((8, 2), device=device).t())

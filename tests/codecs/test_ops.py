@@ -95,5 +95,5 @@ def test_bad_arguments_reach_the_caller():
         torch.ops.bagua.sign_encode(torch.zeros((1, 8)), 3)
     with pytest.raises(ValueError, match="x_RN must have 2 dims"):
         torch.ops.bagua.sign_encode(torch.zeros(8), 8)
-    with pytest.raises(ValueError, match="residual_RN must be as x_RN"):
+    with pytest.raises(ValueError, match="residual_RN must match x_RN"):
         torch.ops.bagua.sign_encode_with_feedback(torch.zeros((1, 8)), torch.zeros((1, 9)), 8)

@@ -114,7 +114,7 @@ def test_no_mixing_without_fused_multiply_add() -> None:
     wire_W = torch.zeros(codec.wire_bytes(n), dtype=torch.uint8)
     with codecs.use_backend("native-baseline"):
         assert not codec.part_lerps(CPU)
-        with pytest.raises(TypeError, match="mixes no parts"):
+        with pytest.raises(TypeError, match="cannot mix parts"):
             codec.encode_part(row(n), wire_W, 0, n, None, (row(n), 0.9))
 
 
@@ -131,10 +131,10 @@ def test_codecs_that_need_whole_rows_say_so() -> None:
 @pytest.mark.parametrize(
     ("start", "m", "width", "named"),
     [
-        (8, 1024, 0, "no whole blocks of 1024"),
-        (0, 1000, 0, "no whole blocks of 1024"),
+        (8, 1024, 0, "not whole blocks of 1024"),
+        (0, 1000, 0, "not whole blocks of 1024"),
         (2048, 1024, 0, "elements 2048 to 3072 of 3000"),
-        (-1024, 1024, 0, "no whole blocks"),
+        (-1024, 1024, 0, "not whole blocks"),
         (0, 1024, 4, "wire_W must be"),
     ],
 )

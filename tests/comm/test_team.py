@@ -55,7 +55,7 @@ def test_absent_ranks_are_named() -> None:
     results = on_each(members, talk)
     for rank in (0, 2):
         assert isinstance(results[rank], CommunicationError)
-        assert f"greeting: rank 1, 3 did not come within 0.5 s (this is rank {rank} of 4)" in str(results[rank])
+        assert f"greeting: rank 1, 3 did not arrive within 0.5 s (this is rank {rank} of 4)" in str(results[rank])
 
 
 def test_missing_names_who_is_silent() -> None:

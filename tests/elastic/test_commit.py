@@ -53,7 +53,7 @@ def test_nothing_is_found_where_there_is_nothing() -> None:
      {"kinds": {}}, {"size": -1}],
 )  # fmt: skip
 def test_nonsense_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="described wrongly"):
+    with pytest.raises(CheckpointError, match="malformed"):
         Commit.of({**slot(1, WHOLE), **change})
 
 

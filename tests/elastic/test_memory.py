@@ -94,7 +94,7 @@ def test_other_files_are_refused(memory: Memory, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cannot be opened"):
             open_slots(address)
     pid, _, files = memory.address.split(":")
-    with pytest.raises(ValueError, match="no memory of this job"):
+    with pytest.raises(ValueError, match="not memory of this job"):
         open_slots(f"{pid}:{'00' * 16}:{files}")
     for wrong in ("", "1:2", "a:b:c", f"{pid}:zz:1"):
         with pytest.raises(ValueError, match=VARIABLE):

@@ -149,7 +149,7 @@ def wrong_arguments(addresses: list[str]) -> None:
         ({"disk_every": 0}, "disk_every"),
         ({"keep": True}, "keep"),
         ({"grace_s": 0}, "grace_s"),
-        ({"commit": 1}, "commit is a name that State needs itself"),
+        ({"commit": 1}, "commit is reserved by State itself"),
         ({"_user": 1}, "_user"),
     ]:
         with pytest.raises(ValueError, match=message):

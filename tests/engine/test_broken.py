@@ -102,7 +102,7 @@ def assert_equal_weights(model: nn.Module) -> None:
 def test_all_ranks_raise_and_name_the_one(
     pool: RankPool, algorithm: str, at: str, kind: str, who: list[int], size: int
 ) -> None:
-    named = f"broke off the backward pass of rank {', '.join(map(str, who))} and not of all ranks"
+    named = f"interrupted the backward pass of rank {', '.join(map(str, who))} but not of all ranks"
     for message, took, nothing_left in pool.run(size, broken_on_some, algorithm, at, kind, who, group_timeout_s=60):
         assert named in message, message
         assert nothing_left and took < 40

@@ -48,7 +48,7 @@ def test_lost_rank_is_named(pool: RankPool, how: str, size: int) -> None:
         message, again, took = results[rank]
         assert "bagua.errors.CommunicationError" in message
         assert "step 3" in message and "bucket 0" in message, message
-        assert f"no sign of rank {size - 1}" in message, message
+        assert f"no response from rank {size - 1}" in message, message
         assert "The above exception was the direct cause" in message, "the lane's own traceback is chained"
         assert "bagua.distribute() again" in again
         assert took < 8 + 3 + 10
@@ -104,7 +104,7 @@ def absent_at_distribute() -> str:
 
 def test_rank_that_does_not_call_distribute_is_named(pool: RankPool) -> None:
     message = pool.run(3, absent_at_distribute, group_timeout_s=3)[0]
-    assert "bagua.distribute(): rank 1 did not come within 3 s" in message
+    assert "bagua.distribute(): rank 1 did not arrive within 3 s" in message
 
 
 def interrupted_backward() -> list[int]:

@@ -113,7 +113,7 @@ def test_with_other_momenta(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> 
     compare(monkeypatch, algorithm, {}, make, False)
 
 
-REFUSED = "launch: hook needs before and after too, for exchanges that cannot use it"
+REFUSED = "launch: with hook, pass before and after too; exchanges that cannot use the hook call those"
 
 
 class Incomplete(Algorithm):

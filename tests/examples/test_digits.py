@@ -111,4 +111,4 @@ def test_an_unknown_algorithm_is_refused_with_the_names_of_all(capsys: pytest.Ca
 def test_sizes_that_are_no_sizes_are_refused_by_name(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_script(script).build_parser().parse_args(["--epochs" if script != "char_lm" else "--steps", "0"])
-    assert re.search(r"argument --(epochs|steps): expected 1 at least, not 0", capsys.readouterr().err)
+    assert re.search(r"argument --(epochs|steps): expected at least 1, not 0", capsys.readouterr().err)

@@ -127,7 +127,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         (["--arch", "resnet19"], "'resnet19' is unknown"),
         (["--arch", "bert_base"], "bert_base reads text"),
-        (["--scale", "9"], "scale: expected a number above 0"),
+        (["--scale", "9"], "scale: expected a number > 0"),
     ],
 )
 def test_refusals(words: list[str], message: str) -> None:

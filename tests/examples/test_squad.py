@@ -236,7 +236,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["--output_dir", str(tmp_path)], "is not empty; --overwrite_output_dir"),
         (["--train_file", "nowhere.json"], "--train_file: there is no file nowhere.json"),
-        (["--doc_stride", "0"], "argument --doc_stride: expected 1 at least, not 0"),
+        (["--doc_stride", "0"], "argument --doc_stride: expected at least 1, not 0"),
         (["--do_eval"], "the directory of a trained model is needed"),
     ):
         with pytest.raises(SystemExit):

@@ -86,11 +86,11 @@ def test_interval() -> None:
 @pytest.mark.parametrize(
     ("name", "source", "scale", "message"),
     [
-        ("vgg17", "own", 1.0, "'vgg17' is unknown; own: vgg16, resnet18"),
-        ("vgg16", "library", 0.5, "0.5 needs the own definitions"),
+        ("vgg17", "own", 1.0, "'vgg17' is unknown; built in: vgg16, resnet18"),
+        ("vgg16", "library", 0.5, "0.5 needs the built-in definitions"),
         ("vgg16", "mine", 1.0, "expected one of auto, own, library"),
-        ("resnet50", "own", 0.0, "scale: expected a number above 0"),
-        ("bert_large", "own", 5.0, "scale: expected a number above 0"),
+        ("resnet50", "own", 0.0, "scale: expected a number > 0"),
+        ("bert_large", "own", 5.0, "scale: expected a number > 0"),
     ],
 )
 def test_wrong_models(name: str, source: str, scale: float, message: str) -> None:
@@ -185,9 +185,9 @@ def test_other_flags(pool: RankPool, more: list[str]) -> None:
     [
         (["--algorithm", "bytegrad", "--fp16-allreduce"], "goes with --algorithm gradient_allreduce"),
         (["--algorithm", "qadam", "--fuse-optimizer"], "the optimizer of qadam cannot be fused"),
-        (["--algorithm", "async", "--deterministic"], "with async nothing repeats"),
-        (["--num-iters", "0"], "must be 1 at least, not 0"),
-        (["--image-size", "16"], "expected 32 pixels at least"),
+        (["--algorithm", "async", "--deterministic"], "async cannot be deterministic"),
+        (["--num-iters", "0"], "must be at least 1, not 0"),
+        (["--image-size", "16"], "expected at least 32 pixels"),
         (["--model", "bert_large", "--seq-length", "513"], "expected 2 to 512 tokens"),
         (["--model", "lenet"], "'lenet' is unknown"),
     ],

@@ -148,7 +148,7 @@ def _interface() -> list[str]:
             ValueError,
             r"device_ids: is \[cuda:0\], but parameter 'first.weight' is on cpu",
         ),
-        ({"output_device": 0}, ValueError, "output_device: goes with device_ids"),
+        ({"output_device": 0}, ValueError, "output_device: needs device_ids"),
         ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb: expected a positive"),
         ({"bucket_cap_mb": "1"}, TypeError, "bucket_cap_mb: expected a number"),
         ({"process_group": "x"}, TypeError, "group: expected"),
@@ -163,7 +163,7 @@ def _interface() -> list[str]:
 
 def test_arguments_act_or_are_refused_or_reported(pool: RankPool) -> None:
     [said] = pool.run(1, _interface)
-    assert [line.split(" cannot act")[0] for line in said] == ["DistributedDataParallel: check_reduction"]
+    assert [line.split(" has no effect")[0] for line in said] == ["DistributedDataParallel: check_reduction"]
 
 
 def _bucket_caps() -> list[int]:

@@ -421,7 +421,7 @@ def test_objects_of_known_classes_go_and_come_back() -> None:
 def test_other_objects_are_refused(bad: Any) -> None:
     from bagua.comm.objects import pack
 
-    with pytest.raises(TypeError, match=r"obj.*cannot be sent; accepted are .*named tuples"):
+    with pytest.raises(TypeError, match=r"obj.*cannot be sent; supported types: .*named tuples"):
         pack({"a": bad})
 
 

@@ -209,7 +209,7 @@ def _bad_input() -> None:
     refused(TypeError, "dst: expected an integer", bagua.send, x, "1")
     refused(TypeError, "tensor: expected a torch.Tensor, got list", bagua.allreduce_inplace, [1.0])
     refused(ValueError, "op: expected a ReduceOp, got 5", bagua.allreduce_inplace, x, 5)
-    refused(ValueError, "op: 'band' works on integers", bagua.allreduce_inplace, x, bagua.ReduceOp.BAND)
+    refused(ValueError, "op: 'band' needs an integer dtype", bagua.allreduce_inplace, x, bagua.ReduceOp.BAND)
     refused(ValueError, "cannot be reduced", bagua.allreduce_inplace, x > 0)
     refused(ValueError, "recv_tensor: is torch.int64", bagua.allreduce, x, y.long())
     refused(ValueError, "recv_tensor: has 6 elements, expected 12", bagua.allgather, x, y)

@@ -153,7 +153,7 @@ def _reports() -> list[str]:
 def test_what_cannot_act_is_reported_once(pool: RankPool) -> None:
     [said] = pool.run(1, _reports)
     assert [line for line in said if "do_flatten" in line] == [
-        "with_bagua: do_flatten=False cannot act, gradients are always exchanged in flat buckets"
+        "with_bagua: do_flatten=False has no effect: gradients are always exchanged in flat buckets"
     ]
 
 

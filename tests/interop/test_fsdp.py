@@ -193,13 +193,19 @@ def test_bad_input_is_refused(pool: RankPool, tmp_path: Any) -> None:
         words = [
             "expected a torch.nn.Module",
             "fully_shard",
-            "nothing to do",
+            "at least one of reduce_scatter, all_gather and replica",
             "nonsense",
-            "needs reduce_scatter",
+            "needs a lossy codec for reduce_scatter",
             "bf16",
         ]
-        words += ["power_sgd", "replica_group", "replica is not", 'mesh["shard"]'.replace('"', "'"), "one dimension"]
-        words += ["residuals are not those", "is a DTensor", "one floating dtype"]
+        words += [
+            "power_sgd",
+            "replica_group",
+            "given without replica",
+            'mesh["shard"]'.replace('"', "'"),
+            "one dimension",
+        ]
+        words += ["residuals do not match", "is a DTensor", "one floating dtype"]
         assert len(words) == len(said)
         assert all(word in message for word, message in zip(words, said, strict=True)), said
 

@@ -39,7 +39,7 @@ def test_a_host_cut_off_in_mid_step_is_named(algorithm: str) -> None:
         for rank, output in enumerate(outputs):
             said = re.search(r"after ([0-9.]+) s: (rank (\d).* step \d+ bucket \d.*)", output)
             assert said, output
-            assert int(said[3]) == rank and "no sign of rank 2" in said[2], (cut_at, outputs)
+            assert int(said[3]) == rank and "no response from rank 2" in said[2], (cut_at, outputs)
             assert float(said[1]) < TIMEOUT_S + 3 + 10, "the group's timeout, the meeting in the store, a busy machine"
         cluster.hosts[2].kill()
         assert ranks[2].communicate(timeout=20)[0].startswith("step 0")

@@ -77,7 +77,7 @@ def test_default_queue_grows_with_the_path() -> None:
         ({"hosts": 2, "wire": "string"}, "wire must be one of"),
         ({"hosts": 2, "wire": "veth", "link": Link("1gbit")}, "cannot limit a link"),
         ({"hosts": 2, "wire": "tbf", "link": Link("1gbit", "1ms")}, 'emulates only a bandwidth.*wire="relay"'),
-        ({"hosts": 2, "congestion": "cubic bbr"}, "congestion must be"),
+        ({"hosts": 2, "congestion": "cubic bbr"}, "congestion must name"),
         ({"hosts": 2, "congestion": "reno", "mode": "pacing"}, "congestion cannot be set"),
     ],
 )

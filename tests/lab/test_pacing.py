@@ -20,7 +20,7 @@ needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason="the pacing libr
 def test_rate_of_a_socket(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "bagua"):
         with Cluster(3, Link("100mbit", "5ms", loss=0.1), mode="pacing", divide=True) as cluster:
-            assert "every TCP socket has the bandwidth for itself" in caplog.text
+            assert "every TCP socket gets the full bandwidth" in caplog.text
             assert "not emulated: latency, loss" in caplog.text
             a, b, _ = cluster.hosts
             assert measured_between(3e7, 6.5e7, lambda: measure_rate(a, b, 0.6, port=cluster.next_port())), "half each"

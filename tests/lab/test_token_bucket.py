@@ -184,4 +184,4 @@ def test_events_decide(link: Link, texts: list[str], wire: str) -> None:
 @pytest.mark.parametrize(("asked", "text"), [("tbf", "1s:latency:0=1ms"), ("veth", "1s:cut:0")])
 def test_events_that_a_wire_cannot_do(asked: str, text: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--hosts", "1", "--wire", asked, "--at", text, "--", "true"]) == 2
-    assert f"wire {asked} cannot do {text.split(':')[1]}: take --wire relay" in capfd.readouterr().err
+    assert f"wire {asked} cannot do {text.split(':')[1]}: use --wire relay" in capfd.readouterr().err

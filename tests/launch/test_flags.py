@@ -134,7 +134,7 @@ def test_both_spellings(module: object, underscored: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--autotune-level", "2", "x.py"], "--autotune-level 2: there are levels 0, no tuning, and 1"),
+        (["--autotune-level", "2", "x.py"], "--autotune-level 2: expected 0 (no tuning) or 1"),
         (["--autotune-level", "1", "--autotune-max-samples", "0", "x.py"], "must be positive, not 0"),
         (["--autotune-level", "1", "--autotune-warmup-time", "-1", "x.py"], "must be a number of seconds >= 0, not -1"),
         (["--default-bucket-size", "0", "x.py"], "must be a positive number of bytes, not 0"),

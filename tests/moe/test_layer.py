@@ -280,7 +280,7 @@ def test_an_expert_may_return_a_tuple() -> None:
         ({"expert": nn.Linear}, "expert: expected a torch.nn.Module"),
         ({"num_local_experts": 0}, "num_local_experts: expected an integer >= 1, got 0"),
         ({"gradient": "total"}, "gradient: expected one of"),
-        ({"k": 3}, "k: a token goes to 1 or 2 experts"),
+        ({"k": 3}, "k: expected 1 or 2 experts per token"),
         ({"codec": "minmax"}, "minmax"),
     ],
 )
@@ -294,7 +294,7 @@ def test_wrong_inputs_are_named() -> None:
         MoE(4, nn.Linear(4, 4))(torch.ones(2, 3))
     with pytest.raises(ValueError, match="hidden_states: expected floating-point numbers"):
         MoE(4, nn.Linear(4, 4))(torch.ones(2, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"expert 0: returned shape \[2, 3\] for rows \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"expert 0: returned shape \[2, 3\] for input \[2, 4\]"):
         MoE(4, nn.Linear(4, 3))(torch.ones(2, 4))
 
 

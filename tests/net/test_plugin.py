@@ -149,7 +149,7 @@ def test_the_launcher_sets_it_up(tmp_path: Path) -> None:
     assert len(lines) == 2 and all(words[1] == str(path) and str(path.parent) in words[2] for words in lines)
     import torch
 
-    assert ("NCCL is not in play" in done.stderr) == (not torch.cuda.is_available())
+    assert ("NCCL is not used" in done.stderr) == (not torch.cuda.is_available())
 
 
 def test_the_launcher_refuses_another_plugin(

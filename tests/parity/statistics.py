@@ -30,7 +30,7 @@ class Normed(nn.Module):
 @feature(
     SECTION,
     "buffers broadcast before each forward pass (`broadcast_buffers=True`)",
-    refused={"async": "broadcast_buffers: with 'async' no rank waits"},
+    refused={"async": "broadcast_buffers: 'async' does not synchronise the ranks"},
 )
 def buffers_broadcast(case: Case) -> None:
     """All ranks begin a pass with rank 0's; not within no_sync, nor in evaluation mode."""

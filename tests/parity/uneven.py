@@ -14,7 +14,7 @@ from tests.parity.model import STEPS, Small, batch, distance, equal, loss_of, sa
 from tests.parity.statistics import Normed
 
 SECTION = "Uneven inputs"
-MOMENTA = dict.fromkeys(OWN, "its momenta are those of optimizers that make every step")
+MOMENTA = dict.fromkeys(OWN, "it averages optimizer momenta, so every rank must make every step")
 
 
 def refused(run: object) -> None:
@@ -138,7 +138,7 @@ def join_divided(case: Case) -> None:
 @feature(
     SECTION,
     "join: all ranks stop when one runs out (`throw_on_early_termination=True`)",
-    refused={"async": "no rank learns when another has run out"},
+    refused={"async": "none learns when another runs out"},
     daily=FEW,
 )
 def join_early(case: Case) -> None:
@@ -148,7 +148,7 @@ def join_early(case: Case) -> None:
     optimizer = case.optimizer(model.parameters())
     case.distribute(model, optimizer)
     if case.synchronous and case.name not in OWN:
-        says(ValueError, "'norm' needs a batch of every rank", run=lambda: bagua.join(model).__enter__())
+        says(ValueError, "'norm' needs a batch on every rank", run=lambda: bagua.join(model).__enter__())
 
     def loop() -> None:
         with bagua.join(model, throw_on_early_termination=True):

@@ -82,7 +82,7 @@ def test_ctrl_c_ends_every_rank(server: SshServer, tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert process.returncode == 130, err
-    assert "interrupted; all hosts have been told to end" in err
+    assert "interrupted; all hosts were told to stop" in err
     wait_until_gone(numbers, 5)
 
 
@@ -101,7 +101,7 @@ def test_a_host_that_cannot_be_reached(server: SshServer, tmp_path: Path, capsys
 def test_without_ssh(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert baguarun.main(["--host_list", "a", "--nproc_per_node", "1", "x.py"]) == 1
-    assert "there is no ssh here" in capsys.readouterr().err
+    assert "ssh is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_without_ssh(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         (["--host_list", "a;b"], "host 'a;b': expected a name"),
         (["--host_list", "localhost,10.0.0.2"], "other hosts cannot reach localhost"),
         (["--host_list", "a", "-x", "NOT_SET_ANYWHERE"], "-x NOT_SET_ANYWHERE: it is not set here"),
-        (["--host_list", "a", "-x", "A B=1"], "'A B' is no name of a variable"),
+        (["--host_list", "a", "-x", "A B=1"], "'A B' is not a variable name"),
         (["--host_list", "a", "--ssh_port", "0"], "must be a number from 1 to 65535"),
         (["--host_list", "a", "--nproc_per_node", "two"], "must be a number of ranks"),
     ],

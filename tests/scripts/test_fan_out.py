@@ -156,7 +156,7 @@ def test_an_interpreter_that_is_not_there(
     server: SshServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     err = failed(server, tmp_path, capsys, python="/no/such/python")
-    assert "host 127.0.0.1 (node 0): nothing could be started there, exit code 127" in err
+    assert "host 127.0.0.1 (node 0): the ranks could not be started, exit code 127" in err
     assert "is /no/such/python there? --python names another interpreter" in err
 
 

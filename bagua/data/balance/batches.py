@@ -85,10 +85,12 @@ class LoadBalancingDistributedBatchSampler(Progress[list[int]]):
         if self.drop_last:
             return mine[: min(counts)]
         if max(counts) and not min(counts):
-            raise ValueError(f"batch_fn: no batch for rank {counts.index(0)}, but {max(counts)} for another")
+            raise ValueError(
+                f"batch_fn: returned no batch for rank {counts.index(0)} but {max(counts)} for another rank"
+            )
         return [mine[at % len(mine)] for at in range(max(counts))]
 
     def _checked(self, batches: Any) -> list[list[int]]:
         if not isinstance(batches, list) or not all(isinstance(batch, list) for batch in batches):
-            raise TypeError("batch_fn: expected a list of lists of samples to come back")
+            raise TypeError("batch_fn: must return a list of batches, each a list of samples")
         return batches

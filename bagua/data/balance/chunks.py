@@ -70,7 +70,7 @@ class LoadBalancingDistributedSampler(Progress[int]):
         else:
             self.complexities = as_complexities(complexity_fn, "complexity_fn")
             if len(self.complexities) != len(dataset):
-                raise ValueError(f"complexity_fn: {len(self.complexities)} numbers for {len(dataset)} samples")
+                raise ValueError(f"complexity_fn: returned {len(self.complexities)} numbers for {len(dataset)} samples")
         count = len(self.complexities) / self.num_replicas
         self.num_samples = math.floor(count) if self.drop_last else math.ceil(count)
         self.total_size = self.num_samples * self.num_replicas

@@ -64,7 +64,7 @@ def as_complexities(values: Sequence[float] | Tensor | Any, name: str) -> Tensor
     if made.ndim != 1:
         raise ValueError(f"{name}: expected one number for each sample, got shape {list(made.shape)}")
     if made.numel() == 0:
-        raise ValueError(f"{name}: there is no sample")
+        raise ValueError(f"{name}: expected at least one sample, got none")
     bad = (~made.isfinite()).nonzero()
     if len(bad):
         at = int(bad[0])

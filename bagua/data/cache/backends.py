@@ -119,10 +119,10 @@ def _redis(
         return RedisBackend(tuple(started if cluster_mode else started[:1]))
     if capacity_per_node is not None:
         raise ValueError(
-            "capacity_per_node: servers in hosts have a limit of their own, maxmemory in their configuration"
+            "capacity_per_node: does not apply to the servers in hosts; set maxmemory in their configuration"
         )
     if interface is not None:
-        raise ValueError("interface: is for servers that are started, not for those in hosts")
+        raise ValueError("interface: applies to servers that Bagua starts; leave it out when hosts is given")
     parsed = parse_hosts(hosts)
     chosen = parsed if cluster_mode else (parsed[_node_rank() % len(parsed)],)
     for host in chosen:

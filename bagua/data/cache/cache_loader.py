@@ -110,7 +110,7 @@ class CacheLoader:
         if missing:
             computed = load_fn([keys[place] for place in missing])
             if len(computed) != len(missing):
-                raise ValueError(f"load_fn: {len(computed)} samples for {len(missing)} keys")
+                raise ValueError(f"load_fn: returned {len(computed)} samples for {len(missing)} keys")
             for place, sample in zip(missing, computed, strict=True):
                 samples[place] = sample
                 frame = make_frame(digests[place], sample, self._serializer, client.writer.allocate)

@@ -19,7 +19,7 @@ _REST_S = 5.0  # without writing, after a store said that it is full
 class FallbackStore:
     """`store`, with reading and writing that never raise StoreError.
 
-    While the store is out of reach there are no entries and writes are dropped; a thread asks every so often whether
+    While the store is unreachable there are no entries and writes are dropped; a thread asks every so often whether
     it is back. A store that is full is read, and written again after a few seconds. The first trouble of either kind
     in a process is a warning in the log "bagua", later ones are on level INFO.
     """
@@ -57,7 +57,7 @@ class FallbackStore:
             self._store.mset(items)
         except StoreFullError as error:
             self._rest_until = time.monotonic() + _REST_S
-            self._tell("full", f"the cache takes no more entries, samples without one are computed: {error}")
+            self._tell("full", f"the cache accepts no more entries; samples that it lacks are computed: {error}")
         except StoreError as error:
             self._lose(error)
 
@@ -86,7 +86,7 @@ class FallbackStore:
             if self._away or self._closed.is_set():
                 return
             self._away = True
-        self._tell("away", f"the cache is out of reach, samples are computed until it is back: {error}")
+        self._tell("away", f"the cache is unreachable; samples are computed until it responds again: {error}")
         threading.Thread(target=self._wait_for_it, name=f"bagua-cache-probe-{self._name}", daemon=True).start()
 
     def _wait_for_it(self) -> None:
@@ -95,7 +95,7 @@ class FallbackStore:
             pause = min(2 * pause, _LAST_RETRY_S)
             if self.status().available:
                 self._away = False
-                _log.info("the cache %s is back", self._name)
+                _log.info("the cache %s is reachable again", self._name)
                 return
 
     def _tell(self, kind: str, message: str) -> None:

@@ -88,7 +88,7 @@ def read_frame(key: bytes, frame: Buffer, serializer: str = "plain", copy: bool 
         raise ValueError("damaged entry: it is too short")
     magic, code, kind, checksum, nbytes, owner = _HEAD.unpack_from(whole)
     if magic != _MAGIC or owner != key or code != SERIALIZERS[serializer] or nbytes != len(whole) - _HEAD.size:
-        raise ValueError("damaged entry: its head is another's")
+        raise ValueError("damaged entry: its header belongs to another entry")
     if checksum != _checksum(whole, kind):
         raise ValueError("damaged entry: wrong checksum")
     payload = whole[_HEAD.size :]

@@ -35,7 +35,7 @@ def choose_address(interface: str | None, num_nodes: int) -> str:
     except ValueError:
         return _of_interface(chosen)
     if address.is_unspecified:
-        raise ValueError(f"interface: {chosen} means every interface; name one")
+        raise ValueError(f"interface: {chosen} means every interface; pass the name of one")
     return str(address)
 
 
@@ -57,5 +57,5 @@ def _towards(master: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ValueError(
-            f"interface: cannot tell which interface leads to MASTER_ADDR={master!r} ({error}); name one"
+            f"interface: cannot find the interface that routes to MASTER_ADDR={master!r} ({error}); pass its name"
         ) from error

@@ -47,7 +47,7 @@ def prepare(path: Path, read_last_txn: Callable[[], int | None]) -> bool:
             or (marker.get("boot") != _boot() and marker.get("synced", -1) != read_last_txn())
         )
         if discard:
-            _log.info("the cache in %s was not closed in order, or is damaged; it starts anew", path)
+            _log.info("the cache in %s was not closed properly or is damaged; starting with an empty cache", path)
             for name in ("data.mdb", "lock.mdb"):
                 (path / name).unlink(missing_ok=True)
         if discard or marker.get("boot") != _boot():
@@ -65,7 +65,7 @@ def check_directory(path: Path) -> None:
     present = set(os.listdir(path))
     foreign = present - _OWN_FILES or ({"data.mdb"} & present if not (path / _MARKER).exists() else set())
     if foreign:
-        raise ValueError(f"path: {path} holds files that are not a cache's ({', '.join(sorted(foreign)[:3])})")
+        raise ValueError(f"path: {path} holds files that do not belong to a cache ({', '.join(sorted(foreign)[:3])})")
 
 
 def note_synced(path: Path, txn: int) -> None:
@@ -108,7 +108,7 @@ def job_directory() -> Path:
         if lock is not None:
             _joined[path] = lock
             return path / "lmdb"
-    raise RuntimeError(f"{path}: other processes make and remove it all the time")
+    raise RuntimeError(f"{path}: other processes keep creating and removing it")
 
 
 def leave_job_directories() -> None:
@@ -130,7 +130,7 @@ def _join(path: Path) -> int | None:
     try:
         stat = path.lstat()
         if path.is_symlink() or stat.st_uid != os.getuid():
-            raise PermissionError(f"{path} is somebody else's")
+            raise PermissionError(f"{path} belongs to another user")
         lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
         return None

@@ -52,7 +52,7 @@ class LmdbStore:
         self._lmdb = import_lmdb()
         self._path = Path(path).resolve()
         if self._path in _open_paths:
-            raise ValueError(f"path: {self._path} is open in this process already, with other options")
+            raise ValueError(f"path: {self._path} is already open in this process with other options")
         self._capacity_bytes = capacity_bytes
         self._env: Any = None
         self._lock = threading.Lock()  # around opening
@@ -197,7 +197,9 @@ class LmdbStore:
                 return env
             except (self._lmdb.MemoryError, MemoryError):
                 if bounded is not None or size <= _MIN_MAP_BYTES:
-                    raise StoreError(f"{self._path}: no {size} bytes of address space for the map") from None
+                    raise StoreError(
+                        f"{self._path}: cannot reserve {size} bytes of address space for the memory map"
+                    ) from None
                 size //= 2
 
     def _fitting(self, items: Sequence[tuple[bytes, Buffer]]) -> Sequence[tuple[bytes, Buffer]]:

@@ -51,11 +51,11 @@ def parse_hosts(hosts: Iterable[Any]) -> tuple[RedisHost, ...]:
         raise TypeError("hosts: expected a list of servers, got a single one")
     parsed = tuple(_parse(f"hosts[{i}]", host) for i, host in enumerate(hosts))
     if not parsed:
-        raise ValueError("hosts: the list is empty; None starts a server on each node")
+        raise ValueError("hosts: the list is empty; pass None to start a server on each node")
     names = [host.name for host in parsed]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise ValueError(f"hosts: {', '.join(sorted(twice))} occurs more than once")
+        raise ValueError(f"hosts: {', '.join(sorted(twice))} is listed more than once")
     return parsed
 
 
@@ -97,5 +97,5 @@ def _from_mapping(where: str, given: Mapping[str, Any]) -> RedisHost:
     if options:
         raise ValueError(f"{where}: unknown option {', '.join(map(repr, options))}")
     if not isinstance(host, str) or not host or not 0 < port < 65536:
-        raise ValueError(f"{where}: {host!r}, port {port} is no address")
+        raise ValueError(f"{where}: {host!r}, port {port} is not an address")
     return RedisHost(host, port, username, password, int(db), tuple(tls.items()) if wants_tls else None)

@@ -69,7 +69,7 @@ class _Reader:
     def _fill(self) -> None:
         left = self._end - self._begin
         if left > _BUFFER_BYTES - _LOOK_AHEAD_BYTES:
-            raise ConnectionError("a line without end")
+            raise ConnectionError("a line does not end")
         self._buffer[:left] = self._buffer[self._begin : self._end]
         self._begin, self._end = 0, left
         self._end += self._receive(self._view[left : left + _LOOK_AHEAD_BYTES])

@@ -122,14 +122,16 @@ class _Writer:
             palette = value.getpalette("RGB") if value.mode in ("P", "PA") else None
             return {"image": [value.mode, list(value.size), palette, self._raw(value.tobytes())]}
         kind = type(value)
-        raise TypeError(f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be cached; accepted are {_ACCEPTED}")
+        raise TypeError(
+            f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be cached; supported types: {_ACCEPTED}"
+        )
 
     def _tensor(self, tensor: Tensor, where: str) -> list[Any]:
         name = str(tensor.dtype).removeprefix("torch.")
         if tensor.layout is not torch.strided or name not in _DTYPES:
             raise TypeError(f"{where}: a tensor of {tensor.layout}, {tensor.dtype} cannot be cached, only dense ones")
         if tensor.device.type != "cpu":
-            raise TypeError(f"{where}: a tensor on {tensor.device} cannot be cached, samples live on the CPU")
+            raise TypeError(f"{where}: a tensor on {tensor.device} cannot be cached; samples must be on the CPU")
         count = tensor.numel()
         detached = tensor.detach().resolve_conj().resolve_neg()
 
@@ -220,7 +222,7 @@ class _Reader:
 
         dtype, begin = numpy.dtype(name), self._place(*place)
         if dtype.kind not in _ARRAY_KINDS or min(shape, default=0) < 0:
-            raise TypeError(f"{name} is no plain dtype, or {shape} no shape")
+            raise TypeError(f"{name} is not a plain dtype, or {shape} is not a shape")
         if math.prod(shape) * dtype.itemsize != place[1]:
             raise ValueError(f"damaged payload: {place[1]} bytes for shape {shape}")
         if place[1] == 0:

@@ -21,8 +21,8 @@ class Run:
 
     Attributes:
         x_N: the part.
-        alone: there is nobody to exchange with.
-        probe: measures what is lost, or None.
+        alone: the group has a single rank.
+        probe: measures the compression error, or None.
         key: bucket and part.
         source: where the elements of `x_N` are, if they are not there yet.
     """
@@ -50,7 +50,7 @@ class Run:
 
 
 class InPieces:
-    """Sees to it that `before` runs once, before any part, and `after` once, when all parts have ended well.
+    """Runs `before` once, before the first part, and `after` once, after all parts have succeeded.
 
     The part that was submitted first runs `before`, the others wait for it. That cannot deadlock: lanes are first in
     first out, so what a part waits for was submitted earlier, as was all that this waits for.

@@ -32,7 +32,7 @@ __all__ = ["Dispatcher", "fitting_part_bytes"]
 
 
 class Dispatcher:
-    """Launches exchanges of buckets and waits for them; after the first failure it launches nothing any more.
+    """Launches exchanges of buckets and waits for them; refuses to launch after the first failure.
 
     Attributes:
         part_bytes: payload that one lane exchanges at once; None: buckets are not cut.
@@ -59,11 +59,11 @@ class Dispatcher:
 
     @property
     def failed(self) -> bool:
-        """Whether nothing can be exchanged any more."""
+        """Whether exchanges have ended for good."""
         return self._failures.final
 
     def check_alive(self) -> None:
-        """Refuse to go on after a failure.
+        """Raise if an exchange has failed.
 
         Raises:
             CommunicationError: says what failed.
@@ -108,10 +108,12 @@ class Dispatcher:
         own = state.buckets[bucket.index]
         if (exchange, own.index, 0) not in states:
             raise RuntimeError(
-                f"{type(state.algorithm).__name__}: launch of {exchange.name} without ctx.prepare() in setup()"
+                f"{type(state.algorithm).__name__}: {exchange.name} was launched without ctx.prepare() in setup()"
             )
         if hook is not None and (before is None or after is None):
-            raise ValueError("launch: hook needs before and after too, for exchanges that cannot use it")
+            raise ValueError(
+                "launch: with hook, pass before and after too; exchanges that cannot use the hook call those"
+            )
         now, alone = state.step if step is None else step, self._team.size == 1
         self._tally.launched(own.nbytes)
         self.launched = self.launched or lane is None
@@ -159,7 +161,7 @@ class Dispatcher:
         """Wait for one launch, or for everything on the shared lanes; raise the first error.
 
         Raises:
-            CommunicationError: an exchange failed; names the ranks that gave no sign.
+            CommunicationError: an exchange failed; names the ranks that did not respond.
         """
         if ticket is None:
             self.launched = False
@@ -187,7 +189,7 @@ class Dispatcher:
 
     @contextmanager
     def side_exchange(self, what: str) -> Iterator[Group]:
-        """Yield a group for collectives of the training thread; after one that fails nothing is exchanged any more.
+        """Yield a group for collectives of the training thread; a failure ends all exchanges.
 
         Args:
             what: is done, for messages.
@@ -206,9 +208,9 @@ class Dispatcher:
                 raise
 
     def line_up(self) -> None:
-        """Return at about the same time on all ranks. Collective; nothing may be under way.
+        """Barrier: return at about the same time on all ranks. Collective; no exchange may be in flight.
 
-        After a meeting in the store rank 0, which serves it, is several round trips ahead of the others.
+        After an all-gather in the store, rank 0, which serves it, is several round trips ahead of the others.
         """
         if self._team.size == 1:
             return
@@ -223,7 +225,7 @@ class Dispatcher:
 
 
 def fitting_part_bytes(algorithm: Algorithm, size: int) -> int:
-    """Return the payload that one lane exchanges at once: more the fewer bits an element has on the wire.
+    """Return the payload in bytes that one lane exchanges at once: the fewer bits per element, the more.
 
     An exchange costs the same CPU time whatever its size, so small ones do not pay, least where the lanes have nothing
     to do beside moving bytes.

@@ -1,4 +1,4 @@
-"""Meetings of all ranks' lanes, through the store: everyone takes part in the n-th, or nobody does."""
+"""A gate in the store for background rounds: all ranks take part in a round, or none does."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _GO, _OFF, _LEFT, _LOST, _ENDED = b"go", b"off", b"left ", b"lost ", b"ended"
 
 
 class Gate:
-    """Where a lane's thread waits for the other ranks' before it starts what cannot be broken off.
+    """Where a lane's thread waits for the other ranks before it starts a collective, which cannot be cancelled.
 
-    Ranks pass meetings 0, 1, 2, ... in order. Each meeting gets one verdict, the first that anybody writes: "go"
+    Ranks pass rounds 0, 1, 2, ... in order. Each round gets one verdict, the first that any rank writes: "go"
     by the last rank that enters, "off" by one that gives up, "left" by one whose lane has ended, "lost" by one that an
     exception ends. So all ranks
-    agree which meetings took place, however early, late or not at all they come; and since they wait here and not
-    in a collective, a rank may stay away for as long as it likes, or for good.
+    agree on which rounds took place, whether a rank arrives early, late or never. Since they wait here and not
+    in a collective, a rank may stay away for any time without a timeout.
 
     Args:
         store: shared by all ranks; its calls end within the process group's timeout.
@@ -31,9 +31,9 @@ class Gate:
         patience_s: after so long the ranks that are late are named in `remark`.
 
     Attributes:
-        over: no meeting will take place any more.
+        over: no further round will take place.
         remark: why, or who is late; "" if there is nothing to say.
-        urgent: whether `remark` tells of trouble; a rank that has ended in order is none.
+        urgent: whether `remark` is a warning; a rank that exited normally is not.
         waited_s: seconds spent in `enter`.
         closing: set when this rank's lane is to end.
         failing: an exception ends this rank.
@@ -54,10 +54,10 @@ class Gate:
         self._oldest = 0  # first meeting whose keys are still in the store
 
     def enter(self, give_up: Callable[[], bool]) -> bool:
-        """Wait for the next meeting; whether it takes place. Once it does, every rank must do its part.
+        """Wait for the next round; returns whether it takes place. If it does, every rank must take part.
 
         Args:
-            give_up: asked now and then; true calls the meeting off, unless all have entered.
+            give_up: polled; true cancels the round, unless all ranks have entered.
         """
         if self.over:
             return False
@@ -81,7 +81,7 @@ class Gate:
         return verdict == _GO
 
     def leave(self) -> None:
-        """Call all further meetings off, for every rank. For the lane's own thread, when it ends."""
+        """Cancel all further rounds for every rank. Called by the lane's own thread when it ends."""
         if not self.over:
             try:
                 self._store.set(f"{self._prefix}/at/{self._rank}", _ENDED)
@@ -93,7 +93,7 @@ class Gate:
             self.over = True
 
     def give_up_after(self, seconds: float) -> None:
-        """See that this rank is not left alone for ever. Costs nothing while it is not.
+        """Limit how long this rank goes on without the others. Costs nothing while rounds take place.
 
         Args:
             seconds: that it may go on although a rank failed, is gone, or does not come. One that has left in order, or
@@ -107,7 +107,7 @@ class Gate:
             raise CommunicationError(f"no exchange for {alone_s:.0f} s, rank {self._rank} gives up: {self._trouble()}")
 
     def fail(self) -> None:
-        """An exchange has failed: there will be no other."""
+        """Record that an exchange failed; no other will start."""
         if self._alone_since is None:
             self._alone_since = time.monotonic()
 
@@ -126,7 +126,7 @@ class Gate:
             late = [rank for rank in self._late(number, self._store.within(_GRACE_S)) if rank != self._rank]
         except CommunicationError as error:
             return str(error)
-        return f"no sign of rank {', '.join(map(str, late))}" if late else "an exchange has failed"
+        return f"no response from rank {', '.join(map(str, late))}" if late else "an exchange failed"
 
     def _farewell(self) -> bytes:
         return (_LOST if self.failing else _LEFT) + str(self._rank).encode()
@@ -145,7 +145,7 @@ class Gate:
             if time.monotonic() > deadline:
                 late = ", ".join(map(str, self._late(number, self._store)))
                 self.remark, self.urgent = (
-                    f"rank {late} did not come within {self._patience_s:g} s and is still awaited",
+                    f"rank {late} did not arrive within {self._patience_s:g} s; still waiting for it",
                     True,
                 )
                 deadline = float("inf")

@@ -1,4 +1,4 @@
-"""Lanes: where exchanges run, first in first out, beside the training thread."""
+"""Lanes: queues (threads or CUDA streams) that run exchanges in order, in parallel to the training thread."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Ticket:
         return self._done.is_set()
 
     def execute(self, run: Run, gate: Gate | None = None) -> None:
-        """Run it here and now, keeping error and duration. The time spent at `gate` is not the exchange's."""
+        """Run it in this thread, recording error and duration. Time spent at `gate` does not count."""
         started = time.perf_counter() - (gate.waited_s if gate else 0.0)
         try:
             with _RecordFunctionFast(f"bagua::run {self.label}"):
@@ -118,18 +118,18 @@ class Lane(ABC):
         self._leave(abort=self.broken is not None)
 
     def abandon(self) -> None:
-        """Give up the groups at once. Dropping them closes their connections, so that peers fail soon too."""
+        """Drop the groups at once. That closes their connections, so peers fail soon too."""
         self._leave(abort=True)
 
     def adopt(self, tensor: Tensor) -> None:
-        """Be told of a tensor that jobs will use, before the first of them. Once is enough."""
+        """Register a tensor before the first job that uses it. Once is enough."""
 
     def _leave(self, abort: bool) -> None:
         self.groups.leave(abort)
 
 
 class InlineLane(Lane):
-    """Runs everything at once in the calling thread: no overlap, no threads, for tests and simulation."""
+    """Runs each exchange immediately in the calling thread: no overlap, no threads; for tests and simulation."""
 
     def submit(self, run: Run, label: str) -> Ticket:
         """Run now."""
@@ -211,7 +211,7 @@ def _work(jobs: queue.SimpleQueue[tuple[Run, Ticket] | None], gate: Gate | None)
 
 
 class BackgroundLane(ThreadLane):
-    """A thread that may wait as long as it has to, on a GPU too: neither the CPU nor the stream of the training
+    """A thread that may wait without limit, on a GPU too: neither the CPU nor the stream of the training
     thread ever waits for it.
 
     Attributes:
@@ -284,7 +284,7 @@ class StreamLane(Lane):
         super().close()
 
     def stop(self, timeout_s: float) -> None:
-        """Give the stream so long. To abort a communicator at once would break off the last exchange of the peers."""
+        """Wait for the stream up to a limit. Aborting a communicator at once would cut the peers' last exchange."""
         deadline = time.monotonic() + timeout_s
         try:
             while self.broken is None and not self._stream.query() and time.monotonic() < deadline:

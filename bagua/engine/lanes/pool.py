@@ -30,8 +30,8 @@ class LanePool:
         device: of the parameters.
         key: a name that is new for the team and equal on all ranks.
         num_lanes: lanes that may share the exchanges.
-        lanes_of_sums: how many of them share plain sums; None: all.
-        lanes_of_wide: how many of them share exchanges with 8 bits an element or more; None: all.
+        lanes_of_sums: number of these lanes used by plain sums; None: all.
+        lanes_of_wide: number of these lanes used by exchanges with 8 bits per element or more; None: all.
         watch: called with the byte counters of each lane that is opened.
 
     Attributes:
@@ -128,7 +128,7 @@ class LanePool:
             ValueError: the ranks are simulated.
         """
         if self.groups.world.backend not in ("gloo", "nccl"):
-            raise ValueError(f"{owner}: exchanges beside training depend on time, which is not simulated")
+            raise ValueError(f"{owner}: background exchanges depend on time, which is not simulated")
         groups, team = self._open_groups(), self._team
         patience_s = min(_PATIENCE_S, team.timeout.total_seconds())
         gate = Gate(team.store, f"gate/{self._key}/{self.num_opened}", team.rank, team.size, patience_s)
@@ -150,7 +150,7 @@ class LanePool:
             lane.close()
 
     def abandon(self) -> None:
-        """Give up every lane at once, after a failure. Closes connections, so that peers fail soon too."""
+        """Abandon every lane at once, after a failure. Closes connections, so peers fail soon too."""
         for lane in self.all:
             lane.abandon()
 

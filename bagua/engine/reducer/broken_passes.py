@@ -1,8 +1,8 @@
-"""Backward passes that an exception has broken off: all ranks come to one verdict about each.
+"""Backward passes interrupted by an exception: all ranks agree on one verdict for each.
 
-A rank whose pass was broken off posts it in the store. If every rank has broken off the same pass, it is void, and
-training goes on. If one has come to its end, that rank has gradients to which others still owe a part: then the pass
-fails on all ranks. That costs nothing while all is well: a rank looks into the store only while it waits, and longer
+An interrupted rank posts the pass in the store. If the same pass was interrupted on every rank, it is void, and
+training continues. If one rank completed it, that rank lacks gradients of the others: then the pass
+fails on all ranks. This costs nothing without an exception: a rank polls the store only while it waits for longer
 than is usual.
 """
 
@@ -34,20 +34,20 @@ class BrokenPasses:
         self._void = -1  # the last pass that all ranks broke off
 
     def post(self, number: int) -> None:
-        """Tell the others that this rank has broken off pass `number`."""
+        """Post that pass `number` was interrupted on this rank."""
         if number != self._posted:
             self._posted = number
             self._store.set(f"{self._prefix}/{number}/{self._rank}", b"1")
             self._store.set(f"{self._prefix}/last", str(number))
 
     def settle(self, number: int, void: bool) -> list[int]:
-        """On a rank that broke off pass `number`: wait for the verdict.
+        """On a rank whose pass `number` was interrupted: wait for the verdict.
 
         Args:
             void: whether this rank can still take part in what all ranks would have to do together.
 
         Returns:
-            The ranks that broke it off while others did not; none if all did.
+            The ranks on which it was interrupted; none if it was on all.
         """
         self.post(number)
         keys = [f"{self._prefix}/{number}/{rank}" for rank in range(self._size)]

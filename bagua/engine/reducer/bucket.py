@@ -1,4 +1,4 @@
-"""A bucket: one flat tensor, and the parameters whose payload is a view of it."""
+"""A bucket: one flat tensor and the parameters whose gradients (or weights) are views of it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Bucket:
 
     @property
     def flat(self) -> Tensor:
-        """[N] the payload; gradients that were left where they are come first."""
+        """[N] the payload; gradients that are still elsewhere are copied first."""
         self.bring()
         return self._flat
 
@@ -79,7 +79,7 @@ class Bucket:
         return f"bucket {self.index} ({names})"
 
     def gather(self) -> list[int]:
-        """Note which gradients autograd made elsewhere, as after `zero_grad(set_to_none=True)`.
+        """Record which gradients autograd allocated outside the bucket, as after `zero_grad(set_to_none=True)`.
 
         They are not copied before they are needed: an exchange may read them where they are (`take`). A sparse
         gradient becomes dense: that of a weight which is not only an embedding's, or which no module declares sparse.

@@ -1,4 +1,4 @@
-"""Which parameters lie in which bucket, and in which order the buckets leave. Names and sizes; no tensors."""
+"""Assignment of parameters to buckets and the order of their exchange. Names and sizes; no tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_LANES = 64
 def fitting_bucket_bytes(total_bytes: int) -> int:
     """`BAGUA_DEFAULT_BUCKET_SIZE` of the environment, or a tenth of `total_bytes`, from 1 MiB up to 10 MiB.
 
-    With a single bucket nothing would leave before the backward pass is over, and nothing would overlap.
+    With a single bucket no exchange would overlap with the backward pass.
 
     Raises:
         ValueError: the variable is no positive integer.
@@ -122,7 +122,7 @@ class Plan:
 def make_plan(entries: Sequence[Entry], bucket_bytes: int) -> Plan:
     """Fill buckets in the order of `entries`; a bucket has one dtype and is closed once it holds `bucket_bytes`.
 
-    Buckets leave in the order in which their last parameter comes, so that none waits for a later one. Nothing hides
+    Buckets are ordered by when their last gradient is ready, so that none waits for a later one. Nothing hides
     the exchange of the last one, so where there are several and it is not small, it is cut in two.
     """
     filling: dict[str, tuple[list[str], int]] = {}
@@ -146,7 +146,7 @@ def make_plan(entries: Sequence[Entry], bucket_bytes: int) -> Plan:
 
 
 def _halves(names: tuple[str, ...], sizes: Sequence[int]) -> list[tuple[str, ...]]:
-    """Cut a bucket where the halves differ least, if it is worth an exchange more."""
+    """Split a bucket where the halves differ least, if that is worth one more exchange."""
     total = sum(sizes)
     if len(names) == 1 or total < _LEAST_CUT_BYTES:
         return [names]

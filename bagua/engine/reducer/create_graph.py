@@ -14,7 +14,7 @@ __all__ = ["GradientGraphs"]
 
 
 class GradientGraphs:
-    """The graphs of one pass's gradients, which an exchange would lose.
+    """The autograd graphs of one pass's gradients, which an exchange would drop.
 
     Attributes:
         wanted: the pass makes gradients that can be differentiated.
@@ -28,7 +28,7 @@ class GradientGraphs:
         return bool(self._kept)
 
     def note(self, bucket: Bucket, positions: Mapping[str, int]) -> None:
-        """Keep the gradients of `bucket`, which is about to leave; `positions` numbers the parameters."""
+        """Keep the gradients of `bucket`, which is about to be launched; `positions` numbers the parameters."""
         found = [(positions[name], param.grad) for name, param in zip(bucket.names, bucket.params, strict=True)]
         self._kept += [(index, grad) for index, grad in found if grad is not None and grad.requires_grad]
 

@@ -14,8 +14,8 @@ class GradientStreams:
     """The streams on which gradients came.
 
     Autograd accumulates a gradient on the stream on which the forward pass first used the parameter, and runs the hook
-    there. A bucket leaves in the hook of its last gradient. If the forward pass used several streams, the others of
-    its gradients may still be under way on theirs: nothing orders the streams before the end of the pass.
+    there. A bucket is launched in the hook of its last gradient. If the forward pass used several streams, the other
+    gradients may still be under way on theirs: nothing orders the streams before the end of the pass.
 
     Args:
         device: of the parameters, a CUDA device.

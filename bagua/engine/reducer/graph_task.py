@@ -37,6 +37,7 @@ def refuse_capture(device: torch.device) -> None:
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "CUDA graphs: the forward and backward pass of a distributed module cannot be captured, since a replay "
-            "would exchange nothing; capture parts of the module before bagua.distribute(), or do without"
+            "CUDA graphs: the forward and backward pass of a distributed module cannot be captured, because a replay "
+            "would exchange nothing; capture parts of the module before bagua.distribute(), or train without "
+            "CUDA graphs"
         )

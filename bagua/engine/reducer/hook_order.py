@@ -11,7 +11,7 @@ __all__ = ["HookOrder"]
 class HookOrder:
     """The engine's post-accumulate hooks, one for each parameter.
 
-    In the hook of its last gradient a bucket leaves. A hook of the user's that ran after it would read or change a
+    A bucket is launched in the hook of its last gradient. A hook of the user's that ran after it would read or change a
     gradient that is being reduced.
 
     Args:

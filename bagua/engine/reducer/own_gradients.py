@@ -13,7 +13,7 @@ __all__ = ["OwnGradients"]
 
 
 class OwnGradients:
-    """The tensors that were `.grad` when their buckets left, in one pass.
+    """The tensors that were `.grad` when their buckets were launched, in one pass.
 
     As without an engine, `.grad` is the same object before and after the exchange. The next pass does not write into
     it unless autograd accumulates there.
@@ -27,7 +27,7 @@ class OwnGradients:
         self._kept.clear()
 
     def note(self, bucket: Bucket, positions: Mapping[str, int]) -> None:
-        """Keep the gradients of `bucket`, which is about to leave; `positions` numbers the parameters."""
+        """Keep the gradients of `bucket`, which is about to be launched; `positions` numbers the parameters."""
         for position, grad in bucket.away.items():
             self._kept[positions[bucket.names[position]]] = grad
 

@@ -1,4 +1,4 @@
-"""What a reducer tells of backward passes."""
+"""Protocol by which a reducer reports backward passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PassListener"]
 
 
 class PassListener(Protocol):
-    """Hears of the synchronised backward passes of a module."""
+    """Receives the events of a module's synchronised backward passes."""
 
     def pass_begins(self) -> None:
         """Before each pass."""
@@ -26,7 +26,7 @@ class PassListener(Protocol):
         ...
 
     def buckets_done(self) -> None:
-        """Every bucket has been ready; afterwards the pass counts as done."""
+        """Every bucket has been announced; the pass then counts as done."""
         ...
 
     def params_missing(self, indices: Sequence[int]) -> None:
@@ -46,5 +46,5 @@ class PassListener(Protocol):
         ...
 
     def pass_broke_off(self) -> None:
-        """An exception has broken off a pass; must not raise."""
+        """An exception interrupted a pass; must not raise."""
         ...

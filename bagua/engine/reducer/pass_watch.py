@@ -1,4 +1,4 @@
-"""Notices weights that are trained although no optimizer is seen to step."""
+"""Detects weights that change although no tracked optimizer steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PassWatch:
         self._last = None
 
     def look(self) -> int:
-        """How often the weights have changed since the last step; 0 while that is not remarkable."""
+        """How often the weights have changed since the last step; 0 below the threshold."""
         values = [param.detach().reshape(-1)[:_VALUES].tolist() for param in self._samples]
         now = (sum(map(_version_of, self._params)), values)
         self._changes += self._last is not None and now != self._last

@@ -1,9 +1,9 @@
-"""Follows backward passes: which gradients have come, which buckets are full, what is missing at the end.
+"""The reducer: counts ready gradients, announces complete buckets, handles missing gradients at the end of a pass.
 
 One synchronised pass:
-  a gradient comes  -> its bucket counts down; full buckets are announced in the agreed order
-  the pass ends     -> buckets that still wait are announced; then `on_end`; then missing gradients are settled
-The first synchronised pass only records in which order gradients come.
+  a gradient is ready -> its bucket counts down; complete buckets are announced in the agreed order
+  the pass ends       -> remaining buckets are announced; exchanges finish; then missing gradients are settled
+The first synchronised pass only records the order in which gradients become ready.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Reducer:
 
     Args:
         names, params: the trainable parameters; elsewhere a parameter is its index here.
-        usage: who used what, on all ranks.
+        usage: which parameters each rank used.
         state: tells whether something was exchanged.
         views_are_gradients: whether bucket views hold gradients (else gradients are only counted).
         static_graph: every pass uses the same parameters as often as the first.
@@ -91,7 +91,7 @@ class Reducer:
         self._streams = GradientStreams(params[0].device) if on_gpu else None
 
     def listen(self, listener: PassListener) -> None:
-        """Tell `listener`, of which only a weak reference is kept: it holds the reducer."""
+        """Report events to `listener`. Keeps only a weak reference: the listener holds the reducer."""
         self._listener = weakref.ref(listener)
 
     @property
@@ -106,7 +106,7 @@ class Reducer:
         self._asked = asked
 
     def keep_last(self, hooks: HookOrder) -> None:
-        """Before each pass see that the hooks which call `gradient_ready` run after all others of their parameter."""
+        """Before each pass, move the hooks that call `gradient_ready` behind all others of their parameter."""
         self._hook_order = None if self._alone else hooks
 
     def is_to_sync(self) -> bool:
@@ -114,7 +114,7 @@ class Reducer:
         return self.sync and self._asked()
 
     def set_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """From now on gradients belong to `buckets`."""
+        """Use `buckets` from now on."""
         self._position = position = {name: index for index, name in enumerate(self._names)}
         self._buckets = buckets
         self._bucket_of = [0] * len(self._names)
@@ -169,7 +169,7 @@ class Reducer:
             self._begin()
 
     def end(self) -> None:
-        """Close the pass that is open: announce what still waits, let the algorithm finish, settle what is missing."""
+        """End the open pass: announce the remaining buckets, wait for exchanges, settle missing gradients."""
         self.open = self._callback_queued = False
         if not self._buckets:
             self.tell.order_learned(self._order)
@@ -213,14 +213,14 @@ class Reducer:
         return self.failed_to_end or (self.open and self._callback_queued and torch._C._current_graph_task_id() == -1)
 
     def forget(self) -> None:
-        """Drop a pass that was broken off, as if it had never begun; for passes that exchange nothing."""
+        """Drop an interrupted pass as if it had never begun; for passes without exchanges."""
         self.open = self._callback_queued = self._uncounted = self.failed_to_end = False
         self._graphs.clear()
         self._used = bytearray(len(self._params))
 
     @torch.no_grad()
     def void(self) -> None:
-        """Complete a pass that all ranks have broken off, so that they are in step again; gradients become zero."""
+        """Complete a pass that was interrupted on all ranks, so that they are in step again; gradients become zero."""
         self.open = self._callback_queued = self._uncounted = False
         if not self._buckets:
             self.tell.order_learned(self._order)
@@ -251,7 +251,7 @@ class Reducer:
             self._streams.clear()
 
     def shadow(self) -> None:
-        """Make a pass in which no gradient comes, beside one of other ranks."""
+        """Run a pass without gradients, to match one of other ranks."""
         self._open()
         self._shadow = True
         self.end()
@@ -295,7 +295,7 @@ class Reducer:
                 bucket.bring()  # if nothing was launched
 
     def _mend(self, bucket: Bucket, without: Sequence[int]) -> None:
-        """Parameters that were used, and whose `.grad` was set to None before the bucket left, shall get the mean."""
+        """Give the mean to used parameters whose `.grad` was set to None before their bucket was launched."""
         for position in without:
             index = self._position[bucket.names[position]]
             if self._arrived[index] or self._used[index]:
@@ -315,7 +315,7 @@ class Reducer:
         if number < self._next:
             raise RuntimeError(
                 f"parameter {self._names[index]!r} got another gradient in the same backward pass after its "
-                "bucket had left: a reentrant checkpoint uses it in several segments; use use_reentrant=False or "
+                "bucket was launched: a reentrant checkpoint uses it in several segments; use use_reentrant=False or "
                 "static_graph=True"
             )
         if index in self._repeats:
@@ -331,12 +331,12 @@ class Reducer:
         elif used != self._static_used:
             changed = [name for i, name in enumerate(self._names) if (used ^ self._static_used) >> i & 1]
             raise RuntimeError(
-                f"static_graph=True, but other parameters are used than in the first step: {', '.join(changed[:5])}"
+                f"static_graph=True, but this step used other parameters than the first one: {', '.join(changed[:5])}"
             )
 
     @torch.no_grad()
     def _fill_missing(self) -> dict[int, Tensor | None]:
-        """Make the parts of the buckets for which no gradient came count with what `.grad` holds.
+        """Fill the bucket parts of missing gradients with what `.grad` holds.
 
         Returns, for each parameter that was not used at all since the last synchronised pass, its gradient as it
         was (None if none).
@@ -353,7 +353,7 @@ class Reducer:
 
     @torch.no_grad()
     def _settle(self, kept: dict[int, Tensor | None]) -> None:
-        """Give parameters that other ranks used the mean, and those that nobody used what they had."""
+        """Give the mean to parameters that other ranks used, and restore the gradient of those that no rank used."""
         self.tell.finish_exchanges()
         union = self._static_union
         if union is None:

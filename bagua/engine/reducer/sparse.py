@@ -28,7 +28,7 @@ def sparse_names(module: nn.Module) -> set[str]:
 
 
 def check_sparse(sparse: Mapping[str, nn.Parameter], algorithm: Algorithm, fallback: Algorithm | None) -> None:
-    """Refuse algorithms that begin with one payload and go on with another.
+    """Refuse algorithms that switch between gradients and weights.
 
     Raises:
         ValueError: names the algorithm.
@@ -37,7 +37,7 @@ def check_sparse(sparse: Mapping[str, nn.Parameter], algorithm: Algorithm, fallb
     if sparse and len(payloads) > 1:
         raise ValueError(
             f"module: {next(iter(sparse))!r} has sparse gradients, and {algorithm!r} exchanges gradients first and "
-            "weights later, or the other way round; call bagua.distribute() at the switch, or use sparse=False"
+            "weights later, or vice versa; call bagua.distribute() at the switch, or use sparse=False"
         )
 
 

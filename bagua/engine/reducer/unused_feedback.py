@@ -1,4 +1,4 @@
-"""What exchanges remember of parameters that no rank used in a pass: it must outlive the pass."""
+"""Preserves error feedback state of parameters that no rank used in a pass."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Withheld"]
 
 
 class Withheld:
-    """Copies of what exchanges with error feedback keep of some parameters, from before a pass.
+    """Copies of the error feedback state of some parameters, from before a pass.
 
-    A bucket leaves before it is known whether another rank used the parameters that this one misses. If none did,
-    the result is not delivered; the errors that it was made of would be lost, were they not put back.
+    A bucket is launched before it is known whether another rank used the parameters that this one misses. If none did,
+    the result is discarded, and the residuals that went into it must be restored.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters did any rank use? Answered without a collective, and only for those who ask.
+"""Finds which parameters any rank used, without a collective: only ranks that miss gradients query the store.
 
 A rank whose set of used parameters changed writes it to the store before it launches its last exchange of the
 pass. A rank that misses parameters reads all sets after its exchanges of the pass are done. Since an exchange
@@ -39,10 +39,10 @@ class UsageBoard:
         return [self._keys[self._rank]] if len(self._keys) > 1 else []
 
     def publish(self, pass_index: int, used: int, last_exchanged: int) -> None:
-        """Tell the others that from this pass on `used` is what this rank uses; free if nothing changed.
+        """Publish the set of parameters that this rank uses from this pass on; free if unchanged.
 
         Args:
-            last_exchanged: the last earlier pass with an exchange; nobody reads about passes before it any more.
+            last_exchanged: the last earlier pass with an exchange; no rank still reads entries of passes before it.
         """
         if used == self._changes[-1][1] or len(self._keys) == 1:
             return

@@ -1,4 +1,4 @@
-"""Make every rank equal to rank 0: parameters, buffers, and what the optimizers remember."""
+"""Broadcast rank 0's parameters, buffers and optimizer state."""
 
 from __future__ import annotations
 

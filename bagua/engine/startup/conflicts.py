@@ -1,4 +1,4 @@
-"""What a module cannot be distributed together with: other engines, torch's wrappers, sharded optimizers."""
+"""Conflict checks: other engines, torch's wrappers, sharded optimizers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_sharded", "check_shared", "check_wrapped"]
 
 
 def check_shared(module: nn.Module, inventory: Inventory) -> None:
-    """See to it that no parameter is trained by two engines: both would exchange its one gradient.
+    """Check that no parameter is trained by two engines: both would reduce its gradient.
 
     Raises:
         ValueError: another distributed module trains one of the parameters; names both modules and the parameter.
@@ -31,8 +31,8 @@ def check_shared(module: nn.Module, inventory: Inventory) -> None:
         name, other, other_name = found
         raise ValueError(
             f"module: parameter {name!r} of {type(module).__name__} is parameter {other_name!r} of "
-            f"{_describe(other, module)}, which is distributed already; a parameter can be trained by one distributed "
-            "module only. Distribute one module that holds them all, or call bagua.detach() on the other one first"
+            f"{_describe(other, module)}, which is already distributed; a parameter can belong to one distributed "
+            "module only. Distribute one module that contains both, or call bagua.detach() on the other one first"
         )
 
 
@@ -52,12 +52,12 @@ def _describe(other: nn.Module, module: nn.Module) -> str:
     if inside is not None:
         return f"its own submodule {inside!r} ({type(other).__name__})"
     if around is not None:
-        return f"{type(other).__name__}, whose submodule {around!r} it is"
+        return f"{type(other).__name__}, of which it is submodule {around!r}"
     return f"another module ({type(other).__name__})"
 
 
 def check_sharded(optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm) -> None:
-    """Refuse optimizers that are sharded over the ranks where the ranks step with gradients of their own.
+    """Refuse optimizers that are sharded over the ranks, with algorithms that step with local gradients.
 
     Raises:
         ValueError: names the optimizer and the algorithm.
@@ -75,7 +75,7 @@ def check_sharded(optimizers: Sequence[torch.optim.Optimizer], algorithm: Algori
 
 
 def check_wrapped(module: object) -> None:
-    """Refuse a module whose gradients torch exchanges already.
+    """Refuse a module whose gradients torch already reduces.
 
     Raises:
         ValueError: it is or holds a DistributedDataParallel or FullyShardedDataParallel.

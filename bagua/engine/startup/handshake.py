@@ -1,4 +1,4 @@
-"""All ranks compare what they were asked to do, before any collective starts."""
+"""The handshake: compares modules and options of all ranks before any collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Agreement", "shake_hands"]
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the handshake found out.
+    """Result of the handshake.
 
     Attributes:
         nodes: ranks by node.
@@ -28,18 +28,18 @@ class Agreement:
 def shake_hands(
     team: Team, signature: list[list[str]], options: dict[str, str], problem: Exception | None, ready: bool
 ) -> Agreement:
-    """Meet all ranks; raise on all of them if one has a problem or they want different things. Collective.
+    """Compare all ranks' arguments; raise on every rank if one has a problem or they differ. Collective.
 
     Args:
-        team: who meets.
+        team: the ranks.
         signature: rows of (kind, name, shape, dtype), compared in order.
-        options: what else must be equal, by name.
-        problem: why this rank cannot go on, if so; raised here, reported elsewhere.
+        options: other values that must be equal, by name.
+        problem: error of this rank, if any; raised here, reported to the others.
         ready: whether an earlier engine of the module can still exchange on this rank.
 
     Raises:
         RankMismatchError: another rank has a problem, or the first difference found; names rank and tensor.
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not arrive within the timeout.
     """
     full = encode(signature)
     brief: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a module and its optimizers hold, and whether it can be trained data-parallel."""
+"""The inventory of a module: its tensors, and whether it can be trained data-parallel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Inventory:
         return {**self.trainable, **self.sparse}
 
     def check_frozen(self) -> None:
-        """See to it that no parameter is trained behind the engine's back.
+        """Check that no parameter that was frozen at `distribute` requires a gradient now.
 
         Raises:
             RuntimeError: one was frozen and no longer is.

@@ -1,7 +1,7 @@
-"""Whether the network, or the CPU, is what limits the first broadcast: it decides how many lanes share plain sums.
+"""Link probe: whether the network or the CPU limits the first broadcast, which sets the number of lanes for plain sums.
 
-Several flows hide latency and the pauses between gloo's hops. Where the network is so fast that moving bytes is work
-for the CPU, they only compete for it.
+Several flows hide latency and the pauses between gloo's hops. Where the network is so fast that the CPU is the limit,
+they only compete for cores.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def build(outline: Any, old: Any, anchor: Tensor | None) -> Any:
     if kind == "subclass":
         if isinstance(old, Tensor) and _outline(old, "") == outline:
             return old
-        raise ValueError(f"optimizers: a {content[0]} in the state cannot be made on a rank that lacks it")
+        raise ValueError(f"optimizers: a {content[0]} in the state cannot be constructed on a rank that lacks it")
     if kind == "tensor":
         dtype, shape, device_type = content
         dtype = getattr(torch, dtype)

@@ -1,4 +1,4 @@
-"""Results of tuning in a file: whose they are, and how all ranks get them from rank 0."""
+"""Autotuning results in a file: keyed by model and job, read by rank 0 and broadcast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be tuned: settings that change how fast values are exchanged, and the values by no more than rounding."""
+"""The search space: settings that affect speed, and values by no more than rounding."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _LEAST_BYTES = 64 * 2**10  # of a bucket
 
 
 def why_not(engine: Tunable) -> str:
-    """Why nothing can be tuned, the same on all ranks; empty if something can."""
+    """Why this run cannot be tuned, the same on all ranks; empty if it can."""
     algorithm = engine.algorithm
     exchanges = {type(each) for each in engine.exchanges}
     if engine.team.size == 1:
-        return "there is one rank"
+        return "there is only one rank"
     if engine.team.backend == "local":
-        return "a simulation takes no time"
+        return "simulated steps cannot be timed"
     if not engine.optimizers:
-        return "without optimizers it is not known where a step ends"
+        return "without optimizers the end of a step is unknown"
     if algorithm.exactness is Exactness.ASYNCHRONOUS:
-        return f"nobody waits for the exchanges of {algorithm.name!r}"
+        return f"no step waits for the exchanges of {algorithm.name!r}"
     if len(exchanges) != 1:
-        return f"the steps of {algorithm.name!r} are of several kinds"
+        return f"the steps of {algorithm.name!r} are not all alike"
     if period_of(algorithm) > _LONGEST_PERIOD:
-        return f"{algorithm.name!r} exchanges every {period_of(algorithm)} steps only"
-    return "nothing here makes a difference" if space_of(engine).trivial else ""
+        return f"{algorithm.name!r} exchanges only every {period_of(algorithm)} steps"
+    return "no setting has an effect on this module" if space_of(engine).trivial else ""
 
 
 def period_of(algorithm: Algorithm) -> int:
@@ -96,7 +96,7 @@ def _cuts_freely(engine: Tunable) -> bool:
 
 
 def _is_free(exchange: Exchange) -> bool:
-    """Blocks of a codec would move with the cuts, and with them what is lost; sums only change their order."""
+    """Whether cuts change only the order of sums; with a codec, blocks would move and change the compression error."""
     if isinstance(exchange, Hierarchical):
         return _is_free(exchange.inner)
     return isinstance(exchange, AllReduce | Gossip) and exchange.elementwise
@@ -116,7 +116,7 @@ def _inner(exchange: Exchange, kind: type[Exchange]) -> bool:
 
 
 class Effect(NamedTuple):
-    """Equal for settings that make no difference.
+    """What settings come to; equal for settings that behave alike.
 
     Attributes:
         pieces: bytes of each, in the order of exchange.

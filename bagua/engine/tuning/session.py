@@ -1,7 +1,7 @@
-"""The ranks' part of tuning: measure steps, meet, and do what rank 0 orders, all in the same step.
+"""The tuning session of one engine: measure steps, report to rank 0, adopt its settings, all at the same step.
 
-At the end of a turn the ranks meet in the store of the process group with the times of their steps; rank 0 tells
-what comes next. Between two turns, and once tuning is over, there is not a word.
+At the end of a turn the ranks exchange their step times through the process group's store, and rank 0 broadcasts
+the next settings. Between turns, and after tuning, nothing is sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["TuningSession"]
 
 
 class TuningSession:
-    """Follows one engine, which holds it; it holds no engine.
+    """Tunes one engine. The engine holds it; it holds no engine.
 
     Args:
         options: None if there is nothing to search, as settings were found before.
@@ -60,7 +60,7 @@ class TuningSession:
             self._began_s = time.perf_counter()
 
     def step_ended(self, engine: Tunable) -> None:
-        """After a step, when nothing is under way."""
+        """After a step, when no exchange is in flight."""
         if self.settled:
             return
         if not self.begun:
@@ -124,7 +124,7 @@ class TuningSession:
         if reason:
             self.settled = True
             self._phase, self._reason = "off", reason
-            engine.notice(f"autotune: nothing is tuned, since {reason}")
+            engine.notice(f"autotune: not tuning: {reason}")
             return
         self.begun = True
         self._default, self._algorithm = engine.settings, engine.algorithm
@@ -149,16 +149,16 @@ class TuningSession:
         axes, before = space_of(engine).axes, engine.settings.as_json()
         wrong = [name for name, value in found.as_json().items() if value != before[name] and name not in axes]
         if wrong:
-            raise ValueError(f"autotune: file: {', '.join(wrong)} of {engine.algorithm.name!r} cannot be tuned here")
+            raise ValueError(f"autotune: file: {', '.join(wrong)} of {engine.algorithm.name!r} cannot be set here")
         problem = _change(engine, found)
         if problem:
-            engine.notice(f"autotune: the settings of the file cannot be had: {problem}", urgent=True)
+            engine.notice(f"autotune: the settings in the file cannot be applied: {problem}", urgent=True)
         engine.close_lanes(engine.num_busy_lanes)
         self._facts = {"tuned": tuple(axes)}
         self.settle("from the file of results")
 
     def _share(self, engine: Tunable, order: Order | None) -> Order:
-        """Give everyone rank 0's order."""
+        """Broadcast rank 0's order."""
         self._write(engine)
         payload = None
         if order is not None:

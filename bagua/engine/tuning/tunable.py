@@ -1,4 +1,4 @@
-"""What a tuning session needs of the engine that it tunes."""
+"""Protocol: what a tuning session needs from an engine."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Tunable(Protocol):
         ...
 
     def line_up(self) -> None:
-        """Return at about the same time on all ranks. Collective."""
+        """Barrier: return at about the same time on all ranks. Collective."""
         ...
 
     def notice(self, text: str, urgent: bool = False) -> None:

@@ -240,7 +240,9 @@ class Arena:
         if key not in self.state:
             self.state[key] = torch.zeros_like(self.flat, dtype=dtype)
         if self.state[key].dtype != dtype:
-            raise RuntimeError(f"state {key!r} has dtype {dtype} here and {self.state[key].dtype} there")
+            raise RuntimeError(
+                f"state {key!r} has dtype {dtype} in one flat part and {self.state[key].dtype} in another"
+            )
         return self.state[key]
 
     def slot_of(self, number: int) -> Slot | None:

@@ -64,7 +64,9 @@ def check_can_fuse(optimizer: torch.optim.Optimizer, trial: bool = True) -> None
         raise ValueError(f"optimizer: {name} with differentiable=True cannot be fused")
     inner = [key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]
     if inner:
-        raise ValueError(f"optimizer: {name} steps another one, its attribute {inner[0]!r}; fuse that one instead")
+        raise ValueError(
+            f"optimizer: {name} wraps another optimizer, its attribute {inner[0]!r}; fuse that one instead"
+        )
     if isinstance(optimizer, TwoStage):  # not before its second stage, which a trial does not reach
         raise NotElementwiseError(f"optimizer: {name} cannot be fused: it bounds variances by their mean in a tensor")
     if trial:
@@ -97,7 +99,9 @@ def attach(optimizer: torch.optim.Optimizer, limits: Limits | None = None, move:
     def step(*args: Any, **kwargs: Any) -> Any:
         self = ref()
         if self is None:
-            raise RuntimeError("step: the fused optimizer no longer exists; keep it, not only its step")
+            raise RuntimeError(
+                "step: the fused optimizer no longer exists; keep a reference to it, not only to its step"
+            )
         setattr(self, "_opt_called", True)  # noqa: B010 - what a scheduler wants to know
         return hooked(self, *args, **kwargs)
 

@@ -45,7 +45,7 @@ def find_difference(
         try:
             plain, fused = (_copy(optimizer, [[_clone(p) for p in params] for params in small]) for _ in range(2))
         except Exception as error:  # attributes of a user's class: anything may come
-            return f"it cannot be copied for the check ({type(error).__name__}: {error}); check=False goes without"
+            return f"it cannot be copied for the check ({type(error).__name__}: {error}); check=False skips the check"
         fault = _give_state(optimizer, plain, fused)
         if fault:
             return fault
@@ -57,7 +57,9 @@ def find_difference(
             try:
                 own_step(plain)
             except Exception as error:
-                return f"it cannot be tried on small copies ({type(error).__name__}: {error}); check=False goes without"
+                return (
+                    f"it cannot be tried on small copies ({type(error).__name__}: {error}); check=False skips the check"
+                )
             try:
                 fused.step()
             except Exception as error:

@@ -12,5 +12,5 @@ def scaled(channels: int, scale: float) -> int:
         ValueError: `scale` is not in (0, 4].
     """
     if not 0 < scale <= 4:
-        raise ValueError(f"scale: expected a number above 0, 4 at most, got {scale!r}")
+        raise ValueError(f"scale: expected a number > 0 and <= 4, got {scale!r}")
     return max(1, round(channels * scale))

@@ -56,5 +56,5 @@ def _distributed(module: Any) -> nn.Module:
 
 
 GlobalAlgorithmRegistry.register(
-    "async", AsyncModelAverageAlgorithm, "weights averaged in the background, local gradients"
+    "async", AsyncModelAverageAlgorithm, "local gradients; weights averaged in the background"
 )

@@ -27,4 +27,4 @@ class ByteGradAlgorithm(Algorithm):
         return self._core
 
 
-GlobalAlgorithmRegistry.register("bytegrad", ByteGradAlgorithm, "mean of all gradients in 8 bits")
+GlobalAlgorithmRegistry.register("bytegrad", ByteGradAlgorithm, "gradients averaged in 8 bits")

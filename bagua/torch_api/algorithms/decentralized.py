@@ -36,7 +36,7 @@ class DecentralizedAlgorithm(Algorithm):
 
 
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
-    """8-bit differences of weights with both neighbours on a ring, after each step.
+    """local gradients; 8-bit weight differences exchanged with both ring neighbours, after each step.
 
     Args:
         hierarchical: exact average within each node, the ring joins nodes.
@@ -55,7 +55,11 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         return self._core
 
 
-GlobalAlgorithmRegistry.register("decentralized", DecentralizedAlgorithm, "weights averaged with peers")
 GlobalAlgorithmRegistry.register(
-    "low_precision_decentralized", LowPrecisionDecentralizedAlgorithm, "8-bit differences of weights on a ring"
+    "decentralized", DecentralizedAlgorithm, "local gradients; weights averaged with peers"
+)
+GlobalAlgorithmRegistry.register(
+    "low_precision_decentralized",
+    LowPrecisionDecentralizedAlgorithm,
+    "local gradients; 8-bit weight differences exchanged on a ring",
 )

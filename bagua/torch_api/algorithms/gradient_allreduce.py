@@ -27,5 +27,5 @@ class GradientAllReduceAlgorithm(Algorithm):
 
 
 GlobalAlgorithmRegistry.register(
-    "gradient_allreduce", GradientAllReduceAlgorithm, "mean of all gradients in full precision"
+    "gradient_allreduce", GradientAllReduceAlgorithm, "gradients averaged in full precision"
 )

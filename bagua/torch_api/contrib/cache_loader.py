@@ -65,6 +65,6 @@ class CacheLoader(StoredCacheLoader):
 def without_foreign(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Leave out a capacity for servers that are not ours, as the original did."""
     if kwargs.get("hosts") is not None and "capacity_per_node" in kwargs:
-        report_once("capacity_per_node: does nothing to the servers in hosts; they have maxmemory for that")
+        report_once("capacity_per_node: does not apply to the servers in hosts; set maxmemory in their configuration")
         return {name: value for name, value in kwargs.items() if name != "capacity_per_node"}
     return kwargs

@@ -78,7 +78,7 @@ class DistributedDataParallel(nn.Module):
         if dim != 0:
             raise ValueError(f"dim: expected 0, got {dim!r}: inputs are not split over several devices of one process")
         if check_reduction:
-            report_once("DistributedDataParallel: check_reduction cannot act, failed reductions always raise")
+            report_once("DistributedDataParallel: check_reduction has no effect: failed reductions always raise")
         self.device = _checked_device(module, device_ids, output_device)
         self.device_ids = None if self.device is None else [self.device.index]
         self.output_device = None if self.device is None else self.device.index
@@ -226,7 +226,7 @@ def _checked_device(module: nn.Module, device_ids: Any, output_device: Any) -> t
     """The GPU to which inputs move; None: they stay where they are."""
     if not device_ids:
         if output_device is not None:
-            raise ValueError("output_device: goes with device_ids, which is None")
+            raise ValueError("output_device: needs device_ids, which is None")
         return None
     if len(device_ids) != 1:
         raise ValueError(f"device_ids: expected the one device of this process, got {list(device_ids)}")
@@ -243,7 +243,7 @@ def _device(name: str, value: Any) -> torch.device:
     try:
         device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{name}: {value!r} is no device ({error})") from error
+        raise ValueError(f"{name}: {value!r} is not a device ({error})") from error
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

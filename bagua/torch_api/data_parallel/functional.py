@@ -43,7 +43,7 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -
     """
     name = op_name(op)
     if name not in _OPS:
-        raise ValueError(f"op: expected SUM, AVG or MAX, got {name.upper()}: its gradient is no all-reduce")
+        raise ValueError(f"op: expected SUM, AVG or MAX, got {name.upper()}: its gradient is not an all-reduce")
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor: expected a torch.Tensor, got {type(tensor).__name__}")
     comm = _communicator(group)

@@ -189,7 +189,7 @@ def test_complexities_are_cached(tmp_path: Path) -> None:
         ({"complexity_fn": lambda _: float("inf")}, "complexity_fn: expected finite numbers, got inf for sample 0"),
         ({"random_level": 2}, "random_level"),
         ({"rank": 5}, "rank: expected 0 to 1, got 5"),
-        ({"dataset": []}, "there is no sample"),
+        ({"dataset": []}, "expected at least one sample"),
     ],
 )
 def test_bad_input(options: dict[str, Any], message: str) -> None:
@@ -201,7 +201,7 @@ def test_bad_input(options: dict[str, Any], message: str) -> None:
 
 def test_bad_batch_fn() -> None:
     sampler = LoadBalancingDistributedSampler([1, 2], [1, 2], 2, 0, shuffle=False)
-    with pytest.raises(TypeError, match="expected a list of lists"):
+    with pytest.raises(TypeError, match="must return a list of batches"):
         list(LoadBalancingDistributedBatchSampler(sampler, lambda indices: indices))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="no batch for rank 0"):
         list(LoadBalancingDistributedBatchSampler(sampler, lambda i: [] if i == [0] else [i]))

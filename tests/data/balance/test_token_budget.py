@@ -151,7 +151,7 @@ def test_position_without_workers() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": []}, "lengths: there is no sample"),
+        ({"lengths": []}, "lengths: expected at least one sample"),
         ({"lengths": [1.0, float("nan")]}, "lengths: expected finite numbers, got nan for sample 1"),
         ({"lengths": [1.0, 0.0]}, "lengths: expected numbers > 0, got 0.0 for sample 1"),
         ({"lengths": [1.0, 101.0]}, "max_tokens: 100 is less than the length of sample 1, 101"),

@@ -80,7 +80,7 @@ def test_a_server_that_dies_in_mid_epoch_costs_speed_only(
         check(loader, range(40))
     wait_until(lambda: bool(warnings_of(caplog)))  # the thread that writes may be the one to notice
     assert len(warnings_of(caplog)) == 1, warnings_of(caplog)
-    assert "out of reach" in warnings_of(caplog)[0]
+    assert "unreachable" in warnings_of(caplog)[0]
     wait_until(lambda: loader.status().available)
 
     def hits_again() -> bool:

@@ -132,7 +132,7 @@ def reopened(cache_path: Path) -> Callable[[], LmdbStore]:
 def test_a_file_outlives_its_process(reopened: Callable[[], LmdbStore]) -> None:
     first = reopened()
     first.set(key(1), b"kept")
-    with pytest.raises(ValueError, match="open in this process already"):
+    with pytest.raises(ValueError, match="already open in this process"):
         reopened()
     first.close()
     second = reopened()

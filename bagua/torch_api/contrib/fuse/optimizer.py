@@ -37,7 +37,7 @@ def fuse_optimizer(optimizer: _O, do_flatten: bool = True, check_flatten: bool =
     element-wise, whose numbers the original changed, are not fused.
     """
     if not check_flatten:
-        report_once("fuse_optimizer: check_flatten=False cannot act, where things lie is looked at in every step")
+        report_once("fuse_optimizer: check_flatten=False has no effect: the memory layout is checked at every step")
     if not is_fused(optimizer):
         try:
             check_can_fuse(optimizer)
@@ -82,7 +82,9 @@ def calculate_mutual_groups(tensors_list: Sequence[Sequence[Tensor]]) -> list[li
         ValueError: the lists differ in length.
     """
     if len({len(tensors) for tensors in tensors_list}) > 1:
-        raise ValueError(f"tensors_list: lists of {', '.join(str(len(each)) for each in tensors_list)} tensors")
+        raise ValueError(
+            f"tensors_list: expected lists of equal length, got {', '.join(str(len(each)) for each in tensors_list)}"
+        )
     found = [_runs(tensors) for tensors in tensors_list]
     return [run for run in found[0] if all(run in others for others in found[1:])] if found else []
 
