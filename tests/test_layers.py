@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "comm",
         "data",
         "engine",
+        "exchanges",
         "distributed",
         "gone",
         "moe",

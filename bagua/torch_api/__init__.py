@@ -4,8 +4,9 @@
     bagua.init_process_group()
     model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
 
-Importing it puts `with_bagua` and its properties on `torch.nn.Module`, and does nothing else. New scripts use
-`bagua.distribute`. The packages `checkpoint`, `contrib`, `model_parallel` and `moe` are imported at their first use.
+Importing it puts `with_bagua` and its properties on `torch.nn.Module`, the methods `bagua_...` on `torch.Tensor`, and
+does nothing else. New scripts use `bagua.distribute`. The packages `checkpoint`, `contrib`, `model_parallel` and
+`moe` are imported at their first use.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from bagua.torch_api.communication import (
 )
 from bagua.torch_api.env import get_local_rank, get_local_size, get_rank, get_world_size
 from bagua.torch_api.patch import patch
+from bagua.torch_api.tensor import patch_tensor
 
 if TYPE_CHECKING:
     from bagua.torch_api import checkpoint, contrib, model_parallel
@@ -115,3 +117,4 @@ def __getattr__(name: str) -> ModuleType:
 
 
 patch()
+patch_tensor()

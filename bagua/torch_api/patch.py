@@ -1,4 +1,4 @@
-"""The one patch in the project: `with_bagua` and its properties on every `torch.nn.Module`."""
+"""What importing the facade patches: `with_bagua` and its properties on every `torch.nn.Module`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch import nn
 from bagua.engine.api import distribute
 from bagua.engine.distributed_module import attached_buckets
 from bagua.engine.startup.inventory import as_optimizers
-from bagua.torch_api.algorithms.base import as_core_algorithm
-from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.process_group import as_torch_group
+from bagua.torch_api.adapter import AdaptedAlgorithm, adapt, attach_session
+from bagua.torch_api.algorithms.base import Algorithm, as_core_algorithm, is_written_for_original
+from bagua.torch_api.bucket import BaguaBucket, EngineBucket
+from bagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel
+from bagua.torch_api.process_group import BaguaProcessGroup, _get_default_group, as_torch_group, from_torch_group
 from bagua.torch_api.report import report_once
 
 __all__ = ["patch", "with_bagua"]
@@ -25,10 +27,12 @@ _M = TypeVar("_M", bound=nn.Module)
 
 @dataclass
 class _Record:
-    """What a module was given."""
+    """What a module was given; `adapted` if the algorithm is one written for Bagua 0.9."""
 
     algorithm: Any
     optimizers: list[torch.optim.Optimizer]
+    process_group: Any = None
+    adapted: AdaptedAlgorithm | None = None
 
 
 # Beside the modules and not on them, so that copies and pickles of a module are plain modules.
@@ -51,10 +55,12 @@ def with_bagua(
     Args:
         self: the module.
         optimizers: one or several.
-        algorithm: an object of `bagua.torch_api.algorithms`, a registered name, or a `bagua.Algorithm`.
+        algorithm: an object of `bagua.torch_api.algorithms`, a registered name, a `bagua.Algorithm`, or an algorithm
+            written for Bagua 0.9: an `Algorithm` whose `reify` returns an `AlgorithmImpl`.
         process_group: a `BaguaProcessGroup` or a `torch.distributed` group; None: all processes, or as
             before.
-        do_flatten: False cannot act and is reported in the log: gradients are always exchanged in flat buckets.
+        do_flatten: goes to `tensors_to_buckets` of an algorithm written for Bagua 0.9. With others False has no effect
+            and is reported in the log: gradients are always exchanged in flat buckets.
         bucket_bytes: payload exchanged at once; None takes what `bagua.distribute` does.
         gradient_as_bucket_view: as in `bagua.distribute`.
 
@@ -64,20 +70,44 @@ def with_bagua(
 
     Differs: buffers, frozen parameters and optimizer state become rank 0's too.
     """
-    core = as_core_algorithm(algorithm)
-    if not do_flatten:
-        report_once("with_bagua: do_flatten=False has no effect: gradients are always exchanged in flat buckets")
+    if isinstance(algorithm, str):
+        algorithm = Algorithm.init(algorithm)
     items = as_optimizers(optimizers)
-    distribute(
-        self,
-        items,
-        core,
-        process_group=as_torch_group(process_group),
-        bucket_bytes=bucket_bytes,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-    )
-    _records[self] = _Record(algorithm, list(items))
+    before = _records.get(self) if isinstance(self, nn.Module) else None
+    if process_group is None and before is not None:
+        process_group = before.process_group
+    adapted: AdaptedAlgorithm | None = None
+    num_lanes: int | None = None
+    if is_written_for_original(algorithm):
+        group = _as_bagua_group(process_group)
+        adapted = adapt(algorithm, self, _module_name(self), items, group, do_flatten)
+        num_lanes = 1  # buckets are exchanged one after the other
+    elif not do_flatten:
+        report_once("with_bagua: do_flatten=False has no effect: gradients are always exchanged in flat buckets")
+    try:
+        distribute(
+            self,
+            items,
+            as_core_algorithm(algorithm) if adapted is None else adapted,
+            process_group=as_torch_group(process_group),
+            bucket_bytes=bucket_bytes,
+            num_lanes=num_lanes,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+    except BaseException:
+        if before is not None and before.adapted is not None:
+            before.adapted.session.forget()  # tensors may belong to buckets of the one that failed
+        raise
+    attach_session(self, adapted)
+    runs = algorithm if adapted is None else adapted.session.impl
+    _records[self] = _Record(runs, list(items), process_group, adapted)
     return self
+
+
+def _as_bagua_group(process_group: Any) -> BaguaProcessGroup:
+    if process_group is None:
+        return _get_default_group()
+    return process_group if isinstance(process_group, BaguaProcessGroup) else from_torch_group(process_group)
 
 
 def _module_name(self: nn.Module) -> str:
@@ -93,15 +123,20 @@ def _set_module_name(self: nn.Module, name: str) -> None:
 
 def _record(self: nn.Module) -> _Record:
     record = _records.get(self)
-    if record is None and type(self).__module__.startswith("torch._dynamo"):
-        return _Record(None, [])  # torch.compile reads every attribute of a module that it makes
+    if record is None and _is_made_by_compiler(self):
+        return _Record(None, [])
     if record is None:
         raise AttributeError(f"{type(self).__name__} is not distributed; call with_bagua() first")
     return record
 
 
+def _is_made_by_compiler(module: nn.Module) -> bool:
+    """torch.compile reads every attribute of a module that it makes."""
+    return type(module).__module__.startswith("torch._dynamo")
+
+
 def _algorithm(self: nn.Module) -> Any:
-    """The algorithm given to `with_bagua`."""
+    """The algorithm given to `with_bagua`; of one written for Bagua 0.9, the `AlgorithmImpl`."""
     return _record(self).algorithm
 
 
@@ -112,8 +147,20 @@ def _optimizers(self: nn.Module) -> list[torch.optim.Optimizer]:
 
 def _buckets(self: nn.Module) -> list[BaguaBucket]:
     """The buckets; none until the first backward pass has shown their order."""
-    _record(self)
-    return [BaguaBucket.of(bucket) for bucket in attached_buckets(self)] if self in _records else []
+    record = _record(self)
+    if record.adapted is not None:
+        return list(record.adapted.session.ddp.bagua_buckets)
+    return [EngineBucket(bucket) for bucket in attached_buckets(self)] if self in _records else []
+
+
+def _ddp(self: nn.Module) -> BaguaDistributedDataParallel | None:
+    """What an algorithm written for Bagua 0.9 sees of the module."""
+    record = _record(self)
+    if record.adapted is None:
+        if _is_made_by_compiler(self):
+            return None
+        raise AttributeError(f"{type(self).__name__} is not distributed by an algorithm written for Bagua 0.9")
+    return record.adapted.session.ddp
 
 
 def patch() -> None:
@@ -124,3 +171,4 @@ def patch() -> None:
     module.bagua_algorithm = property(_algorithm)
     module.bagua_optimizers = property(_optimizers)
     module.bagua_buckets = property(_buckets)
+    module.bagua_ddp = property(_ddp)

@@ -159,7 +159,7 @@ def test_what_cannot_act_is_reported_once(pool: RankPool) -> None:
 
 def test_registry() -> None:
     from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry
-    from bagua.torch_api.algorithms.base import AlgorithmImpl
+    from bagua.torch_api.algorithms.base import AlgorithmImpl, as_core_algorithm
     from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 
     assert {"bytegrad", "gradient_allreduce"} <= set(GlobalAlgorithmRegistry.available_algorithms())
@@ -182,8 +182,8 @@ def test_registry() -> None:
         _ = Mine().core
     with pytest.raises(NotImplementedError, match=r"bagua\.Algorithm"):
         Mine().reify(None)
-    with pytest.raises(TypeError, match=r"bagua\.Algorithm"):
-        type("MyImpl", (AlgorithmImpl,), {})
+    with pytest.raises(TypeError, match="AlgorithmImpl is an AlgorithmImpl; give the Algorithm that reifies it"):
+        as_core_algorithm(AlgorithmImpl(None))
 
 
 @pytest.mark.process
@@ -192,13 +192,16 @@ def test_only_the_facade_patches() -> None:
         "import bagua, bagua.engine, bagua.comm.communicator\n"
         "from torch import nn\n"
         "assert not any(name for name in dir(nn.Module) if 'bagua' in name)\n"
+        "import torch\n"
+        "assert not any(name for name in dir(torch.Tensor) if 'bagua' in name)\n"
         "import sys\n"
         "assert not any(name.startswith('bagua.torch_api') for name in sys.modules)\n"
         "import bagua.torch_api\n"
         "names = sorted(name for name in dir(nn.Module) if 'bagua' in name)\n"
-        "want = ['algorithm', 'buckets', 'module_name', 'optimizers']\n"
+        "want = ['algorithm', 'buckets', 'ddp', 'module_name', 'optimizers']\n"
         "assert names == [*('bagua_' + name for name in want), 'with_bagua']\n"
         "assert not hasattr(nn.Linear(1, 1), 'bagua_buckets')\n"
+        "assert torch.ones(1).ensure_bagua_tensor('a').is_bagua_tensor()\n"
         "import threading\n"
         "assert threading.active_count() == 1\n"
     )

@@ -1,21 +1,29 @@
-"""The original's `Algorithm` and its registry, as names for algorithms of `bagua.algorithms`."""
+"""The original's `Algorithm` and its registry: names for algorithms of `bagua.algorithms`, and scripts' own."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import bagua.algorithms
+from bagua.torch_api.algorithms.impl import AlgorithmImpl
 
-__all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "UnknownAlgorithmError", "as_core_algorithm"]
+__all__ = [
+    "Algorithm",
+    "AlgorithmImpl",
+    "GlobalAlgorithmRegistry",
+    "UnknownAlgorithmError",
+    "as_core_algorithm",
+    "is_written_for_original",
+]
 
-_ELSEWHERE = (
-    "write algorithms of your own as subclasses of bagua.Algorithm, whose instances with_bagua() takes too; "
-    "those written against the original's internals (reify, AlgorithmImpl, BaguaBucket) do not run here"
+_OWN = (
+    "an algorithm of your own is a subclass of bagua.Algorithm, whose instances with_bagua() takes too, or defines "
+    "reify() and returns an AlgorithmImpl there"
 )
 
 
 class Algorithm:
-    """What `with_bagua` takes. Subclasses name a core algorithm and its options; see `core`."""
+    """What `with_bagua` takes. A subclass names a core algorithm and its options (`core`), or overrides `reify`."""
 
     @property
     def core(self) -> bagua.algorithms.Algorithm:
@@ -24,7 +32,7 @@ class Algorithm:
         Raises:
             TypeError: a subclass that is not of this package.
         """
-        raise TypeError(f"algorithm: {type(self).__qualname__} has no counterpart in bagua.algorithms; {_ELSEWHERE}")
+        raise TypeError(f"algorithm: {type(self).__qualname__} has no counterpart in bagua.algorithms; {_OWN}")
 
     @classmethod
     def init(cls, name: str, **kwargs: Any) -> Algorithm:
@@ -37,19 +45,22 @@ class Algorithm:
         return GlobalAlgorithmRegistry.get(name)(**kwargs)
 
     def reify(self, process_group: Any) -> Any:
-        """Not offered: the engine drives algorithms of `bagua.algorithms`.
+        """Return the `AlgorithmImpl` that runs this algorithm for one module; overridden by algorithms of scripts.
+
+        Args:
+            process_group: the `BaguaProcessGroup` of the module.
 
         Raises:
-            NotImplementedError: always.
+            NotImplementedError: unless it is overridden. The engine drives the facade's own algorithms.
         """
-        raise NotImplementedError(f"{type(self).__qualname__}.reify(): {_ELSEWHERE}")
+        raise NotImplementedError(
+            f"{type(self).__qualname__}.reify(): the engine runs it itself, without an AlgorithmImpl; {_OWN}"
+        )
 
 
-class AlgorithmImpl:
-    """Not offered: subclassing it says where to go instead."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        raise TypeError(f"{cls.__qualname__}: AlgorithmImpl cannot be subclassed; {_ELSEWHERE}")
+def is_written_for_original(algorithm: Any) -> bool:
+    """Whether `algorithm` runs through an `AlgorithmImpl` of its own."""
+    return isinstance(algorithm, Algorithm) and type(algorithm).reify is not Algorithm.reify
 
 
 class UnknownAlgorithmError(KeyError, ValueError):
@@ -113,6 +124,10 @@ def as_core_algorithm(algorithm: Any) -> bagua.algorithms.Algorithm:
         return algorithm.core
     if isinstance(algorithm, bagua.algorithms.Algorithm):
         return algorithm
+    if isinstance(algorithm, AlgorithmImpl):
+        raise TypeError(
+            f"algorithm: {type(algorithm).__qualname__} is an AlgorithmImpl; give the Algorithm that reifies it"
+        )
     got = algorithm.__qualname__ if isinstance(algorithm, type) else type(algorithm).__name__
     raise TypeError(
         f"algorithm: expected an object of bagua.torch_api.algorithms such as GradientAllReduceAlgorithm() "
