@@ -112,7 +112,7 @@ def imports(path: Path) -> list[tuple[int, str]]:
             if words[0] == "bagua":
                 part = words[1] if len(words) > 1 else "public"
                 is_part = (ROOT / part).exists() or (ROOT / f"{part}.py").exists()
-                found.append((node.lineno, part if is_part else "public"))
+                found.append((getattr(node, "lineno", 0), part if is_part else "public"))
     return found
 
 

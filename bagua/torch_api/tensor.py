@@ -223,7 +223,8 @@ class BaguaTensor:
         me: Any = self
         record, now = _known(me), effective_tensor(me)
         untyped: Any = storage if isinstance(storage, torch.UntypedStorage) else storage.untyped()
-        moved = torch.empty(0, dtype=now.dtype, device=now.device).set_(untyped, storage_offset, now.shape)
+        moved: Any = torch.empty(0, dtype=now.dtype, device=now.device)
+        moved.set_(untyped, storage_offset, now.shape)
         if record.setter is None:
             now.data = moved
         else:

@@ -233,7 +233,7 @@ def test_the_store_of_a_loader() -> None:
     assert loader.get("key", lambda _: 5) == 5 and dataset[1] == "b"
     dataset.flush()
     loader.flush()
-    store = dataset.cache_loader.store
+    store: Any = vars(dataset)["cache_loader"].store
     assert isinstance(dataset.cache_loader.num_keys(), int) and store.num_keys() == dataset.cache_loader.num_keys() > 0
     assert store.status()
     store.clear()
@@ -306,8 +306,13 @@ def _members() -> dict[str, Any]:
     module: Any = model
     module.with_bagua([optimizer], GradientAllReduceAlgorithm())
     model(torch.ones(1, 3)).sum().backward()
-    (bucket,) = module.bagua_buckets
-    assert isinstance(bucket, BaguaBucket) and bucket.name == "bucket_0" and bucket.check_flatten()
+    bucket: Any = module.bagua_buckets[0]
+    assert (
+        len(module.bagua_buckets) == 1
+        and isinstance(bucket, BaguaBucket)
+        and bucket.name == "bucket_0"
+        and bucket.check_flatten()
+    )
     assert bucket.bytes() == 32 and {id(each) for each in bucket.tensors} == {id(each) for each in model.parameters()}
     assert torch.equal(bucket.flattened_tensor(), bucket.flat) and bucket.flattened_tensor() is not bucket.flat
     for refused in (bucket.append_python_op, bucket.append_centralized_synchronous_op, bucket.clear_ops):

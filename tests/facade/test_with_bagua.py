@@ -17,7 +17,7 @@ import bagua
 from tests.rank_pool import RankPool
 
 
-def _model(seed: int) -> nn.Module:
+def _model(seed: int) -> Any:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
@@ -59,6 +59,7 @@ def _same_as_distribute() -> None:
             {"hierarchical": False},
         ),
     ]
+    mine = optimizer = None
     for algorithm, name, options in cases:
         mine, reference = _model(rank), _model(rank)
         keys = list(mine.state_dict())
@@ -74,7 +75,7 @@ def _same_as_distribute() -> None:
             assert torch.equal(a, b)
         assert list(mine.state_dict()) == keys
         assert sum(bucket.flat.numel() for bucket in mine.bagua_buckets) == sum(p.numel() for p in mine.parameters())
-    assert mine.bagua_module_name == "Sequential"
+    assert mine is not None and mine.bagua_module_name == "Sequential"
     mine.bagua_module_name = "mine"
     assert mine.bagua_module_name == "mine"
     with pytest.raises(TypeError, match="bagua_module_name"):
@@ -94,7 +95,7 @@ def _subgroup() -> list[float]:
     import bagua.torch_api as api
 
     rank = dist.get_rank()
-    model = nn.Linear(2, 1)
+    model: Any = nn.Linear(2, 1)
     nn.init.constant_(model.weight, rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     algorithm = api.algorithms.gradient_allreduce.GradientAllReduceAlgorithm()
@@ -107,7 +108,8 @@ def _subgroup() -> list[float]:
         model.with_bagua([optimizer], algorithm, process_group=group)
         first = model.weight.tolist()
         torch_group = dist.new_group([1, 2])
-        again = nn.Linear(2, 1).with_bagua([], algorithm, api.from_torch_group(torch_group))
+        again: Any = nn.Linear(2, 1)
+        again.with_bagua([], algorithm, api.from_torch_group(torch_group))
         nn.init.constant_(again.weight, 0.0)
         again(torch.full((1, 2), float(rank))).sum().backward()
         assert again.weight.grad is not None
