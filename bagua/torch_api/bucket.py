@@ -323,7 +323,7 @@ class EngineBucket(BaguaBucket):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
-            f"{self.name}: an algorithm of bagua.algorithms made this bucket, so no operations can be appended to it; make "
+            f"{self.name}: an algorithm of bagua.algorithms made this bucket, so no operations can be appended; make "
             "buckets in tensors_to_buckets() of an AlgorithmImpl, or write a bagua.Algorithm"
         )
 

@@ -309,7 +309,7 @@ def _members() -> dict[str, Any]:
     bucket: Any = module.bagua_buckets[0]
     assert (
         len(module.bagua_buckets) == 1
-        and isinstance(bucket, BaguaBucket)
+        and isinstance(module.bagua_buckets[0], BaguaBucket)
         and bucket.name == "bucket_0"
         and bucket.check_flatten()
     )
