@@ -48,12 +48,12 @@ class _Operations(Exchange):
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Run those of the next bucket; what is exchanged is the bucket's, not `x_N`."""
         bucket, away = self.queue.popleft()
-        bucket._execute(groups, away)
+        bucket.execute(groups, away)
 
     def run_alone(self) -> None:
         """The same with a single rank."""
         bucket, away = self.queue.popleft()
-        bucket._execute(None, away)
+        bucket.execute(None, away)
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """That of an all-reduce; the algorithm does not say."""
@@ -91,7 +91,7 @@ class _Session:
         self._ctx = ctx
         self._operations.queue.clear()
         ctx.prepare(self._operations, ctx.buckets[0])
-        self.ddp._bagua_backend = BaguaBackend(self._launch, ctx.wait)
+        self.ddp.backend = BaguaBackend(self._launch, ctx.wait)
         if self.impl is None:
             self.impl = self.ddp.bagua_algorithm = self._algorithm.reify(self.ddp.process_group)
             if self.impl is None:
@@ -110,12 +110,12 @@ class _Session:
         for bucket in ddp.bagua_buckets:
             impl.init_operations(ddp, bucket)
             self._check_operations(bucket, ctx)
-        ddp._bagua_backend.register_ordered_buckets(ddp.bagua_buckets)
+        ddp.backend.register_ordered_buckets(ddp.bagua_buckets)
         self._after_step = impl.init_post_optimizer_step_hook(ddp)
         self._stale = False
 
     def _check_operations(self, bucket: BaguaBucket, ctx: Context) -> None:
-        for operation in bucket._operations:
+        for operation in bucket.operations:
             other = getattr(operation.group, "ranks", None)
             if other is not None and list(other) != list(self.ddp.process_group.ranks):
                 raise NotImplementedError(
@@ -132,7 +132,7 @@ class _Session:
     def _launch(self, bucket: BaguaBucket) -> None:
         ctx = self._ctx
         assert ctx is not None
-        self._operations.queue.append((bucket, bucket._collect()))
+        self._operations.queue.append((bucket, bucket.collect()))
         alone = self._operations.run_alone if ctx.groups.size == 1 else None
         ctx.launch(self._operations, ctx.buckets[0], before=alone)
 
@@ -153,7 +153,7 @@ class _Session:
         if reset:
             self._equalise(ctx)
         if reset or self._stale:
-            self.ddp._bagua_backend.wait_pending_comm_ops()
+            self.ddp.backend.wait_pending_comm_ops()
             self._initialise(ctx)
         self.impl.init_forward_pre_hook(self.ddp)(inputs)
 
@@ -180,7 +180,7 @@ class _Session:
 
     def settle(self) -> None:
         """Leave nothing under way."""
-        self.ddp._bagua_backend.wait_pending_comm_ops()
+        self.ddp.backend.wait_pending_comm_ops()
 
     def forget(self) -> None:
         """Weights were put back: make buckets and operations anew before the next forward pass."""
@@ -191,7 +191,7 @@ class _Session:
         """Whether every gradient is replaced by one that all ranks share, and nothing else is done."""
         exchanged: set[int] = set()
         for bucket in self.ddp.bagua_buckets:
-            if bucket._operations and all(isinstance(each, Centralized) for each in bucket._operations):
+            if bucket.operations and all(isinstance(each, Centralized) for each in bucket.operations):
                 exchanged |= {id(tensor) for tensor in bucket.tensors if _stands_for_gradient(tensor)}
         return bool(exchanged) and all(id(param) in exchanged for _, param in self.ddp.bagua_build_params())
 

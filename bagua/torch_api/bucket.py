@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,7 @@ from bagua.torch_api.operations import (
     Python,
     check_compression,
 )
-from bagua.torch_api.tensor import effective_tensor, record_of
-
-if TYPE_CHECKING:
-    from bagua.torch_api.scheduler import BaguaBackend
+from bagua.torch_api.tensor import Marker, effective_tensor, record_of
 
 __all__ = ["Away", "BaguaBucket", "EngineBucket"]
 
@@ -48,6 +45,9 @@ class BaguaBucket:
         tensors: as given.
         name, bagua_module_name: the bucket's and the module's.
         padding_tensor: the zeros at the end of the flat tensor, or None.
+        operations: what was appended.
+        scheduler: the module's `BaguaBackend`; None until the bucket is registered there.
+        marked: ids of the tensors that are ready.
 
     Raises:
         ValueError: no tensors, or of several dtypes, devices or modules.
@@ -82,13 +82,13 @@ class BaguaBucket:
             self.padding_tensor = self._flat[numel:]
         self._views = _views(self._flat, self._shapes)
         self._away: Away = ()  # of the exchange that runs now
-        self._operations: list[Operation] = []
-        self._marked: set[int] = set()
-        self._scheduler: BaguaBackend | None = None
+        self.operations: list[Operation] = []
+        self.marked: set[int] = set()
+        self.scheduler: Marker | None = None
         for record in records:
             assert record is not None
             record.bucket = weakref.ref(self)
-        self._collect()
+        self.collect()
 
     # -- what scripts look at ------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class BaguaBucket:
 
     def clear_ops(self) -> BaguaBucket:
         """Remove all operations; returns the bucket."""
-        self._operations.clear()
+        self.operations.clear()
         return self
 
     def append_python_op(self, python_function: Callable[[str], Any], group: Any = None) -> None:
@@ -130,7 +130,7 @@ class BaguaBucket:
             python_function: may change the effective tensors, which it finds by `tensor.bagua_getter_closure()`.
             group: as in the other operations.
         """
-        self._operations.append(Python(python_function, group))
+        self.operations.append(Python(python_function, group))
 
     def append_centralized_synchronous_op(
         self,
@@ -156,7 +156,7 @@ class BaguaBucket:
             check_compression(compression)
             if not scattergather:
                 raise ValueError(f"scattergather: compression={compression!r} needs scattergather=True")
-        self._operations.append(Centralized(hierarchical, average, compression is not None, group))
+        self.operations.append(Centralized(hierarchical, average, compression is not None, group))
 
     def append_decentralized_synchronous_op(
         self, peer_weight: Tensor, hierarchical: bool = True, peer_selection_mode: str = "all", group: Any = None
@@ -176,7 +176,7 @@ class BaguaBucket:
             ValueError: `peer_weight` has another size or dtype, or the mode is unknown.
         """
         operation = Decentralized(self._like("peer_weight", peer_weight), hierarchical, peer_selection_mode, group)
-        self._operations.append(operation)
+        self.operations.append(operation)
         return operation
 
     def append_low_precision_decentralized_synchronous_op(
@@ -206,7 +206,7 @@ class BaguaBucket:
             self._like("left_peer_weight", left_peer_weight),
             self._like("right_peer_weight", right_peer_weight),
         )
-        self._operations.append(LowPrecisionDecentralized(*replicas, hierarchical, group))
+        self.operations.append(LowPrecisionDecentralized(*replicas, hierarchical, group))
 
     def append_asynchronous_model_average_op(self, peer_selection_mode: str = "all", group: Any = None) -> NoReturn:
         """Not offered.
@@ -231,12 +231,12 @@ class BaguaBucket:
     # -- for the scheduler and the operations --------------------------------------------------------------------
 
     @property
-    def _missing(self) -> list[str]:
+    def missing(self) -> list[str]:
         """Names of the tensors that are not marked."""
-        return [tensor.bagua_tensor_name for tensor in self.tensors if id(tensor) not in self._marked]  # pyright: ignore
+        return [tensor.bagua_tensor_name for tensor in self.tensors if id(tensor) not in self.marked]  # pyright: ignore
 
     @torch.no_grad()
-    def _collect(self) -> Away:
+    def collect(self) -> Away:
         """In the training thread: flatten what may be; returns what is copied for an exchange instead."""
         away: list[tuple[Tensor, Tensor]] = []
         for tensor, view in zip(self.tensors, self._views, strict=True):
@@ -256,14 +256,14 @@ class BaguaBucket:
         return away
 
     @torch.no_grad()
-    def _execute(self, groups: Groups | None, away: Away) -> None:
+    def execute(self, groups: Groups | None, away: Away) -> None:
         """On the lane: run the operations. `groups` is None for a single rank."""
         self._away = away
-        for operation in self._operations:
+        for operation in self.operations:
             operation.run(self, groups)
 
     @torch.no_grad()
-    def _gather(self) -> Tensor:
+    def gather(self) -> Tensor:
         """The effective tensors as one, [N] with the padding."""
         for now, view in self._away:
             view.copy_(now)
@@ -272,13 +272,13 @@ class BaguaBucket:
         return self._flat
 
     @torch.no_grad()
-    def _scatter(self) -> None:
+    def scatter(self) -> None:
         """Take over what was done to the flat tensor."""
         for now, view in self._away:
             now.copy_(view)
 
     @torch.no_grad()
-    def _take(self, flat: Tensor) -> None:
+    def take_over(self, flat: Tensor) -> None:
         """Copy `flat` to the effective tensors, in the training thread."""
         for tensor, part in zip(self.tensors, _views(flat, self._shapes), strict=True):
             effective_tensor(tensor).copy_(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from torch import Tensor
 from bagua.comm.groups import Groups
 from bagua.exchanges import DifferenceGossip, Exchange, Hierarchical, mix
 
-if TYPE_CHECKING:
-    from bagua.torch_api.bucket import BaguaBucket
-
 __all__ = [
     "Centralized",
+    "Contents",
     "Decentralized",
     "LowPrecisionDecentralized",
     "Operation",
@@ -39,6 +37,18 @@ def check_compression(compression: str) -> None:
         )
 
 
+class Contents(Protocol):
+    """A bucket, as operations know it: see `BaguaBucket`."""
+
+    name: str
+
+    def gather(self) -> Tensor: ...
+
+    def scatter(self) -> None: ...
+
+    def take_over(self, flat: Tensor) -> None: ...
+
+
 class Operation:
     """One entry of a bucket's list.
 
@@ -52,7 +62,7 @@ class Operation:
     hierarchical = False
     compresses = False
 
-    def run(self, bucket: BaguaBucket, groups: Groups | None) -> None:
+    def run(self, bucket: Contents, groups: Groups | None) -> None:
         """Act on the bucket, on the lane.
 
         Args:
@@ -68,7 +78,7 @@ class Python(Operation):
     def __init__(self, function: Callable[[str], Any], group: Any) -> None:
         self._function, self.group = function, group
 
-    def run(self, bucket: BaguaBucket, groups: Groups | None) -> None:
+    def run(self, bucket: Contents, groups: Groups | None) -> None:
         """Call it with the bucket's name."""
         self._function(bucket.name)
 
@@ -81,11 +91,11 @@ class Centralized(Operation):
         codec = _CODEC if compresses else "identity"
         self._exchange: Exchange = mix("complete", codec, hierarchical=hierarchical, average=average)
 
-    def run(self, bucket: BaguaBucket, groups: Groups | None) -> None:
+    def run(self, bucket: Contents, groups: Groups | None) -> None:
         """Exchange the flat tensor."""
         if groups is not None:
-            self._exchange.run(bucket._gather(), {}, groups, 0)
-            bucket._scatter()
+            self._exchange.run(bucket.gather(), {}, groups, 0)
+            bucket.scatter()
 
 
 class Decentralized(Operation):
@@ -100,16 +110,16 @@ class Decentralized(Operation):
         self._exchange = mix(_TOPOLOGIES[peer_selection_mode], "identity", hierarchical=hierarchical)
 
     @torch.no_grad()
-    def run(self, bucket: BaguaBucket, groups: Groups | None) -> None:
+    def run(self, bucket: Contents, groups: Groups | None) -> None:
         """Copy the flat tensor to the peer weight and mix it there."""
-        self._peer_weight.copy_(bucket._gather())
+        self._peer_weight.copy_(bucket.gather())
         if groups is not None:
             self._exchange.run(self._peer_weight, {}, groups, self._rounds)
         self._rounds += 1
 
-    def copy_back_peer_weight(self, bucket: BaguaBucket) -> None:
+    def copy_back_peer_weight(self, bucket: Contents) -> None:
         """Copy the result to the bucket's effective tensors. Wait for the exchange before."""
-        bucket._take(self._peer_weight)
+        bucket.take_over(self._peer_weight)
 
 
 class LowPrecisionDecentralized(Operation):
@@ -126,7 +136,7 @@ class LowPrecisionDecentralized(Operation):
         self._exchange: Exchange = Hierarchical(gossip) if hierarchical else gossip
 
     @torch.no_grad()
-    def run(self, bucket: BaguaBucket, groups: Groups | None) -> None:
+    def run(self, bucket: Contents, groups: Groups | None) -> None:
         """Mix the flat tensor in place and move the replicas."""
         if groups is None:
             return
@@ -134,7 +144,7 @@ class LowPrecisionDecentralized(Operation):
         count = 0 if ring is None else len(self._topology.peers(ring.rank, ring.size, 0))
         replicas = (self._left, self._right)[:count]
         peers_PN = torch.stack(replicas) if replicas else self._weight.new_empty(0, self._weight.numel())
-        self._exchange.run(bucket._gather(), {"me": self._weight, "peers": peers_PN}, groups, 0)
-        bucket._scatter()
+        self._exchange.run(bucket.gather(), {"me": self._weight, "peers": peers_PN}, groups, 0)
+        bucket.scatter()
         for replica, moved in zip((self._left, self._right), (*peers_PN, *peers_PN[:1]), strict=False):
             replica.copy_(moved)

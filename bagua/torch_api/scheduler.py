@@ -41,11 +41,11 @@ class BaguaBackend:
             if twice:
                 raise ValueError(f"buckets: the {what} name {twice[0]!r} is used twice")
         for bucket in self._buckets:
-            bucket._scheduler = None
+            bucket.scheduler = None
         self._buckets = deque(buckets)
         for bucket in buckets:
-            bucket._scheduler = self
-            bucket._marked.clear()
+            bucket.scheduler = self
+            bucket.marked.clear()
 
     def mark_communication_ready(self, tensor: Tensor, ready_cuda_event: int = 0) -> None:
         """Mark a tensor, and launch the buckets whose turn it is and whose tensors all are marked.
@@ -55,19 +55,19 @@ class BaguaBackend:
         """
         record = record_of(tensor)
         bucket = None if record is None or record.bucket is None else record.bucket()
-        if bucket is None or bucket._scheduler is not self:
+        if bucket is None or bucket.scheduler is not self:
             raise RuntimeError(f"tensor {_name(tensor)!r} is in no bucket of this module")
-        if id(tensor) in bucket._marked:
+        if id(tensor) in bucket.marked:
             first = self._buckets[0]
-            missing = ", ".join(first._missing[:5])
+            missing = ", ".join(first.missing[:5])
             raise RuntimeError(
                 f"tensor {_name(tensor)!r} is marked ready again, and bucket {bucket.name!r} has not been exchanged "
                 f"since: bucket {first.name!r} comes first and waits for {missing}"
             )
-        bucket._marked.add(id(tensor))
+        bucket.marked.add(id(tensor))
         while self._buckets and len(self._buckets[0]._marked) == len(self._buckets[0].tensors):
             first = self._buckets[0]
-            first._marked.clear()
+            first.marked.clear()
             self._buckets.rotate(-1)
             if first in self._launched:  # its flat tensor is in use
                 self.wait_pending_comm_ops()

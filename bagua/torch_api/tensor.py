@@ -9,15 +9,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from bagua.torch_api.bucket import BaguaBucket
-
-__all__ = ["BaguaTensor", "Record", "effective_tensor", "ensure_gradient", "patch_tensor", "record_of"]
+__all__ = [
+    "BaguaTensor",
+    "Marker",
+    "Record",
+    "ScheduledBucket",
+    "effective_tensor",
+    "ensure_gradient",
+    "patch_tensor",
+    "record_of",
+]
 
 Getter = Callable[[Tensor], Tensor]
 Setter = Callable[[Tensor, Tensor], None]
@@ -25,6 +31,20 @@ _WITHOUT_BUCKET = (
     "is in no bucket that is scheduled: return it from init_tensors() and put it into a BaguaBucket in "
     "tensors_to_buckets(), or write the algorithm as a bagua.Algorithm, which launches exchanges itself"
 )
+
+
+class Marker(Protocol):
+    """A scheduler, as tensors and buckets know it: see `BaguaBackend`."""
+
+    def mark_communication_ready(self, tensor: Tensor, ready_cuda_event: int = 0) -> None:
+        """Mark a tensor."""
+        ...
+
+
+class ScheduledBucket(Protocol):
+    """A bucket, as its tensors know it: see `BaguaBucket`."""
+
+    scheduler: Marker | None
 
 
 @dataclass(eq=False)
@@ -41,7 +61,7 @@ class Record:
     module_name: str | None
     getter: Getter | None
     setter: Setter | None
-    bucket: weakref.ref[BaguaBucket] | None = None
+    bucket: weakref.ref[Any] | None = None
 
     def __reduce__(self) -> Any:
         return str, ()  # "" in a pickle, which then needs neither this package nor picklable closures
@@ -163,7 +183,7 @@ class BaguaTensor:
     def bagua_backend(self) -> Any:
         """What schedules the tensor's bucket; None while it is in none."""
         bucket = _bucket_of(_known(self))  # pyright: ignore[reportArgumentType]
-        return None if bucket is None else bucket._scheduler
+        return None if bucket is None else bucket.scheduler
 
     def bagua_getter_closure(self) -> Tensor:
         """Return the effective tensor."""
@@ -203,9 +223,9 @@ class BaguaTensor:
         me: Any = self
         record = _known(me)
         bucket = _bucket_of(record)
-        if bucket is None or bucket._scheduler is None:
+        if bucket is None or bucket.scheduler is None:
             raise RuntimeError(f"tensor {record.name!r} {_WITHOUT_BUCKET}")
-        bucket._scheduler.mark_communication_ready(me)
+        bucket.scheduler.mark_communication_ready(me)
 
     def bagua_mark_communication_ready_without_synchronization(self) -> None:
         """As `bagua_mark_communication_ready`: the lane orders itself behind what the current CUDA stream has done."""
@@ -233,7 +253,7 @@ class BaguaTensor:
     bagua_set_registered_storage = bagua_set_storage
 
 
-def _bucket_of(record: Record) -> BaguaBucket | None:
+def _bucket_of(record: Record) -> ScheduledBucket | None:
     return None if record.bucket is None else record.bucket()
 
 

@@ -74,7 +74,7 @@ class AlgorithmImpl:
 
     def init_post_backward_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[], Any]:
         """Return what is called when a backward pass is over. Default: waits for what is under way."""
-        return lambda: bagua_ddp._bagua_backend.wait_pending_comm_ops()
+        return lambda: bagua_ddp.backend.wait_pending_comm_ops()
 
     def init_post_optimizer_step_hook(
         self, bagua_ddp: BaguaDistributedDataParallel

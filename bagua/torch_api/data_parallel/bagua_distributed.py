@@ -28,6 +28,7 @@ class BaguaDistributedDataParallel:
         process_group: a `BaguaProcessGroup`.
         bagua_train_step_counter: training steps begun.
         bagua_buckets: the algorithm's buckets.
+        backend: their scheduler; algorithms know it as `_bagua_backend`.
         gradient_as_bucket_view: `do_flatten` of `with_bagua`.
         find_unused_parameters: False: parameters without a gradient count as zero, whatever is asked for.
     """
@@ -59,7 +60,7 @@ class BaguaDistributedDataParallel:
         return made
 
     _ref: weakref.ref[nn.Module]
-    _bagua_backend: BaguaBackend
+    backend: BaguaBackend
     bagua_module_name: str
     bagua_optimizers: list[torch.optim.Optimizer]
     bagua_algorithm: Any
@@ -68,6 +69,11 @@ class BaguaDistributedDataParallel:
     process_group: Any
     gradient_as_bucket_view: bool
     parameters_to_ignore: list[str]
+
+    @property
+    def _bagua_backend(self) -> BaguaBackend:
+        """The scheduler, under the name that algorithms know."""
+        return self.backend
 
     @property
     def module(self) -> nn.Module:
