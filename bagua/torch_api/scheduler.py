@@ -65,7 +65,7 @@ class BaguaBackend:
                 f"since: bucket {first.name!r} comes first and waits for {missing}"
             )
         bucket.marked.add(id(tensor))
-        while self._buckets and len(self._buckets[0]._marked) == len(self._buckets[0].tensors):
+        while self._buckets and len(self._buckets[0].marked) == len(self._buckets[0].tensors):
             first = self._buckets[0]
             first.marked.clear()
             self._buckets.rotate(-1)
