@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -23,8 +24,7 @@ _NAMES = ("torch", "native", *(f"native-{isa}" for isa in ISAS), "triton")
 
 _logger = logging.getLogger("bagua")
 _lock = threading.Lock()
-_active: Backend | None = None  # for CPU tensors
-_forced = False  # _active came from use_backend(): for tensors on all devices that it can run on
+_default: Backend | None = None  # for CPU tensors outside every block of use_backend()
 
 _TORCH = Backend(
     "torch",
@@ -65,9 +65,25 @@ def available_backends() -> tuple[str, ...]:
     return ("torch", *native_backends()[0])
 
 
+class _Block:
+    """One entry of `use_backend`."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+
+_own: ContextVar[_Block | None] = ContextVar("bagua_codec_backend", default=None)
+_open: list[_Block] = []  # of all threads, the last one begun last
+
+
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the block, tensors of all threads use this backend; for tests and benchmarks.
+    """Use the named backend within the block; for tests and benchmarks.
+
+    The block is for the thread that enters it (its context: `contextvars`), and for the exchanges that are launched
+    within it, up to their end, on whichever thread they run. Threads that are in no block of their own, such as those
+    in which autograd runs the hooks of CUDA tensors, use the block that was entered last and is still open. So blocks
+    of several threads may overlap, and nothing of them stays behind.
 
     "native" ones are for CPU tensors and leave the others to torch. "triton" is for CUDA tensors; with
     `TRITON_INTERPRET=1` for CPU tensors too, which is slow and shows that the kernels are right.
@@ -80,30 +96,43 @@ def use_backend(name: str) -> Iterator[None]:
         ...     bagua.codecs.backend()
         'torch'
     """
-    global _active, _forced
-    before = _active, _forced
-    _active, _forced = _find(name, "use_backend()"), True
+    block = _Block(_find(name, "use_backend()"))
+    token = _own.set(block)
+    with _lock:
+        _open.append(block)
     try:
         yield
     finally:
-        _active, _forced = before
+        with _lock:
+            _open.remove(block)
+        _own.reset(token)
 
 
 def kernels(device: torch.device) -> Backend:
     """The kernels for tensors on `device`."""
+    forced = _forced()
     if device.type == "cpu":
-        return _active or _chosen()
-    if _forced and _active is not None:
-        return _active if _active.name == "triton" and device.type == "cuda" else _TORCH
+        return forced or _default or _chosen()
+    if forced is not None:
+        return forced if forced.name == "triton" and device.type == "cuda" else _TORCH
     return _on_cuda() if device.type == "cuda" else _TORCH
 
 
+def _forced() -> Backend | None:
+    """The backend of the block that the calling thread is in."""
+    own = _own.get()
+    if own is not None:
+        return own.backend
+    last = _open[-1:]  # one operation: another thread may leave its block meanwhile
+    return last[0].backend if last else None
+
+
 def _chosen() -> Backend:
-    global _active
+    global _default
     with _lock:
-        if _active is None:
-            _active = _from_environment()
-    return _active
+        if _default is None:
+            _default = _from_environment()
+    return _default
 
 
 def _from_environment() -> Backend:

@@ -43,7 +43,7 @@ def test_doctor_prints_the_codec_backend(capsys: pytest.CaptureFixture[str], mon
     assert main(["doctor"]) in (0, 1)
     assert f"codec backend: cpu {bagua.codecs.backend('cpu')}" in capsys.readouterr().out
     monkeypatch.setenv("BAGUA_CODEC_BACKEND", "no-such")
-    monkeypatch.setattr("bagua.codecs.backends._active", None)
+    monkeypatch.setattr("bagua.codecs.backends._default", None)
     assert main(["doctor", "--json"]) in (0, 1)
     assert "BAGUA_CODEC_BACKEND" in json.loads(capsys.readouterr().out)["codec_backend"]["cpu"]
 

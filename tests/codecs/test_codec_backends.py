@@ -6,6 +6,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from bagua.codecs import Codec, Identity, MinMaxUInt8, backends, native, registr
 def fresh(monkeypatch: pytest.MonkeyPatch):
     """As in a process that has not used a codec yet."""
     monkeypatch.delenv(backends.ENV, raising=False)
-    monkeypatch.setattr(backends, "_active", None)
+    monkeypatch.setattr(backends, "_default", None)
     native.native_backends.cache_clear()
     yield monkeypatch
     native.native_backends.cache_clear()
@@ -92,11 +93,35 @@ def test_use_backend_restores(fresh):
             raise AssertionError("not reached")
 
 
+def test_blocks_of_threads_that_overlap_leave_nothing_behind(fresh):
+    before = codecs.backend()
+    entered, leave = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+    seen: list[str] = ["", ""]
+
+    def block(number: int, name: str) -> None:
+        with codecs.use_backend(name):
+            entered[number].set()
+            leave[number].wait(60)
+            seen[number] = codecs.backend()
+
+    names = "torch", codecs.available_backends()[-1]
+    threads = [threading.Thread(target=block, args=(number, name)) for number, name in enumerate(names)]
+    for number in range(2):
+        threads[number].start()
+        assert entered[number].wait(60)
+        assert codecs.backend() == names[number], "a thread in no block uses the one that was entered last"
+    for number in range(2):
+        leave[number].set()
+        threads[number].join(60)
+    assert tuple(seen) == names
+    assert codecs.backend() == before
+
+
 @pytest.mark.process
 def test_importing_loads_no_library():
     script = (
         "import logging, sys; logging.basicConfig(level=0); import bagua.codecs as c; "
-        "assert c.backends._active is None and c.native.native_backends.cache_info().currsize == 0; "
+        "assert c.backends._default is None and c.native.native_backends.cache_info().currsize == 0; "
         "import torch; assert not hasattr(torch.ops.bagua, 'sign_encode'), 'operators are defined on request'"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

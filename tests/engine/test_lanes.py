@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ from torch import nn
 
 import bagua
 import bagua.engine.lanes.dispatcher as dispatcher
-from bagua import algorithms
+from bagua import algorithms, codecs
 from bagua.algorithms import Algorithm
+from bagua.comm.groups import Groups
 from bagua.engine.api import live_engines
 from bagua.engine.distributed_module import attached_buckets
+from bagua.engine.lanes.lane import ThreadLane
 from bagua.engine.reducer.bucketing import check_num_lanes, default_num_lanes
 from tests.rank_pool import RankPool
+from tests.rank_threads import run_threads
 
 ALGORITHMS = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "diloco"]
 
@@ -129,3 +133,25 @@ def test_ranks_must_agree(pool: RankPool) -> None:
 def test_parts_are_larger_where_lanes_matter_less(algorithm: Algorithm, factor: int) -> None:
     for size in (1, 2, 4, 8):
         assert dispatcher.fitting_part_bytes(algorithm, size) == factor * dispatcher.PART_BYTES
+
+
+def launch_within_blocks(groups: Groups) -> list[str]:
+    lane, go, seen = ThreadLane(groups), threading.Event(), []
+
+    def job() -> None:
+        go.wait(60)
+        seen.append(codecs.backend())
+
+    with codecs.use_backend("torch"):
+        lane.submit(job, "within")
+    with codecs.use_backend(codecs.available_backends()[-1]):  # another one when the job comes to run
+        go.set()
+        lane.submit(job, "later").wait()
+    lane.submit(job, "outside").wait()
+    lane.close()
+    return seen
+
+
+def test_a_lane_uses_the_codec_backend_of_the_caller() -> None:
+    fastest = codecs.available_backends()[-1]
+    assert run_threads(1, launch_within_blocks) == [["torch", fastest, codecs.backend()]]

@@ -233,7 +233,7 @@ def test_only_what_gains_by_it_reads() -> None:
     assert not mix("ring", "minmax_uint8").reads(cpu)
     if NATIVE:
         compiled = next(name for name in codecs.available_backends() if name.startswith("native"))
-        with codecs.use_backend(compiled):  # another test may have left eager torch in force
+        with codecs.use_backend(compiled):
             assert mix("complete", "sign").reads(cpu)
             assert not mix("complete", "sign").reads(cpu.double())
 

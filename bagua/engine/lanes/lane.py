@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import queue
 import threading
 import time
@@ -167,6 +168,7 @@ class ThreadLane(Lane):
             ready.record(torch.cuda.current_stream(self._stream.device))
             run = partial(_on_stream, self._stream, ready, run)
         ticket = Ticket(label)
+        run = partial(contextvars.copy_context().run, run)  # the caller's settings, such as `codecs.use_backend`
         with _RecordFunctionFast(f"bagua::launch {label}"):
             self._queue.put((run, ticket))
         return ticket
