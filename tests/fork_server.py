@@ -50,6 +50,7 @@ def _serve(pipe: Connection) -> None:
     import bagua  # noqa: F401
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    mp.current_process().daemon = False  # what is forked may have workers of its own, such as those of a DataLoader
     gc.freeze()
     while True:
         try:

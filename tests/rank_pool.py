@@ -49,6 +49,7 @@ class RankPool:
         dies: Sequence[int] = (),
         backend: str | None = None,
         stops: Sequence[int] = (),
+        fresh: bool = False,
     ) -> list[Any]:
         """Return what each rank returned; raise an AssertionError with every rank's traceback if one failed.
 
@@ -61,7 +62,10 @@ class RankPool:
             dies: ranks that are expected to vanish; their result is None.
             backend: of the process group; default Bagua's own, but gloo where ranks share a GPU, which NCCL refuses.
             stops: ranks that stop themselves with SIGSTOP; they go on when all others are done.
+            fresh: on new processes, which have no threads of earlier jobs; for functions that fork.
         """
+        if fresh:
+            self._kill()
         while len(self._workers) < size:
             self._workers.append(_Worker(self._server.port, self._next_server()))
         for worker in self._workers[:size]:

@@ -1,6 +1,6 @@
 """Ranks that train with "async" and end in many ways, forked from one process that has imported everything.
 
-    python tests/algorithms/async_ranks.py RANKS SCENARIO [SCENARIO ...]
+    python -m tests.algorithms.async_ranks RANKS SCENARIO [SCENARIO ...]
 
 Prints a JSON object per scenario: exit codes and what was written to stderr. The last rank (with the word "first":
 rank 0, which serves the store) is the one that does what the scenario says while the others train on.
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua
+from tests.ports import free_port
 
 KEPT: list[object] = []
 
@@ -49,7 +49,7 @@ def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
             optimizer.step()
             time.sleep(0.001)
 
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while "round_s" not in bagua.stats(model).extra:
         assert time.monotonic() < deadline
         train(0.02)
@@ -70,9 +70,7 @@ def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
 
 def spawn(size: int) -> tuple[int, int] | tuple[list[int], Sequence[IO[bytes]]]:
     """Fork the ranks. In a rank: its number and the port. In the parent: process ids and what they write to."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     outputs = [tempfile.TemporaryFile() for _ in range(size)]  # noqa: SIM115  (closed in `report`)
     pids: list[int] = []
     for rank in range(size):
@@ -80,7 +78,7 @@ def spawn(size: int) -> tuple[int, int] | tuple[list[int], Sequence[IO[bytes]]]:
         if pid == 0:
             os.dup2(outputs[rank].fileno(), 1)
             os.dup2(outputs[rank].fileno(), 2)
-            signal.alarm(40)
+            signal.alarm(120)
             return rank, port
         pids.append(pid)
     return pids, outputs

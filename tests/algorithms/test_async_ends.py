@@ -150,13 +150,12 @@ def test_a_dropped_module_ends_its_lanes() -> None:
 )
 def test_ends_of_processes(scenarios: list[str]) -> None:
     """Together, early, by detaching, killed, by an exception; with rounds in flight every time."""
-    script = Path(__file__).parent / "async_ranks.py"
     done = subprocess.run(
-        [sys.executable, str(script), "2", *scenarios],
-        env={**os.environ, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "tests.algorithms.async_ranks", "2", *scenarios],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     trials = {trial["scenario"]: trial for trial in map(json.loads, done.stdout.splitlines())}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 import bagua
 from bagua.checkpoint import directory as written
+from tests.forks import Fork, check_single_threaded
 
 KEEP = 2
 
@@ -63,15 +63,16 @@ def objects(step: int) -> dict[str, Any]:
 
 def writer(moment: int, work: Callable[[], object]) -> bool:
     """Do `work` in a fork that is killed at `moment`; whether it came to its end."""
-    pid = os.fork()
-    if pid == 0:
+
+    def child() -> None:
         doom = Doom(moment)
         for owner, name in ((os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (os, "rmdir")):
             doom.watch(owner, name)
         doom.watch_writes()
         work()
-        os._exit(0)
-    return os.waitpid(pid, 0)[1] == 0
+
+    check_single_threaded()
+    return Fork(child).wait() == 0
 
 
 def look(folder: Path) -> tuple[int, str]:
@@ -87,14 +88,13 @@ def look(folder: Path) -> tuple[int, str]:
 
 
 def sweep(path: str, stride: int) -> list[tuple[int, int, str]]:
-    """In a rank process without a process group: kill writers at every `stride`-th moment.
+    """In a fresh process without a process group: kill writers at every `stride`-th moment.
 
     Returns:
         For each moment the last step that was complete before, the step found after, and what is wrong.
     """
     report: list[tuple[int, int, str]] = []
-    with warnings.catch_warnings(), mock.patch.object(shutil, "_use_fd_functions", False):  # else unlinks are not seen
-        warnings.simplefilter("ignore", DeprecationWarning)  # of fork; the children use no thread of the parent's
+    with mock.patch.object(shutil, "_use_fd_functions", False):  # else unlinks are not seen
         for start in (0, 3):  # into an empty directory, and where old ones are removed at the end
             place = Path(path) / str(start)
             for step in range(1, start + 1):

@@ -18,7 +18,7 @@ from tests.rank_pool import RankPool
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_writer_that_is_killed_leaves_what_was_there(stride: int, pool: RankPool, tmp_path: Path) -> None:
-    (report,) = pool.run(1, sweep, str(tmp_path), stride, init=False, timeout_s=120)
+    (report,) = pool.run(1, sweep, str(tmp_path), stride, init=False, fresh=True, timeout_s=120)
     assert not [wrong for *_, wrong in report if wrong]
     moved_on = [after - before for before, after, _ in report]
     assert moved_on.count(0) * stride > 100, "killed before the new one was complete"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,14 +10,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters, RendezvousTimeoutError
 
 from bagua.distributed.failover import BACKEND, Endpoints, FailoverRendezvous, _unreachable, parse_endpoints
-
-
-def free_ports(num: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+from tests.ports import free_ports
 
 
 class Hosts:

@@ -17,8 +17,8 @@ import pytest
 import bagua
 from bagua.elastic import Sampler
 from bagua.lab import Cluster, LabError
-from tests.elastic.test_failover import free_ports
 from tests.launch.launching import RUN, Launcher, launch, script
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.process
 

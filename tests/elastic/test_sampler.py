@@ -19,6 +19,7 @@ from bagua.data import (
     TokenBudgetBatchSampler,
 )
 from bagua.elastic import Resharded, Sampler
+from tests.rank_pool import RankPool
 
 DATA = range(101)
 HUNDRED: Any = list(range(100))
@@ -74,8 +75,11 @@ def test_every_sample_once_while_the_number_of_ranks_changes(seed: int, drop_las
         assert len(counts) == len(DATA) and len(seen) - len(DATA) < size
 
 
-@pytest.mark.process
-def test_a_loader_that_runs_ahead_is_not_counted() -> None:
+def test_a_loader_that_runs_ahead_is_not_counted(pool: RankPool) -> None:
+    pool.run(1, count_what_a_loader_gives, init=False, fresh=True)
+
+
+def count_what_a_loader_gives() -> None:
     """Its workers have been given eight batches when the training has seen two."""
     sampler = Sampler(DATA, num_replicas=2, rank=0)
     data = TensorDataset(torch.arange(len(DATA)))
@@ -172,8 +176,11 @@ def test_as_many_ranks_go_on_with_the_same_plan() -> None:
         Resharded(make_tokens, 0, num_replicas=2, rank=0)
 
 
-@pytest.mark.process
-def test_tracking_a_batch_sampler() -> None:
+def test_tracking_a_batch_sampler(pool: RankPool) -> None:
+    pool.run(1, track_a_batch_sampler, init=False, fresh=True)
+
+
+def track_a_batch_sampler() -> None:
     sampler = Resharded(make_tokens, len(LENGTHS), num_replicas=1, rank=0)
     data: Any = list(range(len(LENGTHS)))
     loader = DataLoader(data, batch_sampler=sampler, num_workers=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -15,15 +14,10 @@ import torch
 import bagua
 from bagua.comm.team import Team
 from tests.engine.training import distributed, train
+from tests.ports import free_port
 from tests.rank_pool import RankPool
 
 PHASES = ["handshake", "connecting", "first weights", "first backward", "training", "average", "checkpoint"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def stop() -> None:

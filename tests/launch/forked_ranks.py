@@ -1,6 +1,6 @@
 """Ranks that end in many ways, forked from one process that has imported everything: a trial is cheap.
 
-    python tests/launch/forked_ranks.py RANKS SCENARIO [SCENARIO ...]
+    python -m tests.launch.forked_ranks RANKS SCENARIO [SCENARIO ...]
 
 Prints a JSON object per scenario: the exit codes, the seconds and what was written to stderr. A rank falls
 off the end of this module, so its interpreter is torn down as at the end of any script.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -25,6 +25,7 @@ from torch import nn
 
 import bagua
 from bagua.comm import shutdown
+from tests.ports import free_port
 
 KEPT: list[object] = []
 
@@ -66,7 +67,7 @@ def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
     if "stagger" in words:
         time.sleep(dice.random() * 0.3)
     if "late" in words and last:
-        time.sleep(3)
+        wait_for_the_end_of(0)
     if "destroy" in words or ("maybe-destroy" in words and dice.random() < 0.5):
         bagua.destroy_process_group()
     if "killed" in words and last:
@@ -80,13 +81,13 @@ def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
         sys.exit(3)
     if "wait" in words and not last:
         # A peer that is busy with something else.
-        time.sleep(5)
+        wait_for_the_end_of(size - 1)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def wait_for_the_end_of(rank: int) -> None:
+    """Return when the process of `rank` is gone; end this one with 7 if it is not."""
+    if not select.select([ENDS[rank]], [], [], 45)[0]:
+        sys.exit(7)
 
 
 def spawn(scenario: str, size: int) -> int | None:
@@ -94,20 +95,29 @@ def spawn(scenario: str, size: int) -> int | None:
     port, start = free_port(), time.monotonic()
     outputs = [tempfile.TemporaryFile() for _ in range(size)]  # noqa: SIM115  (closed below)
     pids: list[int] = []
+    alive = [os.pipe() for _ in range(size)]  # each rank alone holds the second end of its own
+    ENDS[:] = [end for end, _ in alive]
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
+            for other, (_, held) in enumerate(alive):
+                if other != rank:
+                    os.close(held)
             os.dup2(outputs[rank].fileno(), 1)
             os.dup2(outputs[rank].fileno(), 2)
-            signal.alarm(60)
+            signal.alarm(120)
             rank_main.__globals__["PORT"] = port
             return rank
         pids.append(pid)
+    for each in alive:
+        os.close(each[1])
     ends: dict[int, tuple[int, float]] = {}
     while len(ends) < size:
         pid, status = os.wait()
         ends[pid] = (os.waitstatus_to_exitcode(status), round(time.monotonic() - start, 2))
     written: list[str] = []
+    for each in alive:
+        os.close(each[0])
     for output in outputs:
         output.seek(0)
         written.append(output.read().decode(errors="replace"))
@@ -118,6 +128,7 @@ def spawn(scenario: str, size: int) -> int | None:
 
 
 PORT = 0
+ENDS: list[int] = []  # readable when the rank's process has ended
 SIZE = int(sys.argv[1])
 MINE: tuple[str, int] | None = None
 for scenario in sys.argv[2:]:

@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.launch.launching import ROOT
 
-RANKS = Path(__file__).parent / "forked_ranks.py"
 # What may be left behind at the end of a script that just ends.
 ENDS = [
     "stagger",
@@ -29,7 +27,7 @@ ENDS = [
 
 def ended(size: int, *scenarios: str, timeout_s: float = 150) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, str(RANKS), str(size), *scenarios],
+        [sys.executable, "-m", "tests.launch.forked_ranks", str(size), *scenarios],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -67,10 +65,7 @@ def test_other_ends() -> None:
     )
     assert raised["codes"] == [0, 1]
     assert "ValueError: boom" in raised["stderr"][1]
-    # The peer is elsewhere for 5 s and the operation would wait for it for 60 s.
-    assert stuck["codes"] == [0, 1]
-    assert stuck["seconds"][1] < 5
+    assert stuck["codes"] == [0, 1], "it ends while its operation waits for the peer, which waits for its end"
     assert code["codes"] == [0, 3]
     assert killed["codes"] == [0, -9]
-    assert late["codes"] == [0, 0], "one that trains longer is not waited for, and ends well"
-    assert late["seconds"][0] < late["seconds"][1] - 1
+    assert late["codes"] == [0, 0], "one that trains until the other has ended is not waited for, and ends well"

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ports import free_port
+
 PRIVILEGE_SEPARATION = Path("/run/sshd")  # made by the service's start otherwise; sshd wants it when root runs it
 NAMES = ("127.0.0.1", "localhost")
 
@@ -78,10 +80,7 @@ def start(folder: Path) -> SshServer:
         command = [str(find("ssh-keygen")), "-q", "-t", "ed25519", "-N", "", "-f", str(folder / f"{key}_key")]
         subprocess.run(command, check=True, timeout=30, stdin=subprocess.DEVNULL)
     for _ in range(5):
-        with socket.socket() as probe:  # the port may be taken in between; then another one is tried
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        server = _try(folder, port)
+        server = _try(folder, free_port())  # the port may be taken in between; then another one is tried
         if server is not None:
             return server
     raise AssertionError((folder / "log").read_text())

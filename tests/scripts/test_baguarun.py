@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bagua.script import baguarun
+from tests.ports import free_port
 from tests.scripts.ssh_server import SshServer
 from tests.scripts.test_fan_out import pids, wait_until_gone
 
@@ -41,16 +41,10 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def job(server: SshServer, script: Path, *words: str) -> list[str]:
     script.parent.mkdir(exist_ok=True)
     flags = ["--host_list", server.hosts(), "--ssh_port", str(server.port), "-F", server.config]
-    flags += ["--nproc_per_node", "1", "--master_port", free_port(), "--workdir", str(script.parent)]
+    flags += ["--nproc_per_node", "1", "--master_port", str(free_port()), "--workdir", str(script.parent)]
     return [*flags, "-x", f"PYTHONPATH={ROOT}", "-x", "OMP_NUM_THREADS=1", *words]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from bagua.data import TokenBudgetBatchSampler
+from tests.rank_pool import RankPool
 
 
 def lengths_of(count: int, seed: int = 0) -> torch.Tensor:
@@ -87,9 +88,15 @@ def test_epochs_differ_and_repeat() -> None:
     assert in_order == sorted(in_order, reverse=True)
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_resuming_in_mid_epoch(num_workers: int) -> None:
+def test_resuming_in_mid_epoch() -> None:
+    resume_in_mid_epoch(0)
+
+
+def test_resuming_in_mid_epoch_with_workers(pool: RankPool) -> None:
+    pool.run(1, resume_in_mid_epoch, 2, init=False, fresh=True)
+
+
+def resume_in_mid_epoch(num_workers: int) -> None:
     lengths = lengths_of(300)
 
     def loader() -> DataLoader:

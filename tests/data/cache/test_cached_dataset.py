@@ -90,8 +90,8 @@ def test_epochs_and_several_datasets_in_one_store(
     assert squares.num_computed == 204
 
 
-def with_workers(squares: Squares, backend: str, method: str, request: pytest.FixtureRequest) -> None:
-    cached = CachedDataset(squares, backend, **options(backend, request))
+def with_workers(squares: Squares, backend: str, method: str, kw: dict[str, Any]) -> None:
+    cached = CachedDataset(squares, backend, **kw)
     assert cached[0]["y"] == 0  # the store is open in this process, and its threads run, when workers start
     for persistent in (True, False):
         loader: DataLoader[Any] = DataLoader(
@@ -115,21 +115,23 @@ def with_workers(squares: Squares, backend: str, method: str, request: pytest.Fi
     assert squares.num_computed == before
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["lmdb", "redis"])
-def test_forked_workers(backend: str, squares: Squares, request: pytest.FixtureRequest) -> None:
-    with_workers(squares, backend, "fork", request)
+def test_forked_workers(backend: str, squares: Squares, request: pytest.FixtureRequest, pool: RankPool) -> None:
+    pool.run(1, with_workers, squares, backend, "fork", options(backend, request), init=False, fresh=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("backend", ["lmdb", "redis"])
 def test_started_workers(backend: str, method: str, squares: Squares, request: pytest.FixtureRequest) -> None:
-    with_workers(squares, backend, method, request)
+    with_workers(squares, backend, method, options(backend, request))
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_workers_write_what_they_hold_when_they_end(squares: Squares, cache_path: Path) -> None:
+def test_workers_write_what_they_hold_when_they_end(squares: Squares, cache_path: Path, pool: RankPool) -> None:
+    pool.run(1, write_at_the_end, squares, cache_path, init=False, fresh=True)
+
+
+def write_at_the_end(squares: Squares, cache_path: Path) -> None:
     cached = CachedDataset(squares, "lmdb", writer_buffer_size=10_000, path=cache_path)
     loader: DataLoader[Any] = DataLoader(cached, num_workers=2, multiprocessing_context="fork", collate_fn=first)
     read(loader, 102)

@@ -24,7 +24,7 @@ from bagua.data.cache.redis_server import RedisServer
 pytestmark = pytest.mark.process
 
 
-def wait_until(what: Callable[[], bool], timeout_s: float = 20) -> None:
+def wait_until(what: Callable[[], bool], timeout_s: float = 90) -> None:
     deadline = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from pathlib import Path
 
-import pytest
 import torch
 
 from bagua.data import CacheLoader
 from bagua.data.cache.client import close_all
 from bagua.data.cache.fork_safety import ForkLock
-
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
+from tests.forks import Fork
+from tests.rank_pool import RankPool
 
 
 def sample(key: int) -> torch.Tensor:
     return torch.full((30_000,), key, dtype=torch.int32)
 
 
-def forked(work: object) -> int:
-    """Start `work()` in a child; its process."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()  # pyright: ignore
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
+def test_writers_that_are_killed_leave_whole_entries_or_none(cache_path: Path, pool: RankPool) -> None:
+    pool.run(1, kill_writers, cache_path, init=False, fresh=True)
 
 
-def ended(pid: int, timeout_s: float = 30) -> int:
-    """Wait for a child; its exit code."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError("the child hung")
-
-
-def test_writers_that_are_killed_leave_whole_entries_or_none(cache_path: Path) -> None:
+def kill_writers(cache_path: Path) -> None:
     loader = CacheLoader("lmdb", path=cache_path, writer_buffer_size=5)
     found = 0
     for attempt in range(40):
@@ -60,10 +35,9 @@ def test_writers_that_are_killed_leave_whole_entries_or_none(cache_path: Path) -
             for key in range(begin, begin + 1000):
                 loader.get(key, sample)
 
-        pid = forked(write)
+        child = Fork(write)
         time.sleep(0.03 + 0.02 * attempt)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        child.kill()
         before = loader.stats.num_hits
         for key in range(begin, begin + 1000, 7):
             assert torch.equal(loader.get(key, sample), sample(key))
@@ -72,7 +46,12 @@ def test_writers_that_are_killed_leave_whole_entries_or_none(cache_path: Path) -
     assert found > 20, "no child came to write anything"
 
 
-def test_forks_in_the_middle_of_reads_and_writes(cache_path: Path) -> None:
+def test_forks_in_the_middle_of_reads_and_writes(cache_path: Path, pool: RankPool) -> None:
+    pool.run(1, fork_while_threads_read_and_write, cache_path, init=False, fresh=True)
+
+
+def fork_while_threads_read_and_write(cache_path: Path) -> None:
+    """The cache's own threads and locks are what is tested; there are no others in the process."""
     loader = CacheLoader("lmdb", path=cache_path, writer_buffer_size=5)
     stop, problems = threading.Event(), []
 
@@ -94,7 +73,7 @@ def test_forks_in_the_middle_of_reads_and_writes(cache_path: Path) -> None:
     for thread in threads:
         thread.start()
     try:
-        codes = [ended(forked(read_and_write)) for _ in range(15)]
+        codes = [Fork(read_and_write).wait() for _ in range(15)]
     finally:
         stop.set()
         for thread in threads:
@@ -104,7 +83,11 @@ def test_forks_in_the_middle_of_reads_and_writes(cache_path: Path) -> None:
     assert loader.get(1, sample)[0] == 1 and loader.status().available
 
 
-def test_a_child_of_a_child(cache_path: Path) -> None:
+def test_a_child_of_a_child(cache_path: Path, pool: RankPool) -> None:
+    pool.run(1, fork_twice, cache_path, init=False, fresh=True)
+
+
+def fork_twice(cache_path: Path) -> None:
     loader = CacheLoader("lmdb", path=cache_path)
     loader.get(1, sample)
     loader.flush()
@@ -114,10 +97,10 @@ def test_a_child_of_a_child(cache_path: Path) -> None:
 
     def child() -> None:
         assert loader.get(1, never)[0] == 1
-        assert ended(forked(lambda: loader.get(1, never))) == 0
+        assert Fork(lambda: loader.get(1, never)).wait() == 0
         assert loader.get(1, never)[0] == 1
 
-    assert ended(forked(child)) == 0
+    assert Fork(child).wait() == 0
     assert loader.get(1, never)[0] == 1
 
 
@@ -137,7 +120,7 @@ def test_a_fork_waits_for_those_inside_and_keeps_others_out() -> None:
     def stay() -> None:
         with lock:
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
             order.append("left")
 
     def come_late() -> None:
@@ -146,7 +129,7 @@ def test_a_fork_waits_for_those_inside_and_keeps_others_out() -> None:
 
     first = threading.Thread(target=stay)
     first.start()
-    inside.wait(10)
+    assert inside.wait(60)
     forking = threading.Thread(target=lock._before)
     forking.start()
     while not lock._forking:
@@ -154,9 +137,9 @@ def test_a_fork_waits_for_those_inside_and_keeps_others_out() -> None:
     late = threading.Thread(target=come_late)
     late.start()
     leave.set()
-    forking.join(10)
+    forking.join(60)
     assert order == ["left", "suspended"]
     lock._after_in_parent()
-    late.join(10)
-    first.join(10)
+    late.join(60)
+    first.join(60)
     assert order == ["left", "suspended", "late"]

@@ -19,6 +19,8 @@ from bagua.data.cache.redis_server import RedisServer, find_program
 from bagua.data.cache.redis_store import RedisStore
 from bagua.data.cache.store import StoreError
 from tests.data.cache.test_failures import children, kill, wait_until
+from tests.ports import free_port
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.process
 
@@ -100,20 +102,15 @@ def answers(server: RedisServer) -> bool:
         store.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_it_ends_when_its_process_is_killed(servers: list[RedisServer]) -> None:
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(writing, b"%d" % RedisServer("127.0.0.1", 8 << 20).host.port)
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.close(writing)
-    port = int(os.read(reading, 100))
-    os.close(reading)
-    os.waitpid(pid, 0)
+def test_it_ends_when_its_process_is_killed(servers: list[RedisServer], pool: RankPool, tmp_path: Path) -> None:
+    pool.run(1, start_and_be_killed, tmp_path / "port", init=False, fresh=True, dies=[0])
+    port = int((tmp_path / "port").read_text())
     wait_until(lambda: not open_port(port))
+
+
+def start_and_be_killed(said: Path) -> None:
+    said.write_text(str(RedisServer("127.0.0.1", 8 << 20).host.port))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def open_port(port: int) -> bool:
@@ -204,9 +201,7 @@ def test_tls(tmp_path: Path, servers: list[RedisServer]) -> None:
     )  # fmt: skip
     if made.returncode:
         pytest.skip("openssl cannot make a certificate here")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [find_program(), "--port", "0", "--tls-port", str(port), "--bind", "127.0.0.1", "--save", "",
                "--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate,
                "--tls-auth-clients", "no", "--requirepass", "secret", "--dir", tmp_path]  # fmt: skip
