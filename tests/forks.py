@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.rank_pool import written_to
+
 
 def check_single_threaded() -> None:
     """Raise an AssertionError if this process has a thread beside the calling one, of Python or not."""
@@ -30,7 +32,7 @@ class Fork:
     """A child process that runs `work()` and ends with the exit code 0, or 1 if it raised."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (closed in `wait`)
+        self._said = tempfile.NamedTemporaryFile(prefix="bagua-fork-")  # noqa: SIM115  (closed in `wait`)
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -58,12 +60,13 @@ class Fork:
         with self._said:
             if not self._ends_within(timeout_s):
                 os.kill(self.pid, signal.SIGUSR1)
-                self._ends_within(1)  # it writes its stack; the signal alone does not end it
+                said = written_to(Path(self._said.name))
                 os.kill(self.pid, signal.SIGKILL)
-                self._ends_within(timeout_s)
-                raise AssertionError(f"a forked process did not end in {timeout_s} s:\n{self._text()}")
+                os.waitpid(self.pid, 0)
+                raise AssertionError(f"a forked process did not end in {timeout_s} s:\n{said}")
             if self._code == 1:
-                raise AssertionError(f"a forked process failed:\n{self._text()}")
+                said = Path(self._said.name).read_text(errors="replace")
+                raise AssertionError(f"a forked process failed:\n{said}")
             return self._code
 
     def _ends_within(self, seconds: float) -> bool:
@@ -76,7 +79,3 @@ class Fork:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.002)
-
-    def _text(self) -> str:
-        self._said.seek(0)
-        return self._said.read().decode(errors="replace")

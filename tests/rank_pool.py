@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,9 +102,9 @@ class RankPool:
         self._servers.clear()
 
     def _kill(self) -> None:
-        for worker in self._workers:
+        workers, self._workers = self._workers, []
+        for worker in workers:
             worker.kill()
-        self._workers.clear()
 
     def _next_server(self) -> ForkServer | None:
         """Two take turns, so that not all ranks hash strings alike: a job that depends on the order of a set fails."""
@@ -147,20 +148,32 @@ class _Worker:
         except (EOFError, ConnectionResetError):
             return "gone", "the process ended"
         os.kill(self._pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return "stuck", "not done in time; stacks:\n" + open(self._stacks.name).read()
+        return "stuck", "not done in time; stacks:\n" + written_to(Path(self._stacks.name))
 
     def go_on(self) -> None:
         os.kill(self._pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        with contextlib.suppress(EOFError, ConnectionResetError, ProcessLookupError):
-            self.wait_until_ready()
-            os.kill(self._pid, signal.SIGKILL)
-            while self._pipe.poll(5):  # until it has ended
-                self._pipe.recv()
-        self._pipe.close()
-        self._stacks.close()
+        try:
+            with contextlib.suppress(EOFError, ConnectionResetError, ProcessLookupError):
+                self.wait_until_ready()
+                os.kill(self._pid, signal.SIGKILL)
+                while self._pipe.poll(60):  # until it has ended
+                    self._pipe.recv()
+        finally:
+            self._pipe.close()
+            self._stacks.close()
+
+
+def written_to(path: Path, timeout_s: float = 10) -> str:
+    """What another process writes to a file at a stroke, such as its stacks; nothing if it does not in time."""
+    deadline, found = time.monotonic() + timeout_s, ""
+    while time.monotonic() < deadline:
+        time.sleep(0.3)
+        before, found = found, path.read_text(errors="replace")
+        if found and found == before:
+            break
+    return found
 
 
 def _worker_main(pipe: Connection, port: int, stacks: str) -> None:

@@ -280,6 +280,8 @@ class Team:
             rendezvous = RendezvousStore(self.store.under(f"group/{name}"))
             try:
                 pg = dist.ProcessGroupGloo(rendezvous, rank, size, self.timeout)
+                # A rank that gave the group up at once would close connections of ranks that still make theirs.
+                pg.barrier().wait()
             except RuntimeError as error:
                 gone = self.describe_missing(f"unconnected/{name}")
                 raise CommunicationError(f"ranks {ranks}: connecting over gloo failed: {error}{gone}") from error

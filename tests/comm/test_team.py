@@ -7,10 +7,13 @@ import threading
 import pytest
 import torch
 
+from bagua.comm import team as team_module
 from bagua.comm.collectives import all_gather_rows, all_reduce_, all_to_all_rows, broadcast_, reduce_, swap
 from bagua.comm.groups import Groups
+from bagua.comm.store import RendezvousStore
+from bagua.comm.team import Team
 from bagua.errors import CommunicationError
-from tests.rank_threads import run_threads, teams
+from tests.rank_threads import run_teams, run_threads, teams
 
 
 def on_each(members: list, function) -> list:
@@ -134,3 +137,26 @@ def test_swap_on_a_ring_with_two_messages_to_each_peer() -> None:
         left, right = (rank - 1) % 4, (rank + 1) % 4
         assert got == pytest.approx([left + 0.1, right + 0.2] * 2)
         assert sent == received == 4 * 12
+
+
+def test_a_rank_that_leaves_at_once_does_not_break_one_that_still_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    first_left = [threading.Event() for _ in range(6)]  # who connects to whom is drawn anew in each round
+
+    class Late(RendezvousStore):
+        """Rank 1 learns late where rank 2 listens."""
+
+        def get(self, key: str) -> bytes:
+            rank, _, number = threading.current_thread().name.partition(" ")
+            if rank == "1" and key.endswith("/2"):
+                first_left[int(number)].wait(0.4)  # in vain, if rank 0 waits for rank 1
+            return super().get(key)
+
+    def open_and_leave(team: Team) -> None:
+        for number, left in enumerate(first_left):
+            threading.current_thread().name = f"{team.rank} {number}"
+            team.open(f"lane {number}").leave(abort=False)
+            if team.rank == 0:
+                left.set()
+
+    monkeypatch.setattr(team_module, "RendezvousStore", Late)
+    run_teams(3, open_and_leave)

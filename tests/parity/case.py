@@ -79,10 +79,15 @@ class Case:
         return self.distribute(model, optimizer, **options), optimizer
 
     def plain(self, make: Callable[[], nn.Module] = Small, seed: int = 0) -> dict[str, Tensor]:
-        """Weights after the plain loop: what variants of the loop are compared with. Made once."""
+        """Weights after the plain loop: what variants of the loop are compared with. Made once.
+
+        Of an asynchronous algorithm this is the loop without averages, the only one that is the same every time.
+        """
         key = f"{make.__qualname__} {seed}"
         if key not in self._plain:
             model, optimizer = self.build(make, seed)
+            if not self.synchronous:
+                bagua.pause(model)
             train(model, optimizer)
             self._plain[key] = weights(model)
             bagua.detach(model)
@@ -100,8 +105,8 @@ class Case:
         have, want, start = weights(model), self.plain(make), self.start(make)
         assert all(tensor.isfinite().all() for tensor in have.values())
         if not self.synchronous:
-            # Averages come when they come, so two runs differ; they still go the same way.
-            assert 0 < distance(have, start) < 3 * distance(want, start)
+            # How much is averaged at which step depends on the moment. It pulls ranks together, never far away.
+            assert 0 < distance(have, start) < 10 * distance(want, start)
         elif exactly:
             assert equal(have, want), f"{distance(have, want):.3g} apart"
         else:

@@ -110,8 +110,8 @@ def check_nothing_left(run: Callable[[], None]) -> None:
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "bagua-lane":
-            thread.join(5)
-    before, deadline = open_things(), time.monotonic() + 10
+            thread.join(60)
+    before, deadline = open_things(), time.monotonic() + 60
     run()
     while any(now > then for now, then in zip(open_things(), before, strict=True)):
         assert time.monotonic() < deadline, f"{before} became {open_things()}"
