@@ -29,6 +29,7 @@ class ForkServer:
 
     def fork(self, main: Callable[..., None], *args: Any) -> Connection:
         """Return at once, also while the server still imports torch."""
+        ours: Any
         ours, theirs = mp.Pipe()
         self._pipe.send((main, args))
         reduction.send_handle(self._pipe, theirs.fileno(), self._process.pid)

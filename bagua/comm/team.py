@@ -279,7 +279,7 @@ class Team:
         else:
             rendezvous = RendezvousStore(self.store.under(f"group/{name}"))
             try:
-                pg = dist.ProcessGroupGloo(rendezvous, rank, size, self.timeout)
+                pg: Any = dist.ProcessGroupGloo(rendezvous, rank, size, self.timeout)
                 # A rank that gave the group up at once would close connections of ranks that still make theirs.
                 pg.barrier().wait()
             except RuntimeError as error:

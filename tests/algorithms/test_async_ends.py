@@ -58,7 +58,7 @@ class Broken(AllReduce):
 class Fails(AsyncModelAverage):
     """Uses `Broken`."""
 
-    exchange = Broken()
+    exchange = Broken()  # pyright: ignore[reportAssignmentType]
 
 
 def test_a_failed_exchange_is_told_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:

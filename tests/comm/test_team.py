@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.rank_threads import run_teams, run_threads, teams
 
 
 def on_each(members: list, function) -> list:
-    results = [None] * len(members)
+    results: list[Any] = [None] * len(members)
     threads = []
     for rank, team in enumerate(members):
 

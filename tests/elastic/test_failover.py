@@ -106,7 +106,7 @@ def test_a_host_that_counted_as_lost_meets_the_others_again(monkeypatch: pytest.
     )
     assert first.next_rendezvous().world_size == 1
     assert first.num_nodes_waiting() == 0
-    first._inner._stop_heartbeats()  # what a SIGSTOP does
+    stop_heartbeats(first)  # what a SIGSTOP does
     time.sleep(6)
     assert second.next_rendezvous().world_size == 1
     assert first.num_nodes_waiting() == 1
@@ -118,7 +118,12 @@ def test_a_host_that_counted_as_lost_meets_the_others_again(monkeypatch: pytest.
             time.sleep(0.1)
         assert [each.result(30).world_size for each in (threads.submit(second.next_rendezvous), late)] == [2, 2]
     for handler in (first, second):
-        handler._inner._stop_heartbeats()
+        stop_heartbeats(handler)
+
+
+def stop_heartbeats(handler: FailoverRendezvous) -> None:
+    inner: Any = handler._inner
+    inner._stop_heartbeats()
 
 
 def test_endpoints_are_parsed() -> None:

@@ -29,7 +29,7 @@ def stop_in_backward(model: torch.nn.Module) -> None:
         stop()
         return grad
 
-    model.first.weight.register_hook(hook)
+    model.get_parameter("first.weight").register_hook(hook)
 
 
 def part_of_a_training(stops: bool, phase: str, algorithm: str, options: dict, folder: str) -> None:

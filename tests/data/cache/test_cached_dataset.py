@@ -50,7 +50,7 @@ def squares(tmp_path: Path) -> Squares:
 
 def first(batch: Sequence[Any]) -> Any:
     """Collate, and tell the process."""
-    return {**default_collate(batch), "pid": os.getpid()}
+    return {**default_collate(list(batch)), "pid": os.getpid()}
 
 
 def read(loader: DataLoader[Any], size: int) -> set[int]:

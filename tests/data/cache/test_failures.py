@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def wait_until(what: Callable[[], bool], timeout_s: float = 90) -> None:
         time.sleep(0.02)
 
 
-def sample(key: int) -> dict[str, object]:
+def sample(key: int) -> dict[str, Any]:
     return {"x": torch.full((1000,), float(key)), "y": key}
 
 
@@ -122,13 +123,13 @@ class Moody(MemoryStore):
     mood: type[Exception] | None = None
     num_writes = 0
 
-    def mset(self, items: object) -> None:
+    def mset(self, items: Any) -> None:
         self.num_writes += 1
         if self.mood is not None:
             raise self.mood("moody")
-        super().mset(items)  # pyright: ignore[reportArgumentType]
+        super().mset(items)
 
-    def get(self, key: bytes) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def get(self, key: bytes) -> Any:
         if self.mood is StoreError:
             raise StoreError("moody")
         return super().get(key)
