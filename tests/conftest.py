@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -23,6 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every test its tier."""
     for item in items:
         assign_tier(item)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what was imported and collected out of later garbage collections, which some tests ask for many times."""
+    if len(session.items) > 100:
+        import torch._dynamo  # noqa: F401  the first optimizer imports it: most of all objects
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
