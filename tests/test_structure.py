@@ -115,12 +115,9 @@ def test_no_object_reads_anothers_underscore_names() -> None:
     everyones = set().union(*own.values())
     wrong: list[str] = []
     for path, tree in trees.items():
+        private = everyones - own[path] - OTHERS
         for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Attribute)
-                and node.attr in everyones - own[path] - OTHERS
-                and not is_self(node.value)
-            ):
+            if isinstance(node, ast.Attribute) and node.attr in private and not is_self(node.value):
                 root = node.value
                 while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
                     root = root.func if isinstance(root, ast.Call) else root.value

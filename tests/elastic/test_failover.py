@@ -95,6 +95,7 @@ def test_hosts_of_another_job_are_refused() -> None:
         Endpoints(hosts.list, "other").find(time.monotonic() + 5)
 
 
+@pytest.mark.process
 def test_a_host_that_counted_as_lost_meets_the_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was stopped for longer than its heartbeats may be late. The host that comes then does not wait for it."""
     endpoint = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
