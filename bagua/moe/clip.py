@@ -52,6 +52,11 @@ def clip_grad_norm_(
         CommunicationError: a rank did not come; names it.
 
     Bytes: 8 (R-1) sent.
+
+    Examples:
+        >>> model(inputs).square().mean().backward()
+        >>> norm = bagua.moe.clip_grad_norm_(model, max_norm=1.0)
+        >>> optimizer.step()
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm: expected a number >= 0, got {max_norm!r}")

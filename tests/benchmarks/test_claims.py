@@ -23,7 +23,7 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
 # Sections whose times are constants of the code or of an emulated network, not measurements.
 CONSTANTS = {
-    ("docs/bagua-net.md", "How it behaves"),
+    ("docs/bagua-net.md", "Behaviour and limits"),
     ("docs/cached-dataset.md", "lmdb"),
     ("docs/cached-dataset.md", "With the DataLoader"),
     ("docs/design/0003-bagua-net.md", "Decisions"),
