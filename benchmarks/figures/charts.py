@@ -28,24 +28,24 @@ def draw_choice(results: Tradeoff, convergence: Convergence) -> Drawing:
             loss = f"loss {percent(convergence.row('char_lm', CANDIDATES[entrant])['difference'])}"
         return (f"{speedup:.1f} x DDP, " if speedup else "") + loss
 
-    drawing = Drawing(760, 650, "Which algorithm")
+    drawing = Drawing(760, 650, "Choosing an algorithm")
     _box(drawing, 16, 16, 400, 46, ["*Train with gradient_allreduce.",
-         "Is exposed_s of bagua.stats(model).last much of the step?"], QUESTION)  # fmt: skip
-    _box(drawing, 500, 16, 244, 46, ["*stay with gradient_allreduce", "nothing to win; it is exact"], ANSWER)
+         "Is exposed_s (bagua.stats) a large part of the step?"], QUESTION)  # fmt: skip
+    _box(drawing, 500, 16, 244, 46, ["*stay with gradient_allreduce", "nothing to gain; it is exact"], ANSWER)
     drawing.arrow([(416, 39), (500, 39)])
     drawing.text(448, 34, "no")
     drawing.arrow([(216, 62), (216, 98)])
     drawing.text(224, 85, "yes")
-    _box(drawing, 16, 98, 400, 46, ["*Must all ranks hold the same weights at all times?",
-         "(evaluation on every rank, no surprises)"], QUESTION)  # fmt: skip
+    _box(drawing, 16, 98, 400, 46, ["*Must all ranks hold the same weights after each step?",
+         "(for example, to evaluate on any rank)"], QUESTION)  # fmt: skip
     drawing.arrow([(216, 144), (216, 190)])
     drawing.text(224, 172, "yes")
     drawing.arrow([(416, 121), (588, 121), (588, 190)])
-    drawing.text(424, 116, "no, their mean is enough")
+    drawing.text(424, 116, "no, averages suffice")
 
     left = [
-        (["to begin with"], ["*bytegrad", measured("bytegrad")]),
-        (["still waits"], ["*gradient_allreduce", 'codec="int4"', measured("int4")]),
+        (["start with"], ["*bytegrad", measured("bytegrad")]),
+        (["still waiting"], ["*gradient_allreduce", 'codec="int4"', measured("int4")]),
         (["large matrices"], ["*power_sgd", measured("power_sgd")]),
         (["Adam"], ["*qadam", measured("qadam")]),
         (["Adam,", "thousands of steps"], ["*qadam", 'codec="sign"', measured("qadam_1bit")]),
@@ -58,10 +58,10 @@ def draw_choice(results: Tradeoff, convergence: Convergence) -> Drawing:
         (["many ranks,", "little bandwidth"], ["*low_precision_decentralized", "overlap=True",
                                               measured("low_precision_decentralized_overlap")]),
         (["Adam,", "little bandwidth"], ["*zero_one_adam", "after its exact steps", measured("zero_one_adam")]),
-        (["a message a step", "is too much"], ["*local_sgd", "every 8 steps", measured("local_sgd")]),
+        (["a message per step", "is too much"], ["*local_sgd", "every 8 steps", measured("local_sgd")]),
         (["between sites"], ["*diloco", "every 64 steps; long runs", measured("diloco")]),
     ]  # fmt: skip
-    for x, heading, entries in ((16, "What is the step like?", left), (388, "What is slow?", right)):
+    for x, heading, entries in ((16, "Which case applies?", left), (388, "What limits the step time?", right)):
         _box(drawing, x, 190, 356, 30, [f"*{heading}"], QUESTION)
         for number, (when, lines) in enumerate(entries):
             y = 232 + 63 * number
@@ -79,23 +79,23 @@ def draw_choice(results: Tradeoff, convergence: Convergence) -> Drawing:
 
 _WAY = [
     ("backward pass", "autograd writes p.grad, a view of its bucket", "bagua.engine"),
-    ("hook", "the gradient is counted; a full bucket is ready, in the same order on all ranks", "bagua.engine"),
+    ("hook", "counts the gradient; complete buckets are announced in the same order on all ranks", "bagua.engine"),
     ("algorithm", "on_ready launches the exchange of the bucket", "bagua.algorithms"),
-    ("lane", "queued; a thread (gloo) or a stream (NCCL) of its own", "bagua.engine"),
-    ("within the node", "summed, exactly, at the first rank of the node", "bagua.exchanges"),
-    ("rows", "the sum is cut into a row for each node", "bagua.exchanges"),
-    ("codec", "a row becomes bytes: 8 bits an element", "bagua.codecs"),
-    ("network", "each row leaves for its owner as soon as it is encoded", "bagua.comm"),
-    ("mean", "the owner decodes, averages in fp32, encodes once and sends to all", "bagua.comm"),
-    ("decoded", "into the same bucket; broadcast within the node", "bagua.exchanges"),
-    ("end of backward", "on_backward_end waits for what is still on its way", "bagua.engine"),
-    ("optimizer", "reads p.grad, which is the mean now", "torch"),
+    ("lane", "queues the exchange on a thread (gloo) or a stream (NCCL) of its own", "bagua.engine"),
+    ("within the node", "gradients are summed in full precision on the node's first rank", "bagua.exchanges"),
+    ("rows", "the sum is split into one row per node", "bagua.exchanges"),
+    ("codec", "each row is encoded: 8 bits per element", "bagua.codecs"),
+    ("network", "each row is sent to its owner as soon as it is encoded", "bagua.comm"),
+    ("mean", "the owner decodes, averages in fp32, encodes once and sends the mean to all", "bagua.comm"),
+    ("decoded", "the mean is decoded into the same bucket and broadcast within the node", "bagua.exchanges"),
+    ("end of backward", "on_backward_end waits for the exchanges in flight", "bagua.engine"),
+    ("optimizer", "reads p.grad, now the mean", "torch"),
 ]
 
 
 def draw_way() -> Drawing:
-    """The stations of one gradient, hierarchical ByteGrad."""
-    drawing = Drawing(760, 40 + 44 * len(_WAY), "One gradient's way")
+    """The path of a gradient in hierarchical ByteGrad."""
+    drawing = Drawing(760, 40 + 44 * len(_WAY), "Path of a gradient")
     for number, (name, what, where) in enumerate(_WAY):
         y = 16 + 44 * number
         beside = 3 <= number <= 9

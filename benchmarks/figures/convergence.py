@@ -22,7 +22,7 @@ def draw(results: Convergence, algorithm: str) -> Drawing:
     entries = [(name, GREY, _DASHES[number]) for number, name in enumerate(baselines)]
     entries += [(name, COLOURS[number % len(COLOURS)], "") for number, name in enumerate(names)]
     height = 310 + 17 * len(entries)
-    drawing = Drawing(760, height, f"Loss of {algorithm} beside DistributedDataParallel")
+    drawing = Drawing(760, height, f"Loss of {algorithm} and DistributedDataParallel")
     for number, (task, (title, y)) in enumerate(_TASKS.items()):
         steps = results.curve(task, baselines[0]).steps
         x = Axis("steps", 0, steps[-1], range(0, steps[-1] + 1, 24 if steps[-1] < 150 else 40))

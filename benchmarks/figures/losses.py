@@ -12,28 +12,28 @@ __all__ = ["NAME", "misses", "of_algorithm", "of_runs"]
 NAME = "losses"
 # Positive is worse than DDP, in every column and in the figures.
 _HEADS = "digits: points of accuracy behind DDP | digits: loss, % above DDP (and the loss) | text: loss, % above DDP"
-# Why a configuration misses what is aimed at. What these say of other lengths, rates and codecs was tried by hand.
+# Why a configuration misses the target. Statements about other lengths, rates and codecs come from manual runs.
 _REASONS = {
-    "bytegrad sign + feedback": "1 bit of a gradient is mostly error; feedback returns it in more steps than these",
-    "bytegrad sign, no feedback": "for comparison: nothing returns what the codec loses",
-    "bytegrad top_k + feedback": "1 % of the elements: each is sent every 100 steps or so, of 150",
+    "bytegrad sign + feedback": "1 bit of a gradient is mostly error; feedback needs more steps than this to return it",
+    "bytegrad sign, no feedback": "for comparison: the compression error is never fed back",
+    "bytegrad top_k + feedback": "1 % of the elements: each is sent about every 100 steps, of 150",
     "qadam sign": "1 bit, as with bytegrad; 1.1 % behind when trained three times as long",
     "zero_one_adam": "1 bit, as with bytegrad; 1.8 % behind in three times as many steps; better than DDP in 8 bits",
-    "one_bit_lamb": "half of it the codec; half the fixed coefficient: steps shrink with the momentum, LAMB's do not",
+    "one_bit_lamb": "half is the codec, half the fixed coefficient: its steps shrink with the momentum, LAMB's do not",
     "one_bit_lamb 8 bits": "the fixed coefficient; with LAMB's own it would be 1.7 %, but that is another algorithm",
     "local_sgd, adam": "second moments of small batches: steps up to half as long. With twice the learning rate 2.5 % "
     "better than DDP at the common one",
-    "diloco": "nine rounds: the outer momentum's last push comes when the inner learning rate has gone; the loss "
+    "diloco": "nine rounds: the outer momentum still acts when the inner learning rate has decayed; the loss "
     "rises over the last third while the accuracy holds",
     "diloco after 25 %": "as diloco; better than DDP on the text",
     "diloco, adam": "ten rounds are too few for an outer momentum of 0.9",
-    "async": "it differs from run to run",
+    "async": "results differ from run to run",
 }
 
 
 def of_algorithm(results: Convergence, algorithm: str) -> str:
     """A row for each configuration of an algorithm."""
-    lines = [f"| configuration | {_HEADS} | what is aimed at |", "|---|---|---|---|---|"]
+    lines = [f"| configuration | {_HEADS} | target |", "|---|---|---|---|---|"]
     for name in results.of_algorithm(algorithm):
         met = "missed" if results.misses(name) else "reached"
         lines.append(f"| {name} | {' | '.join(_behind(results, name))} | {met} |")
@@ -41,17 +41,17 @@ def of_algorithm(results: Convergence, algorithm: str) -> str:
 
 
 def misses(results: Convergence) -> str:
-    """A row for each configuration that misses what is aimed at, with the reason.
+    """A row for each configuration that misses the target, with the reason.
 
     Raises:
         ValueError: no reason is known for one of them.
     """
-    lines = [f"| configuration | {_HEADS} | why |", "|---|---|---|---|---|"]
+    lines = [f"| configuration | {_HEADS} | reason |", "|---|---|---|---|---|"]
     for name in results.compared():
         if not results.misses(name):
             continue
         if name not in _REASONS:
-            raise ValueError(f"{name} misses what is aimed at: find out why, and say so in {__name__}")
+            raise ValueError(f"{name} misses the target: find the reason and add it to {__name__}")
         lines.append(f"| {name} | {' | '.join(_behind(results, name))} | {_REASONS[name]} |")
     return "\n".join(lines) + "\n"
 

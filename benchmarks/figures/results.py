@@ -119,7 +119,7 @@ class Convergence:
         return 100 * (self.digits_loss(configuration) / self.digits_loss(self.baseline(configuration)) - 1)
 
     def misses(self, configuration: str) -> set[str]:
-        """Which of "accuracy", "digits loss" and "text" are further behind DDP than is aimed at."""
+        """Which of "accuracy", "digits loss" and "text" miss their target."""
         found = {
             "accuracy": not self.row("digits", configuration)["within"],
             "digits loss": self.digits_loss_behind(configuration) > DIGITS_LOSS_TARGET,

@@ -17,7 +17,7 @@ def draw_steps(results: Tradeoff) -> Drawing:
     names = [name for name in STEPS if name in results.entrants()]
     row_height = 9 + 11 * len(results.conditions)
     height = 70 + row_height * len(names) + 55
-    drawing = Drawing(760, height, "Step times beside the bound")
+    drawing = Drawing(760, height, "Step times and the physical bound")
     rows = {(c, n): results.row(c, n) or {} for c in results.conditions for n in names}
     longest = max(row["step_ms"] for row in rows.values())
     scale = 450 / longest
@@ -61,7 +61,7 @@ def draw_loss_against_time(results: Tradeoff, convergence: Convergence) -> Drawi
     """A point for each algorithm: how much faster a step is than DDP's, and how much is lost."""
     left_out = {name: differences(name, row, results, convergence) for name, row in CANDIDATES.items()}
     notes = [f"{name}: {' and '.join(why[:1])}" for name, why in left_out.items() if why]
-    drawing = Drawing(760, 482 + 14 * len(notes), "What a faster step costs")
+    drawing = Drawing(760, 482 + 14 * len(notes), "Loss against step time")
     x = Axis(f"times as fast as DDP, {results.conditions[-1]}", 0.9, 4.0, (1, 1.5, 2, 3, 4), log=True)
     y = Axis("loss above DDP's, %, same optimizer and steps", -2, 11, range(-2, 12, 2))
     panel = Panel(drawing, 70, 32, 650, 360, x, y, "characters of a text, 160 steps, against step time")
