@@ -1,4 +1,4 @@
-"""Algorithms: what the ranks exchange, how and when. Each file holds one algorithm."""
+"""Algorithms: what the ranks exchange, how and when. One algorithm per file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous model averaging: weights are averaged beside training, and nobody waits."""
+"""Asynchronous model averaging: weights are averaged in the background, without blocking."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _LOOK_S = 0.1  # between two looks at whether the lane still lives
 @register
 @dataclass(frozen=True)
 class AsyncModelAverage(Algorithm):
-    """x_i <- x_i + (mean of all x_j as they were - x_i as it was), whenever such a mean has become ready.
+    """Averages weights in the background: x_i <- x_i + (mean of snapshots - own snapshot), when it is ready.
 
-    Every rank steps with its own gradients. A round of averaging: after a step a rank takes a snapshot of its weights
-    (on a CPU a thread does, while the next step computes, and the optimizer waits for it) and goes on training. The
+    Every rank steps with local gradients. In a round of averaging, each rank takes a snapshot of its weights after a
+    step (on a CPU in a thread, while the next step computes; the optimizer waits for it) and continues to train. The
     thread waits until every rank has taken its own, averages the snapshots and subtracts this rank's. The rank adds
-    the difference at the end of the step in which it finds it ready, so steps made meanwhile are kept, and no weight
+    the difference at the end of the step at which it is ready, so steps made meanwhile are kept, and no weight
     changes between a forward and its backward pass. The differences of a round sum to zero: averaging never moves
     the mean of the replicas, only gradients do.
 
-    No rank ever waits for another. One that is slow, evaluates or has paused (`bagua.pause`) delays the rounds and not
-    the training of others. Once one has left in order (its script ends, it detaches) the others go on without averaging
-    for as long as they like, and `bagua.stats(module).notices` says so. If one was killed, was ended by an exception,
-    hangs or cannot be reached, the others go on too, with a warning, but not for ever: see `max_alone_s`.
-    `bagua.distribute` starts anew.
+    No rank ever waits for another. A rank that is slow, evaluates or has paused (`bagua.pause`) delays the rounds but
+    not the training of others. Once a rank has exited normally (its script ends, it detaches), the others continue
+    without averaging for any time, and `bagua.stats(module).notices` says so. If a rank was killed, ended by an exception,
+    hangs or is unreachable, the others continue too, with a warning, but only up to `max_alone_s`.
+    Call `bagua.distribute` to restart averaging.
 
     Ranks hold different weights: call `bagua.average_parameters` before you evaluate, save or switch. A round under way
-    is no part of `bagua.state_dict`; loading drops it. `bagua.pause` and `bagua.resume` need not be called at
+    is not part of `bagua.state_dict`; loading drops it. `bagua.pause` and `bagua.resume` need not be called at
     the same steps everywhere.
 
     Reports, in `bagua.stats(module).extra`: "round_s", seconds from a snapshot to its mean, of each round;
@@ -53,9 +53,9 @@ class AsyncModelAverage(Algorithm):
         sync_interval_ms: pause between the end of a round and the next snapshot; 0 averages without pause.
         warmup_steps: training steps of gradient all-reduce before that.
         hierarchical: sum within each node first; None means False.
-        max_alone_s: once no round could take place for so many seconds because a rank failed, is gone or does not
-            come, the next `optimizer.step` raises `CommunicationError` and names it. None is the process group's
-            timeout; `math.inf` trains on for ever.
+        max_alone_s: after so many seconds without a round because a rank failed, exited abnormally or does not
+            respond, the next `optimizer.step` raises `CommunicationError` and names the rank. None is the process
+            group's timeout; `math.inf` never raises.
 
     Bytes: 2 (R-1)/R times the weights per round; `bytes_per_rank` assumes a round in every step. Memory: two
         copies of the weights.
@@ -103,7 +103,7 @@ class AsyncModelAverage(Algorithm):
         return mix("complete", "identity", hierarchical=bool(self.hierarchical))
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
-        """`hierarchical=True` has nothing to do on one node, or with one rank on each."""
+        """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
         return fit_hierarchy(self, nodes, default=False)
 
     def setup(self, ctx: Context) -> None:
@@ -139,14 +139,14 @@ class AsyncModelAverage(Algorithm):
             pending.await_snapshot()
 
     def on_pause(self, ctx: Context) -> None:
-        """Withdraw from the round under way, or complete it if all ranks are in it already."""
+        """Cancel the round in flight, or complete it if all ranks have entered it."""
         rounds = ctx.keep("rounds", _Rounds)
         if rounds.pending is not None:
             rounds.pending.settle()
             _take_over(ctx, rounds)
 
     def on_load(self, ctx: Context) -> None:
-        """The difference under way belongs to other weights."""
+        """Drop the round in flight: it belongs to other weights."""
         rounds = ctx.keep("rounds", _Rounds)
         if rounds.pending is not None:
             rounds.pending.settle()

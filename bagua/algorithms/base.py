@@ -1,4 +1,4 @@
-"""The research surface: an algorithm says what is exchanged, how, and at which moment of a training step."""
+"""Base class of algorithms and the interface to the engine: what is exchanged, how, and when in a training step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Payload(Enum):
 
 
 class Exactness(Enum):
-    """What an algorithm keeps of plain synchronous SGD.
+    """Which guarantees of synchronous SGD an algorithm keeps.
 
     Attributes:
         EXACT: every step uses the mean gradient of all ranks in full precision; replicas stay equal, bit for bit.
@@ -76,7 +76,7 @@ class Context(Protocol):
         ...
 
     def prepare(self, exchange: Exchange, bucket: Bucket | None = None) -> None:
-        """Make the state of `exchange` for `bucket` (default: every bucket), now, from the bucket's payload.
+        """Create the state of `exchange` for `bucket` (default: every bucket) from the bucket's payload.
 
         Call it in `setup` for each exchange you launch: at that moment all ranks hold the same values.
         """
@@ -104,10 +104,10 @@ class Context(Protocol):
             before: runs on the lane just before the exchange, in order, also with a single rank; if it returns
                 False, neither the exchange nor `after` runs (see to it that all ranks agree).
             after: likewise just after it.
-            hook: does the same as `before` and `after`, range by range. It replaces them where the exchange supports it
-                and `x` is not given, which saves passes over memory. Needs both of them beside it.
-            step: what the exchange takes for the step, if not `ctx.step`.
-            lane: one from `new_lane`; `wait` does not wait for it, ask the ticket.
+            hook: equivalent of `before` and `after` that works range by range. It replaces them where the exchange
+                supports it and `x` is not given, which saves passes over memory. Pass `before` and `after` too.
+            step: the step number passed to the exchange; default `ctx.step`.
+            lane: one from `new_lane`; `wait` does not wait for it, query the ticket.
             passage: deprecated name of `hook`.
 
         Returns:
@@ -127,9 +127,9 @@ class Context(Protocol):
         ...
 
     def background_lane(self) -> BackgroundLane:
-        """Open a lane for exchanges that nobody waits for. As `new_lane`, but always a thread, on a GPU too.
+        """Open a lane for background exchanges. As `new_lane`, but always a thread, on a GPU too.
 
-        When the lane ends, on whichever rank first, its gate opens no more.
+        When the lane ends on any rank, its gate stays closed.
         """
         ...
 
@@ -156,7 +156,7 @@ class Context(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether the user wants nothing to begin in the background; see `bagua.pause`."""
+        """Whether the user has paused background communication; see `bagua.pause`."""
         ...
 
     def report(self, name: str, value: float) -> None:
@@ -164,10 +164,10 @@ class Context(Protocol):
         ...
 
     def notice(self, text: str, urgent: bool = False) -> None:
-        """Tell the user, in the log and in `bagua.stats(module).notices`; a text is told once.
+        """Report a remark in the log and in `bagua.stats(module).notices`; each text once.
 
         Args:
-            text: what to know.
+            text: the remark.
             urgent: a warning, else an information.
         """
         ...
@@ -187,7 +187,7 @@ class Context(Protocol):
         """Return when the launch behind `ticket` is done, or all that was launched on the default lane.
 
         Raises:
-            CommunicationError: what went wrong in the lane.
+            CommunicationError: an exchange failed in the lane.
         """
         ...
 
@@ -215,7 +215,7 @@ class Algorithm:
 
     @property
     def payloads(self) -> set[Payload]:
-        """The payload, and those of algorithms that it hands over to."""
+        """The payload, and those of algorithms that it switches to."""
         return {self.payload}
 
     @property
@@ -231,12 +231,12 @@ class Algorithm:
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Fit options that were left open (None) to the job's nodes; returns the algorithm and a remark or "".
 
-        A remark tells the user of an option that cannot act here; it is logged once and kept in `bagua.stats`.
+        A remark names an option without effect on this job; it is logged once and kept in `bagua.stats`.
         """
         return self, ""
 
     def check(self, params: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse what the algorithm cannot train, in `distribute`, before anything has changed.
+        """Refuse models and optimizers that the algorithm cannot train; called by `distribute` before any change.
 
         Args:
             params: the trainable parameters by name.
@@ -264,7 +264,7 @@ class Algorithm:
         return self.payload is Payload.PARAM
 
     def shares_gradients(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """Whether optimizers find the same gradients on all ranks, and so decide alike to skip a step."""
+        """Whether optimizers see the same gradients on all ranks, and so skip the same steps."""
         return self.payload is Payload.GRAD
 
     @property
@@ -296,7 +296,7 @@ class Algorithm:
         """Every optimizer has made its step."""
 
     def on_pause(self, ctx: Context) -> None:
-        """Leave nothing under way in the background: before `abort`, `average`, a hand-over or the end."""
+        """Complete or cancel background exchanges: before `pause`, `average_parameters`, a switch or the end."""
 
     def on_load(self, ctx: Context) -> None:
-        """The user puts back saved weights: forget what is under way."""
+        """Saved weights were loaded: drop what is in flight."""

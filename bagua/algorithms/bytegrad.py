@@ -1,4 +1,4 @@
-"""8-bit gradients."""
+"""ByteGrad: gradients averaged in 8 bits."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ __all__ = ["ByteGrad"]
 class ByteGrad(GradientAllReduce):
     """Every rank steps with the same 8-bit approximation of the mean gradient.
 
-    Each rank quantises its gradient, rank r averages everyone's part r and quantises the mean; both times the
+    Each rank quantises its gradient; rank r averages chunk r of all ranks and quantises the mean. Both times the
     error of an element is at most 0.51/255 of the range (max - min) of its block. The same recipe as
     `GradientAllReduce` with another codec and another default for nodes.
 
     Args:
-        hierarchical: full precision within a node, 8 bit between nodes. None (default) does so where it can act,
-            that is with several nodes of which one has several ranks, and compresses between all ranks elsewhere.
+        hierarchical: full precision within a node, 8 bit between nodes. None (default) does so where it has an
+            effect, that is with several nodes of which one has several ranks, and compresses between all ranks
+            elsewhere.
         average: mean if true, else sum; see `GradientAllReduce` for several backward passes.
         codec: the codec on the wire, "minmax_uint8" with blocks of 1024 elements by default.
-        error_feedback: add what one step lost to the next; 8 bytes of state per element and rank at most. None
+        error_feedback: add the compression error of one step to the next; at most 8 bytes of state per element. None
             (default) does so for codecs with less than 8 bits per element that are biased, as all but "eden" are.
 
     Bytes: about 2 (R-1)/R bytes per element sent, a quarter of an all-reduce in fp32.

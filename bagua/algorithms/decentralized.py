@@ -22,19 +22,19 @@ _MODES = {"all": "complete", "shift_one": "shift_one"}
 @register
 @dataclass(frozen=True)
 class Decentralized(Algorithm):
-    """x_i <- (W x)_i - lr * g(x_i): the weights of this step's start are averaged while the gradient is computed.
+    """Decentralized SGD: x_i <- (W x)_i - lr * g(x_i). Weights are averaged while the gradient is computed.
 
-    The average runs beside forward and backward pass and replaces the weights just before the optimizer's step.
-    Ranks hold different weights; average them (or switch to gradient_allreduce) before you save a final model.
+    The exchange overlaps with forward and backward pass; its result replaces the weights just before the optimizer's
+    step. Ranks hold different weights; average them (or switch to gradient_allreduce) before you save a final model.
 
     Args:
         hierarchical: exact average within a node, peers are nodes. None (default) does so where there are
             several nodes of which one has several ranks.
         peer_selection_mode: "all" or "shift_one", the original's names for the topologies "complete" and
             "shift_one". Any number of ranks: `bagua.topologies.ShiftOne` says who rests when it is odd.
-        communication_interval: average at every so many steps only.
+        communication_interval: steps between two averages.
         topology: any topology, instead of `peer_selection_mode`.
-        codec: "identity", or a linear codec ("bf16", "fp16") for what peers send each other; a lossy one with a
+        codec: "identity", or a linear codec ("bf16", "fp16") for the exchanged weights; a lossy one with a
             fixed sparse topology exchanges differences.
 
     Bytes: the weights once per peer and interval; 2 (R-1)/R times the weights for "all".
@@ -108,7 +108,7 @@ class Decentralized(Algorithm):
             ctx.wait()
 
     def on_step_begin(self, ctx: Context) -> None:
-        """Take the average over: now that no backward pass needs the weights of the step's start any more."""
+        """Apply the average, now that no backward pass needs the old weights."""
         pending = _pending(ctx)
         if pending:
             ctx.wait()
@@ -117,21 +117,21 @@ class Decentralized(Algorithm):
             pending.clear()
 
     def on_pause(self, ctx: Context) -> None:
-        """Take over what is under way."""
+        """Complete the exchange in flight."""
         self.on_step_begin(ctx)
 
     def on_load(self, ctx: Context) -> None:
-        """What is under way belongs to other weights."""
+        """Drop the exchange in flight: it belongs to other weights."""
         _pending(ctx).clear()
 
 
 def _pending(ctx: Context) -> list[Ticket]:
-    """The launches of this step that have not been taken over."""
+    """The launches of this step that have not been applied."""
     return ctx.keep("pending", list)
 
 
 def check_interval(name: str, value: object) -> None:
-    """Refuse what is no positive number of steps.
+    """Check that an option is a positive number of steps.
 
     Raises:
         ValueError: names the option.

@@ -1,4 +1,4 @@
-"""DiLoCo: train alone, then let an outer optimizer step with the mean of the ways that the ranks have gone."""
+"""DiLoCo: local training, with an outer optimizer that steps on the averaged pseudo-gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["DiLoCo"]
 @register
 @dataclass(frozen=True)
 class DiLoCo(Algorithm):
-    """Every H steps: d = mean(anchor - x); an outer optimizer moves the anchor by d; x = anchor.
+    """Every H local steps, an outer optimizer steps on the pseudo-gradient d = mean(anchor - x); then x = anchor.
 
     The optimizers given to `distribute` are the inner ones and step with local gradients. The outer one is SGD
     with momentum: v = mu v + d; anchor -= lr (d + mu v), or lr v without Nesterov. The anchor is the same, bit
@@ -31,19 +31,19 @@ class DiLoCo(Algorithm):
     synchronous algorithm in `Warmup(steps, "gradient_allreduce", "diloco")`.
 
     All ranks must make the same number of optimizer steps; a GradScaler that skips a step on one rank only breaks
-    that. A round that has not ended when training does, or when another algorithm takes over, is dropped;
+    that. A round in flight at the end of training, or at a switch of the algorithm, is dropped;
     `bagua.average_parameters` makes the weights of all ranks equal.
 
     Args:
         communication_interval: H, inner steps between two outer steps; the papers use 100 to 500.
         outer_lr, outer_momentum, nesterov: the outer optimizer.
-        codec: what ranks send of d: "identity", "bf16", "minmax_uint8", "int4", or any codec.
-        error_feedback: add what a lossy, non-linear codec lost in one round to the next.
+        codec: encoding of d: "identity", "bf16", "minmax_uint8", "int4", or any codec.
+        error_feedback: add the compression error of one round to the next (lossy, non-linear codecs).
         fragments: bucket i belongs to fragment i mod `fragments`, and fragment f takes its outer step
             H/fragments steps after fragment f - 1, so that the network is used evenly. Must divide H.
-        delay: take d, go on training, and make the outer step so many inner steps later (at most H/fragments).
-            The exchange is hidden behind these steps.
-        mixing: a in x = (1 - a) anchor + a x; what is kept of the inner steps made during the delay. None is 0
+        delay: inner steps between computing d and the outer step (at most H/fragments).
+            The exchange overlaps with these steps.
+        mixing: a in x = (1 - a) anchor + a x, the share kept of the inner steps made during the delay. None is 0
             without a delay and 0.5 with one, as in the paper.
         hierarchical: sum within each node first; None means False.
 
@@ -106,11 +106,11 @@ class DiLoCo(Algorithm):
 
     @property
     def _spacing(self) -> int:
-        """Steps from one fragment's round to the next one's."""
+        """Steps between the rounds of two consecutive fragments."""
         return self.communication_interval // self.fragments
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
-        """`hierarchical=True` has nothing to do on one node, or with one rank on each."""
+        """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
         return fit_hierarchy(self, nodes, default=False)
 
     def bytes_per_rank(self, n: int, size: int) -> float:
@@ -182,12 +182,12 @@ class DiLoCo(Algorithm):
                 bucket.flat.copy_(anchor)
 
     def _delta(self, ctx: Context, bucket: Bucket) -> Tensor:
-        """The way from the weights to the anchor: [N]; saved if a later step needs it."""
+        """The pseudo-gradient, anchor minus weights: [N]; saved if a later step needs it."""
         return ctx.tensor("delta", bucket) if self.delay else ctx.scratch("delta", bucket)
 
 
 def _check_number(name: str, value: object, low: float, high: float | None) -> None:
-    """Refuse what is no number in [low, high).
+    """Check that an option is a number in [low, high).
 
     Raises:
         ValueError: names the option.

@@ -1,4 +1,4 @@
-"""Whether what a codec loses is fed back, if the user left it open."""
+"""Default of `error_feedback`, depending on the codec."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["fit_feedback"]
 def fit_feedback(wanted: bool | None, codec: Codec) -> bool:
     """Resolve `error_feedback`: None becomes true for a biased codec with less than 8 bits per fp32 element.
 
-    Such codecs do not converge without; with 8 bits it costs memory and gains next to nothing. An unbiased codec
-    needs none: what it loses averages out, and feedback adds noise (docs/codecs.md has the measurement).
+    Such codecs do not converge without it; with 8 bits it costs memory and gains almost nothing. An unbiased codec
+    needs none: its errors average out, and feedback adds noise (docs/codecs.md has the measurement).
     """
     if wanted is not None:
         return wanted

@@ -28,7 +28,7 @@ class GradientAllReduce(Algorithm):
             passes but the last: a sum that is summed again counts twice.
         codec: "identity" (exact), "bf16" or "fp16" (summed in that type), or any lossy codec, which is what
             `ByteGrad` is with "minmax_uint8".
-        error_feedback: add what a lossy codec lost in one step to the next. None (default) does so for codecs with
+        error_feedback: add the compression error of one step to the next. None (default) does so for codecs with
             less than 8 bits per element, which do not converge without, unless they are unbiased as "eden" is.
 
     Bytes: 2 (R-1)/R times the encoded gradients, sent per rank.
@@ -63,7 +63,7 @@ class GradientAllReduce(Algorithm):
         )
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
-        """`hierarchical=True` has nothing to do on one node, or with one rank on each."""
+        """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
         return fit_hierarchy(self, nodes, default=False)
 
     def on_ready(self, ctx: Context, bucket: Bucket) -> None:

@@ -1,4 +1,4 @@
-"""Local SGD: train alone, average the weights now and then."""
+"""Local SGD: local steps, with periodic averages of the weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["LocalSGD"]
 @register
 @dataclass(frozen=True)
 class LocalSGD(Algorithm):
-    """Every rank makes `communication_interval` steps of its own, then all take the mean of their weights.
+    """Every rank makes `communication_interval` local steps; then the weights are averaged.
 
     Post-local SGD is `Warmup(steps, "gradient_allreduce", "local_sgd")`.
 
@@ -57,7 +57,7 @@ class LocalSGD(Algorithm):
         return mix("complete", self.codec, hierarchical=bool(self.hierarchical))
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
-        """`hierarchical=True` has nothing to do on one node, or with one rank on each."""
+        """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
         return fit_hierarchy(self, nodes, default=False)
 
     def bytes_per_rank(self, n: int, size: int) -> float:

@@ -35,8 +35,8 @@ class LowPrecisionDecentralized(Algorithm):
         communication_interval: gossip after the first step and every so many steps from there.
         codec: any lossy, non-linear codec.
         topology: any topology with fixed peers.
-        overlap: exchange beside the next forward and backward pass. What the ranks agree on at the end of step t is
-            waited for, and added as a difference, at the end of step t + 1:
+        overlap: exchange during the next forward and backward pass. The exchange launched at the end of step t is
+            waited for, and applied as a difference, at the end of step t + 1:
 
                 s = x_t;  me += Q((s - me) + sum_j w_j (y_j - me));  x_{t+1} = x_t - lr g(x_t) + (me - s)
 
@@ -86,7 +86,7 @@ class LowPrecisionDecentralized(Algorithm):
         return self.exchange.bytes_per_rank(n, size) / self.communication_interval
 
     def setup(self, ctx: Context) -> None:
-        """With overlap, make what a step leaves to the next, so that a checkpoint in between holds it."""
+        """With overlap, create the state that one step passes to the next, so that checkpoints contain it."""
         super().setup(ctx)
         if self.overlap:
             for bucket in ctx.buckets:
@@ -108,11 +108,11 @@ class LowPrecisionDecentralized(Algorithm):
             ctx.wait()
 
     def on_pause(self, ctx: Context) -> None:
-        """Take over what is under way."""
+        """Complete the exchange in flight."""
         self._finish(ctx)
 
     def on_load(self, ctx: Context) -> None:
-        """What is under way belongs to other weights."""
+        """Drop the exchange in flight: it belongs to other weights."""
         if self.overlap:
             for bucket in ctx.buckets:
                 ctx.tensor("pending", bucket).zero_()
@@ -124,7 +124,7 @@ class LowPrecisionDecentralized(Algorithm):
         ctx.tensor("pending", bucket).fill_(1)
 
     def _finish(self, ctx: Context) -> None:
-        """Add what the exchange under way changed; the optimizer's step made meanwhile stays."""
+        """Add the change made by the exchange in flight; the optimizer's step made meanwhile is kept."""
         pending = [bucket for bucket in ctx.buckets if self.overlap and int(ctx.tensor("pending", bucket))]
         if pending:
             ctx.wait()

@@ -1,4 +1,4 @@
-"""What `hierarchical` comes to on the nodes that a job really has."""
+"""Default of `hierarchical`, depending on the job's nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["fit_hierarchy"]
 def fit_hierarchy(algorithm: Any, nodes: tuple[tuple[int, ...], ...], default: bool) -> tuple[Any, str]:
     """Resolve `algorithm.hierarchical`: None becomes `default` where a hierarchy exists, else False.
 
-    An explicit True is kept, with a remark where it cannot act as its user may think.
+    An explicit True is kept, with a remark where it has no or little effect.
 
     Args:
         algorithm: a dataclass with a field `hierarchical: bool | None`.

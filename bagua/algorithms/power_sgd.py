@@ -1,4 +1,4 @@
-"""Gradients of low rank."""
+"""PowerSGD: gradients compressed to low rank."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class PowerSGD(Algorithm):
 
     A parameter counts as a matrix [first dimension, all others] (dimensions of one element left out). Vectors
     and small matrices are averaged exactly (`bagua.exchanges.PowerSGD`). The gradients of the first steps change
-    fast and are better left alone: `Warmup(1000, "gradient_allreduce", "power_sgd")`.
+    fast and should not be compressed: `Warmup(1000, "gradient_allreduce", "power_sgd")`.
 
     Args:
         rank: rank of the approximation; 1 to 4 for convolutional nets, 4 to 32 for transformers.
-        error_feedback: add what one step lost to the next; one fp32 element of state per compressed element.
-            Without it most models do not converge.
-        min_compression: compress a matrix only if that makes it at least so many times smaller.
+        error_feedback: add the compression error of one step to the next; one fp32 element of state per compressed
+            element. Without it most models do not converge.
+        min_compression: compress a matrix only if that makes it at least this many times smaller.
         hierarchical: sum within each node first, low rank among the nodes' leaders. None (default) does so
             where there are several nodes of which one has several ranks.
 
@@ -43,7 +43,7 @@ class PowerSGD(Algorithm):
         `bagua.stats`.
     Source: arXiv:1905.13727 (PowerSGD), algorithms 1 and 2; one round of power iteration, warm start.
     Differs: QR instead of Gram-Schmidt; the steps of a bucket run straight on the lane, one all-reduce for all P
-        and one for all Q, so any number of buckets may be under way.
+        and one for all Q, so any number of buckets may be in flight.
 
     Examples:
         >>> algorithm = bagua.algorithms.PowerSGD(rank=8)

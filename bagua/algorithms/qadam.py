@@ -27,7 +27,7 @@ __all__ = ["MomentumAverage", "QAdam"]
 class MomentumAverage(Algorithm):
     """Exact mean gradients while the optimizer warms up, then means of quantised momenta.
 
-    The buckets hold gradients. Once the optimizer says so, each of them is turned into the momentum that it would
+    The buckets hold gradients. After the warm-up each gradient is turned into the momentum that it would
     give, m_i = b1 m + (1 - b1) g_i, which is exchanged and turned back: see `bagua.optim.TwoStage`. All of that
     runs on the lane, beside the backward pass.
     """
@@ -147,17 +147,17 @@ class QAdam(MomentumAverage):
 
         m = mean over ranks of Q(b1 m + (1 - b1) g_i),    x -= lr / (1 - b1^k) * m / (sqrt(v) / c + eps)
 
-    The mean is handed to the optimizer as the gradient (m_new - b1 m) / (1 - b1), so weight decay is added there,
+    The optimizer gets the mean as the gradient (m_new - b1 m) / (1 - b1), so weight decay is added there,
     exactly; clipping of gradients works on the mean, and so does a `GradScaler` (with a loss scale the gradient
     dominates what is quantised). A parameter that no rank used keeps its momentum, as with Adam. The warm-up is
     over when the optimizer has made its steps, resumed ones included.
 
     Args:
-        hierarchical: full precision within a node, quantised between nodes. None (default) does so where it can
-            act, that is with several nodes of which one has several ranks.
+        hierarchical: full precision within a node, quantised between nodes. None (default) does so where it has
+            an effect, that is with several nodes of which one has several ranks.
         codec: the codec of the momenta: "minmax_uint8" by default, "sign" for 1 bit.
-        error_feedback: add what one step lost to the next. None (default) does so for biased codecs with less
-            than 8 bits per element, which do not converge without.
+        error_feedback: add the compression error of one step to the next. None (default) does so for biased codecs with
+            less than 8 bits per element, which do not converge without.
 
     Bytes: after the warm-up about 2 (R-1)/R bytes per element sent with 8 bits, 2 (R-1)/(8 R) with 1 bit; during
         the warm-up four times what 8 bits cost, an all-reduce in fp32.

@@ -1,4 +1,4 @@
-"""Algorithms by name."""
+"""The registry of algorithms."""
 
 from __future__ import annotations
 

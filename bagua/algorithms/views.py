@@ -1,4 +1,4 @@
-"""What an algorithm sees of buckets, launched exchanges and lanes."""
+"""Protocols of buckets, tickets and lanes, as algorithms use them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BackgroundLane", "Bucket", "Gate", "Lane", "Ticket"]
 
 
 class Bucket(Protocol):
-    """A run of parameters whose payload lies in one flat tensor, exchanged at once."""
+    """Parameters whose payload lies in one flat tensor, which is exchanged at once."""
 
     @property
     def index(self) -> int:
@@ -51,7 +51,7 @@ class Ticket(Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong, once it is done."""
+        """The exception, once it is done; None if it succeeded."""
         ...
 
     def wait(self) -> None:
@@ -60,7 +60,7 @@ class Ticket(Protocol):
 
 
 class Lane(Protocol):
-    """Where exchanges run, first in first out."""
+    """A queue that runs exchanges in order."""
 
     @property
     def groups(self) -> Groups:
@@ -69,11 +69,11 @@ class Lane(Protocol):
 
 
 class Gate(Protocol):
-    """Where the jobs of a background lane wait for the other ranks'."""
+    """Where the jobs of a background lane wait for the other ranks."""
 
     @property
     def over(self) -> bool:
-        """Whether nobody will ever pass again, since a rank has left."""
+        """Whether no further round will take place, because a rank has left."""
         ...
 
     @property
@@ -83,26 +83,26 @@ class Gate(Protocol):
 
     @property
     def urgent(self) -> bool:
-        """Whether the remark tells of trouble."""
+        """Whether the remark is a warning."""
         ...
 
     def give_up_after(self, seconds: float) -> None:
-        """Raise `CommunicationError` if for so long no meeting took place because a rank is gone or does not come."""
+        """Raise `CommunicationError` if no round took place for so long because a rank is gone or does not respond."""
         ...
 
     def enter(self, give_up: Callable[[], bool]) -> bool:
-        """Wait, in `before` of a launch, for all ranks to enter as often as this one has; true if they all did.
+        """Wait, in `before` of a launch, until all ranks have entered this round; returns whether they did.
 
         False if a rank gave up or has left, and then on all ranks.
 
         Args:
-            give_up: asked now and then; true calls this meeting off, unless all have entered already.
+            give_up: polled; true cancels the round, unless all ranks have entered.
         """
         ...
 
 
 class BackgroundLane(Lane, Protocol):
-    """A lane that may wait for other ranks as long as it has to, while training goes on."""
+    """A lane that may wait for other ranks without limit, while training continues."""
 
     @property
     def timeout_s(self) -> float:

@@ -1,4 +1,4 @@
-"""One algorithm first, another one after some steps."""
+"""Warm-up: one algorithm for the first steps, then another."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Warmup"]
 
 @dataclass(frozen=True)
 class Warmup(Algorithm):
-    """`first` for `steps` training steps, then `then`.
+    """Run `first` for `steps` training steps, then `then`.
 
-    It schedules a hand-over and gets out of the way, so that each of the two runs as if it were alone.
+    It only schedules the switch; each of the two runs as if it were used alone.
 
     Args:
         steps: training steps with `first`; 0 starts with `then`.

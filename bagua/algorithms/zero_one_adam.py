@@ -1,4 +1,4 @@
-"""0/1 Adam: 1-bit momenta, fewer and fewer exact steps, then local steps."""
+"""0/1 Adam: 1-bit momenta, exact steps at growing intervals, then local steps."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ZeroOneAdam(MomentumAverage):
     steps the ranks' weights differ; at its end, after the optimizer's step, they average what they moved by.
 
     Args:
-        hierarchical: full precision within a node, quantised between nodes. None (default) does so where it can
-            act, that is with several nodes of which one has several ranks.
+        hierarchical: full precision within a node, quantised between nodes. None (default) does so where it has
+            an effect, that is with several nodes of which one has several ranks.
         codec: the codec of momenta and sums; "sign" by default, "minmax_uint8" for 8 bits.
-        error_feedback: add what one exchange lost to the next. None (default) does so for biased codecs with
-            less than 8 bits per element, which do not converge without.
+        error_feedback: add the compression error of one exchange to the next. None (default) does so for biased codecs
+            with less than 8 bits per element, which do not converge without.
 
     Bytes: about 2 (R-1)/(8 R) bytes per element for each exchange that is not exact; one exchange per interval.
     Source: arXiv:2202.06009 (0/1 Adam), algorithm 1.
@@ -73,7 +73,7 @@ class ZeroOneAdam(MomentumAverage):
             super().on_ready(ctx, bucket)
 
     def on_step_end(self, ctx: Context) -> None:
-        """At the end of an interval the ranks meet."""
+        """Exchange at the end of an interval."""
         optimizer = self.optimizer(ctx)
         assert isinstance(optimizer, ZeroOneAdamOptimizer)
         if optimizer.kind(optimizer.num_steps) is not StepKind.MEET:

@@ -1,4 +1,4 @@
-"""The mean or sum of all ranks, summed on the way by the backend."""
+"""All-reduce by the backend: mean or sum over all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMALL_BYTES = 2 * 2**20
 
 @dataclass(frozen=True)
 class AllReduce(Exchange):
-    """x = mean (or sum) over all ranks.
+    """All-reduce: x = mean (or sum) over all ranks.
 
     The mean is taken by dividing before the sum, as `DistributedDataParallel` does: fp16 does not overflow, and
     equal layouts give equal bits.

@@ -18,10 +18,10 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Exchange(ABC):
-    """Replaces a flat tensor, in place, by a mix of everyone's.
+    """Reduces a flat tensor over the ranks, in place.
 
-    A specification: it holds options and no tensors. What must survive from step to step is in the `State` that
-    `init` makes, one for each bucket; scratch memory comes from `groups.buffers`. With a single rank an exchange
+    A specification: it holds options and no tensors. State that lasts from step to step is in the `State` that
+    `init` creates, one per bucket; scratch memory comes from `groups.buffers`. With a single rank an exchange
     is the identity; the engine then does not even run it.
     """
 
@@ -47,12 +47,12 @@ class Exchange(ABC):
 
     @property
     def elementwise(self) -> bool:
-        """Whether slices of a tensor may be exchanged on their own, each with a state of its own, on several lanes."""
+        """Whether slices of a tensor may be exchanged separately, each with its own state, on several lanes."""
         return False
 
     @property
     def streaming(self) -> bool:
-        """Whether it does next to nothing but move bytes, so that on a fast link one lane does as much as several."""
+        """Whether it only moves bytes, so that on a fast link one lane is as fast as several."""
         return False
 
     def init(self, x_N: Tensor, groups: Groups) -> State:
@@ -61,10 +61,10 @@ class Exchange(ABC):
 
     @abstractmethod
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
-        """Mix `x_N` in place. Called on all ranks in the same order; may block; straight-line."""
+        """Reduce `x_N` in place. Called on all ranks in the same order; may block."""
 
     def reads(self, x_N: Tensor) -> bool:
-        """Whether `run_from` gains anything over `run` for a payload like `x_N`."""
+        """Whether `run_from` is faster than `run` for a payload like `x_N`."""
         return False
 
     def run_from(self, source: PayloadSource, state: State, groups: Groups, step: int) -> None:

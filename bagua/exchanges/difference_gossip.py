@@ -1,4 +1,4 @@
-"""Averaging with fixed peers through a lossy codec."""
+"""Gossip with fixed peers through a lossy codec."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DifferenceGossip(Exchange):
     A replica y_j is equal, bit for bit, to rank j's `me`, because both add the same decoded numbers.
 
     Args:
-        topology: fixed peers; replicas of changing ones would go stale.
-        codec: any codec that loses something; no error feedback, since the replica already remembers.
+        topology: with fixed peers; replicas of changing peers would go stale.
+        codec: any lossy codec; needs no error feedback, because the replica contains the error.
 
     State: `me` [N] and `peers` [P, N].
     Bytes: the encoded size once per receiver.
@@ -53,7 +53,7 @@ class DifferenceGossip(Exchange):
 
     @property
     def complete(self) -> bool:
-        """False: ranks stay apart by what the codec loses."""
+        """False: ranks differ by the compression error."""
         return False
 
     @property

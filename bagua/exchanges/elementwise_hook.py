@@ -1,4 +1,4 @@
-"""Hooks that change each element of a payload on its way into an exchange and out of it."""
+"""Hooks that transform each element of a payload before and after an exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ElementwiseHook", "LerpHook"]
 
 
 class ElementwiseHook(Protocol):
-    """Changes each element of a payload on its way into an exchange and out of it.
+    """Transforms each element of a payload before and after an exchange.
 
     Legend: `index` is the tensor's number in the bucket, `lo` and `hi` a range of its elements in the order in which
     they lie in memory. Called on lanes, for several ranges at once, and for each element once.

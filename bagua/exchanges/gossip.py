@@ -1,4 +1,4 @@
-"""A step of averaging with a few peers."""
+"""Gossip: averaging with a few peers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Gossip"]
 
 @dataclass(frozen=True)
 class Gossip(Exchange):
-    """x_i = w_ii x_i + sum over peers j of w_ij x_j, with the mixing matrix W of this step.
+    """Gossip step: x_i = w_ii x_i + sum over peers j of w_ij x_j, with this step's mixing matrix W.
 
     Args:
-        topology: who the peers are.
-        codec: identity, or a linear codec for what peers send each other (the own value is never encoded).
+        topology: selects the peers.
+        codec: identity, or a linear codec for the exchanged values (the rank's own value is never encoded).
 
     Bytes: the encoded size once per receiver.
     Source: arXiv:1705.09056 (D-PSGD), algorithm 1.

@@ -1,4 +1,4 @@
-"""Exact within a node, anything between nodes."""
+"""Hierarchical exchange: exact within a node, any exchange between nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Hierarchical"]
 class Hierarchical(Exchange):
     """Sum within each node, run `inner` among the nodes' leaders, broadcast within each node.
 
-    Nodes of different sizes weigh as much as they have ranks when `inner` is complete (the sum is divided once,
+    Nodes are weighted by their number of ranks when `inner` is complete (the sum is divided once,
     by the number of all ranks); with a sparse `inner` each node counts once, with its mean.
 
     Args:

@@ -1,4 +1,4 @@
-"""The one place where topology, codec, hierarchy and error feedback meet.
+"""`mix`: composes an exchange from topology, codec, hierarchy and error feedback.
 
 | | identity | linear codec | other codec |
 |---|---|---|---|
@@ -36,11 +36,11 @@ def mix(
         topology: a registered name or an instance.
         codec: a registered name or an instance.
         hierarchical: exact within a node, the rest between nodes.
-        error_feedback: add what the codec lost in one step to the next (complete topology, lossy codec).
+        error_feedback: add the compression error of one step to the next (complete topology, lossy codec).
         average: mean if true, else sum (complete topology only).
 
     Raises:
-        ValueError: a name is unknown, or the parts do not mix; names both.
+        ValueError: a name is unknown, or two parts cannot be combined; names both.
 
     Examples:
         >>> bagua.exchanges.mix("complete", "int4", error_feedback=True)

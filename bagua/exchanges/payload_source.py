@@ -45,7 +45,7 @@ class PayloadSource:
     Args:
         x_N: the payload; holds the result in the end. [N], on a CPU.
         pieces: all of it, in order, without gaps.
-        hook: what is done to each element on its way in and out, or None.
+        hook: transforms each element before and after the exchange, or None.
     """
 
     def __init__(self, x_N: Tensor, pieces: Sequence[Piece], hook: ElementwiseHook | None = None) -> None:
@@ -69,7 +69,7 @@ class PayloadSource:
 
     @property
     def lerps(self) -> bool:
-        """Whether `mixed` may be asked."""
+        """Whether `mixed` may be called."""
         return isinstance(self.hook, LerpHook)
 
     def mixed(self, lo: int, hi: int) -> tuple[Tensor, tuple[Tensor, float, float] | None] | None:

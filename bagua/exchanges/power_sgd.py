@@ -1,4 +1,4 @@
-"""The mean of all ranks through low-rank matrices."""
+"""PowerSGD: mean over all ranks in low-rank form."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class _Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class PowerSGD(Exchange):
-    """x = mean over ranks, with P Q^T of low rank in the place of each large matrix M of the bucket.
+    """Mean over ranks, with each large matrix M of the bucket replaced by a low-rank P Q^T.
 
     P = mean(M Q); P = orthonormalise(P); Q = mean(M^T P); M' = P Q^T. Q starts from the step before. All P of the
     bucket ride one all-reduce, all Q and what is not compressed ride a second one. With error feedback,
     M += e before and e = M - P (M^T P)^T after, with the rank's own M^T P: with the mean in its place the result
-    would be the same, but what tells the ranks apart would add up in e.
+    would be the same, but the differences between ranks would accumulate in e.
 
     The work is done in fp32 (fp64 for fp64 payloads). Vectors, and matrices for which
     `min_compression * r * (n + m) > n * m`, are averaged exactly. Householder QR yields orthonormal columns for
@@ -61,8 +61,8 @@ class PowerSGD(Exchange):
     Args:
         shapes: (n, m) of each parameter, in the order of the bucket; (1, n) for a vector.
         rank: columns of P and Q; at most min(n, m) are used.
-        error_feedback: add what one step lost to the next.
-        min_compression: compress a matrix only if it becomes at least so many times smaller.
+        error_feedback: add the compression error of one step to the next.
+        min_compression: compress a matrix only if that makes it at least this many times smaller.
 
     State: `right`, all Q^T; with error feedback `error`, one element for each one that is compressed.
     Bytes: 2 (R-1)/R times 4 bytes for each element of P, Q and the rest, sent per rank.

@@ -1,4 +1,4 @@
-"""A payload as rows of one length, one for each rank: encoded into wires, decoded from them.
+"""A payload as rows of equal length, one per rank: encoding and decoding.
 
 Legend: R = rows, C = elements of a row, W = bytes of an encoded row. Rows that stick out of the payload count as
 padded with zeros.
@@ -27,7 +27,7 @@ class WholeRows:
     Args:
         codec: any.
         x_N: the payload.
-        residual_N: what was lost before, like `x_N`; None without error feedback.
+        residual_N: the earlier compression error, like `x_N`; None without error feedback.
         c: elements of a row.
         buffers: for scratch.
     """

@@ -1,4 +1,4 @@
-"""The mean or sum of all ranks through a codec whose wires cannot be summed."""
+"""Scatter, average, gather: mean or sum over all ranks with codecs whose encoded rows cannot be summed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ALIGN = 16  # elements; a chunk starts where vector loads like it
 
 @dataclass(frozen=True)
 class ScatterGather(Exchange):
-    """x = Q(mean over ranks of Q(x)): rank r averages everyone's chunk r and gives it to all.
+    """x = Q(mean over ranks of Q(x)): rank r averages chunk r of all ranks and sends it to all.
 
-    Both quantisations are Q = decode(encode(.)). With error feedback each of them adds what it lost the last
-    time before it encodes, and keeps what it loses now: e += x; x' = Q(e); e -= x', once for what is sent and
+    Both quantisations are Q = decode(encode(.)). With error feedback each of them adds its previous error
+    before it encodes, and keeps the new one: e += x; x' = Q(e); e -= x', once for what is sent and
     once for the chunk that is owned.
 
     Args:

@@ -47,7 +47,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_steps(name: str, value: Any) -> None:
-    """Refuse what is no positive number of steps.
+    """Check that an option is a positive number of steps.
 
     Raises:
         ValueError: names the argument.

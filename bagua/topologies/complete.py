@@ -1,4 +1,4 @@
-"""Everyone with everyone."""
+"""The complete topology: every rank with every other."""
 
 from __future__ import annotations
 

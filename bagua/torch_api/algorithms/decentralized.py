@@ -14,7 +14,7 @@ class DecentralizedAlgorithm(Algorithm):
     Args:
         hierarchical: exact average within each node, peers are nodes.
         peer_selection_mode: "all" or "shift_one"; any number of ranks works with either.
-        communication_interval: average at every so many steps only.
+        communication_interval: steps between two averages.
     """
 
     def __init__(
