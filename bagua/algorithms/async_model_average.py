@@ -38,8 +38,8 @@ class AsyncModelAverage(Algorithm):
 
     No rank ever waits for another. A rank that is slow, evaluates or has paused (`bagua.pause`) delays the rounds but
     not the training of others. Once a rank has exited normally (its script ends, it detaches), the others continue
-    without averaging for any time, and `bagua.stats(module).notices` says so. If a rank was killed, ended by an exception,
-    hangs or is unreachable, the others continue too, with a warning, but only up to `max_alone_s`.
+    without averaging for any time, and `bagua.stats(module).notices` says so. If a rank was killed, ended by an
+    exception, hangs or is unreachable, the others continue too, with a warning, but only up to `max_alone_s`.
     Call `bagua.distribute` to restart averaging.
 
     Ranks hold different weights: call `bagua.average_parameters` before you evaluate, save or switch. A round under way

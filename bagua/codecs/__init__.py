@@ -1,4 +1,4 @@
-"""Codecs: flat rows of floating-point numbers to bytes and back.
+"""Codecs: encode flat rows of floating-point numbers as bytes, and decode them.
 
 `get("minmax_uint8", block=512).encode(x_RN)` gives one uint8 tensor [R, W], one row for each peer.
 """

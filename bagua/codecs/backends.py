@@ -1,4 +1,4 @@
-"""Which kernels run: compiled ones, Triton's or eager torch."""
+"""Selection of codec kernels: compiled, Triton or eager torch."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _TORCH = Backend(
 
 
 def backend(device: torch.device | str = "cpu") -> str:
-    """Name of the kernels that tensors on `device` use: "torch", "native-" and an instruction set, or "triton".
+    """Return the name of the kernels for tensors on `device`: "torch", "native-" and an instruction set, or "triton".
 
     Chosen at first use. CPU: the environment variable `BAGUA_CODEC_BACKEND` if set, else the fastest there is.
     CUDA: Triton if it is installed and the variable is not "torch".
 
     Raises:
-        ValueError: the variable holds no name of a backend.
-        RuntimeError: it names one that cannot run here.
+        ValueError: the variable is not the name of a backend.
+        RuntimeError: that backend cannot run on this machine.
 
     Examples:
         >>> bagua.codecs.backend("cpu") in bagua.codecs.available_backends()
@@ -56,7 +56,7 @@ def backend(device: torch.device | str = "cpu") -> str:
 
 
 def available_backends() -> tuple[str, ...]:
-    """The backends that CPU tensors can use in this process, slowest first.
+    """Return the backends that CPU tensors can use in this process, slowest first.
 
     Examples:
         >>> "torch" in bagua.codecs.available_backends()
@@ -85,8 +85,8 @@ def use_backend(name: str) -> Iterator[None]:
     in which autograd runs the hooks of CUDA tensors, use the block that was entered last and is still open. So blocks
     of several threads may overlap, and nothing of them stays behind.
 
-    "native" ones are for CPU tensors and leave the others to torch. "triton" is for CUDA tensors; with
-    `TRITON_INTERPRET=1` for CPU tensors too, which is slow and shows that the kernels are right.
+    "native" backends apply to CPU tensors only; other tensors use torch. "triton" is for CUDA tensors; with
+    `TRITON_INTERPRET=1` for CPU tensors too, which is slow and serves to test the kernels.
 
     Raises:
         ValueError, RuntimeError: as `backend`.

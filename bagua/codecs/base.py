@@ -1,4 +1,4 @@
-"""What every codec is.
+"""Base class of codecs.
 
 Shape suffixes in this package: R = rows (peers), N = elements of a row, W = bytes of one wire row,
 K = blocks of a row, B = elements of a block, C = columns of a chunk.
@@ -24,7 +24,7 @@ CPU_CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """Flat rows of floating-point numbers to bytes and back; pure, stateless, safe in many threads at once.
+    """Base class of codecs: encodes flat rows of floating-point numbers as bytes; pure, stateless, thread-safe.
 
     A codec is a frozen dataclass: it can be compared, hashed, printed and passed to `dataclasses.replace`.
     Each row is encoded on its own: its bytes depend neither on the other rows nor on how many there are.
@@ -132,7 +132,7 @@ class Codec(ABC):
     def encode_with_feedback(self, x_RN: Tensor, residual_RN: Tensor, out: Tensor | None = None) -> Tensor:
         """Encode `e = x_RN + residual_RN`; then `residual_RN = e - decode(result)`, 0 where that is not finite.
 
-        So what is lost now is sent later, and an overflow does not come back for ever. The sum and the difference
+        So the error of one step is sent in later ones, and an overflow does not persist. The sum and the difference
         are taken in the dtype of `x_RN`. The same bits as add, encode, decode and subtract one after the other.
 
         Shapes:
@@ -189,7 +189,7 @@ class Codec(ABC):
         return out
 
     def part_numel(self, device: torch.device) -> int | None:
-        """Elements of which parts of a row of fp32 are made for `encode_part` and `decode_part`; None: they cannot."""
+        """Alignment, in elements, of fp32 row parts for `encode_part` and `decode_part`; None if unsupported."""
         return None
 
     def part_lerps(self, device: torch.device) -> bool:
@@ -269,7 +269,7 @@ class Codec(ABC):
     def encode_difference(
         self, x_N: Tensor, me_N: Tensor, peers_PN: Tensor, weights: Sequence[float], out: Tensor | None = None
     ) -> Tensor:
-        """A step of gossip: encodes how far `x_N` and the peers are from `me_N`, and moves both by what is sent.
+        """A step of difference gossip: encode the distance of `x_N` and the peers from `me_N`, and update both.
 
         d = (x - me) + sum over k of weights[k] (peers[k] - me); then me += decode(encode(d)) and x = me. The same bits
         on all backends.
@@ -398,7 +398,7 @@ class Codec(ABC):
 
 
 def _plain(x: Tensor) -> Tensor:
-    """`x` without its history; a `detach` costs 1 to 2 us, and parts are many."""
+    """`x` detached; calls `detach` only where needed, which costs 1 to 2 us per part."""
     return x.detach() if x.requires_grad else x
 
 

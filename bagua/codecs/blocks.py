@@ -1,4 +1,4 @@
-"""Codecs that give each block of a row a header of its own and each element a code of fixed width."""
+"""Block codecs: each block of a row has a header, each element a code of fixed width."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["BlockCodec"]
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """A wire row is the headers of all blocks, then the codes of all elements, then zeros that pad it.
+    """Base of block codecs. An encoded row is the headers of all blocks, the codes of all elements, and zero padding.
 
     What is done to one block is in the kernels of `layout`, on fp32: rows of other dtypes go through fp32.
 

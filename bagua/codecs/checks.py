@@ -1,4 +1,4 @@
-"""What codecs refuse, by the name of the argument."""
+"""Argument checks of codecs; errors name the argument."""
 
 from __future__ import annotations
 

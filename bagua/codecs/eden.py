@@ -1,4 +1,4 @@
-"""One to four bits for each element of a block that was rotated at random."""
+"""EDEN: one to four bits per element of a randomly rotated block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Eden"]
 
 @dataclass(frozen=True)
 class Eden(BlockCodec):
-    """A random rotation of each block, 1 to 4 bits for each rotated element, and the scale that makes it unbiased.
+    """EDEN: rotates each block at random, and sends 1 to 4 bits per rotated element and an unbiased scale.
 
     With R = H D (D random signs, H the orthonormal Hadamard matrix), z = R x of a block and Q(z) the nearest
     centroids of a normal distribution (1 bit: the signs): x' = S R^T Q(z) with S = ||z||^2 / <z, Q(z)>. Over random
@@ -23,7 +23,7 @@ class Eden(BlockCodec):
     more than `sign` loses, but without its bias: eden is meant for use without error feedback, and the errors of
     ranks and steps average out.
 
-    Codecs know neither step nor rank, and a rotation that is always the same would lose the same again and again. So
+    Codecs know neither step nor rank, and with a constant rotation errors would repeat at every step. So
     the seed of D is a hash of the bits of the block, 12 bits of it, and travels in the header: blocks, ranks and
     steps have rotations that are as good as independent, equal rows have equal wires.
 

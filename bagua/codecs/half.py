@@ -1,4 +1,4 @@
-"""Two bytes for each element: casts to bfloat16 and float16."""
+"""bf16 and fp16: casts to 2 bytes per element."""
 
 from __future__ import annotations
 

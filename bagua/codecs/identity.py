@@ -1,4 +1,4 @@
-"""The codec that changes nothing."""
+"""Identity: no compression."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Identity"]
 
 @dataclass(frozen=True)
 class Identity(Codec):
-    """The bytes of the elements themselves.
+    """No compression: the bytes of the elements.
 
     Bytes:
         `n * itemsize`, padded to a multiple of 4. A wire must be decoded to the dtype that was encoded.

@@ -1,4 +1,4 @@
-"""Four bits for each element."""
+"""int4: four bits per element."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Int4"]
 
 @dataclass(frozen=True)
 class Int4(BlockCodec):
-    """Fifteen levels between minus and plus the largest magnitude of each block.
+    """4 bits per element: fifteen levels between minus and plus the largest magnitude of each block.
 
     With absmax = max |x| of the block: q = rint(x * (7 / absmax)), half to even, x' = (q * (1/7)) * absmax, in
     fp32. The error is at most half a step, absmax / 14; zeros and the largest elements are exact. A block that

@@ -1,4 +1,4 @@
-"""What a set of kernels offers to the codecs."""
+"""Protocols of codec kernels."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Kernels(Protocol):
 
 
 class FusedKernels(Kernels, Protocol):
-    """The same, and what is done together with them, on whole rows; see the methods of `Codec`.
+    """`Kernels` with fused operations on whole rows; see the methods of `Codec`.
 
-    `decode_away` is `decode` into memory that nobody reads soon.
+    `decode_away` is `decode` into memory that is not read soon.
 
     Shapes:
         x_RN, residual_RN: [R, N] fp32, last dim contiguous; residual_N: [N] fp32 contiguous; out_1W: [1, W] uint8.
@@ -53,7 +53,7 @@ class FusedKernels(Kernels, Protocol):
 
 
 class DifferenceKernels(Protocol):
-    """What gossip of differences does, fused; see `Codec.encode_difference` and `Codec.decode_add`.
+    """Fused kernels of difference gossip; see `Codec.encode_difference` and `Codec.decode_add`.
 
     Shapes:
         x_N, me_N: [N] fp32 contiguous; peers_PN, out_RN: [P, N] and [R, N] fp32, last dim contiguous; weights_P: [P]
@@ -75,7 +75,7 @@ class DifferenceKernels(Protocol):
 
 
 class LerpKernels(Protocol):
-    """Parts of a row that are mixed with another tensor on their way, as `torch.lerp` does, bit for bit.
+    """Encoding and decoding fused with `torch.lerp`, bit for bit.
 
     Shapes:
         x_M, other_M, residual_M, out_M: [M] fp32 contiguous; wire_1W: [1, W] uint8.
@@ -114,7 +114,7 @@ class TopKKernels(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """The kernels of all codecs; what is None is done by eager torch."""
+    """The kernels of all codecs; None: eager torch."""
 
     name: str
     blocks: Mapping[str, Kernels]  # by the name of the layout

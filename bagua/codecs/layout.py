@@ -1,4 +1,4 @@
-"""Where the headers and codes of a block codec lie, and the views of them that the eager kernels use."""
+"""Memory layout of a block codec's encoded rows, with views for the eager kernels."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def header_floats(header: Tensor, count: int) -> Tensor:
 
 
 def anywhere(mask: Tensor) -> bool:
-    """Whether a rare case is there. Asking a GPU would wait for it: there the answer is always yes."""
+    """Whether a rare case occurs. On a GPU always true, because asking would synchronise."""
     return mask.device.type != "cpu" or bool(mask.any())

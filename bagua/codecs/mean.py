@@ -1,4 +1,4 @@
-"""Weighted sums of rows, for the codecs whose wires hold plain numbers."""
+"""Weighted sums of rows, for codecs that send plain numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Min-max uint8 kernels in eager torch: the reference, and what runs on other devices or without a compiler.
+"""Min-max uint8 kernels in eager torch: the reference, also used on other devices and without a compiler.
 
 The compiled kernels do the same fp32 operations in the same order; change both or neither.
 """

@@ -1,4 +1,4 @@
-"""Eight-bit linear quantisation between the minimum and the maximum of each block."""
+"""minmax_uint8: 8-bit linear quantisation between the minimum and the maximum of each block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MinMaxUInt8"]
 
 @dataclass(frozen=True)
 class MinMaxUInt8(BlockCodec):
-    """One byte for each element, and the minimum and maximum of each block.
+    """8 bits per element: linear levels between the minimum and the maximum of each block.
 
     With range = max - min: q = rint((x - min) * (255 / range)), x' = min + q * (range / 255), in fp32 (fp64
     rows go through fp32). The error is at most half a step, range / 510. A constant block is exact. A block

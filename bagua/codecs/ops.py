@@ -1,4 +1,4 @@
-"""The codecs as operators of torch: `torch.ops.bagua.minmax_uint8_encode(x_RN, 1024)`.
+"""The codecs as torch operators: `torch.ops.bagua.minmax_uint8_encode(x_RN, 1024)`.
 
 For code that goes through `torch.compile`, `torch.export` or a dispatch mode; the library itself calls the codecs.
 Each codec has five operators, its options come last. They return new tensors and have no derivatives:

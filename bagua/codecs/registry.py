@@ -1,4 +1,4 @@
-"""Codecs by name."""
+"""The registry of codecs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bit for each element."""
+"""sign: one bit per element."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Sign"]
 
 @dataclass(frozen=True)
 class Sign(BlockCodec):
-    """The sign of each element and the mean magnitude of each block.
+    """1 bit per element: its sign, and the mean magnitude of each block.
 
     x' = scale where the sign bit of x is clear and -scale where it is set (so for -0.0 too), with scale =
     mean |x| of the block. Among all x' of two values +-s that is the closest to x in the Euclidean norm, yet
     far from it: about 0.6 of the norm of a Gaussian row is lost. It is meant for use with error feedback,
-    which sends what was lost later on; without, training is biased and may diverge.
+    which sends the error later; without it, training is biased and may diverge.
 
     A block of zeros is exact (its scale is 0), as is one of equal magnitudes as far as their mean is. A block
     that holds a NaN or an infinity, or whose sum of magnitudes overflows fp32, decodes to NaN everywhere, so

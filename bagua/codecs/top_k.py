@@ -1,4 +1,4 @@
-"""The largest elements only."""
+"""top_k: the elements of largest magnitude."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class TopK(Codec):
     themselves by their bits), so they travel and stay visible. Rows of fp64 go through fp32. Meant for use
     with error feedback, which sends the rest later on.
 
-    A wire row is the indices within the row as int32, ascending, then their values as fp32. If there are
-    blocks, each keeps the k of its own length, so that every part of a row is heard.
+    A wire row is the indices within the row as int32, ascending, then their values as fp32. With
+    blocks, each keeps the k of its own length, so that every part of a row is represented.
 
     Args:
         ratio: the part of the elements to keep, 0 < ratio <= 1, times n rounded up; larger costs bytes.
-        block: elements of which each keeps its own largest; None: the whole row.
+        block: elements of a block, of which the largest are kept; None: the whole row.
 
     Bytes:
         `8 * k`, with blocks 8 times the sum of their k; more than the elements themselves if ratio > 1/2.

@@ -1,4 +1,4 @@
-"""What the Triton kernels share.
+"""Helpers of the Triton kernels.
 
 A program handles the same K blocks of one row; a tile is [K, B] elements with B a power of two. All do the same fp32
 operations in the same order as the other backends; they are launched without fused multiply-add.

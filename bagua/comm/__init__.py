@@ -1,1 +1,1 @@
-"""Process groups and collectives: the only package that calls `torch.distributed`'s."""
+"""Process groups and collectives: the only package that calls `torch.distributed` collectives."""

@@ -19,7 +19,7 @@ __all__ = ["all_to_all", "all_to_all_", "all_to_all_v", "all_to_all_v_"]
 
 
 def all_to_all(group: Group, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-    """Send part r of `send_tensor` to rank r; part r of `recv_tensor` becomes what rank r sent to me.
+    """Send part r of `send_tensor` to rank r; part r of `recv_tensor` becomes what rank r sent to this rank.
 
     Shapes: R C elements both.
 
@@ -39,7 +39,7 @@ def all_to_all_(group: Group, tensor: Tensor) -> None:
     """`all_to_all` of `tensor` into itself.
 
     Raises:
-        ValueError: the number of elements is no multiple of R.
+        ValueError: the number of elements is not a multiple of R.
     """
     check_tensors(tensor=tensor)
     check_multiple("tensor", tensor, group.size)
@@ -63,7 +63,7 @@ def all_to_all_v(
     group's size are ignored.
 
     Raises:
-        TypeError: an entry is no integer.
+        TypeError: an entry is not an integer.
         ValueError: too few entries, or a part outside its tensor; dtypes or devices differ.
     """
     check_tensors(send_tensor=send_tensor, recv_tensor=recv_tensor)

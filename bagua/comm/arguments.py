@@ -1,4 +1,4 @@
-"""What the primitives demand of their arguments, and the flat views through which they see tensors."""
+"""Argument checks of the primitives, and flat views of tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def check_tensors(same_dtype: bool = True, **tensors: Any) -> None:
-    """Refuse what is no strided tensor, or tensors that differ in device (or dtype) from the first.
+    """Check that tensors are strided and have the device (and dtype) of the first.
 
     Raises:
         TypeError: not a tensor.
@@ -71,7 +71,7 @@ def check_tensors(same_dtype: bool = True, **tensors: Any) -> None:
 
 
 def check_rank(group: Group, name: str, rank: Any, other: bool = False) -> int:
-    """Refuse what is no rank of the group, or, with `other`, my own (neither backend sends to itself).
+    """Check that `rank` is in the group and, with `other`, is not this rank (no backend sends to itself).
 
     Raises:
         TypeError: not an integer.
@@ -109,7 +109,7 @@ def check_count(name: str, tensor: Tensor, count: Any, parts: int) -> int:
     """Return `count`, refusing a tensor too small for `parts` parts of it.
 
     Raises:
-        TypeError: `count` is no integer.
+        TypeError: `count` is not an integer.
         ValueError: it is negative, or the tensor too small.
     """
     count = _index("count", count)
@@ -135,7 +135,7 @@ def spans(
         displs: first element of each part.
 
     Raises:
-        TypeError: an entry is no integer.
+        TypeError: an entry is not an integer.
         ValueError: too few entries, or a part that lies outside the tensor.
     """
     size = group.size

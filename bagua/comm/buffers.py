@@ -1,4 +1,4 @@
-"""Scratch memory that is allocated once and lent again: fresh 100 MB tensors cost more than a codec."""
+"""Reusable scratch memory: allocating a fresh 100 MB tensor costs more than a codec."""
 
 from __future__ import annotations
 

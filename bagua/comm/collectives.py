@@ -51,7 +51,7 @@ def all_reduce_(group: Group, x_N: Tensor, op: str = "sum") -> Tensor:
 
 
 def broadcast_(group: Group, x: Tensor, src: int = 0) -> Tensor:
-    """Give every rank the `x` of rank `src` (a rank of the group), in place.
+    """Broadcast the `x` of rank `src` (a rank of the group), in place.
 
     Bytes: counted as one copy of `x` per receiver, sent by `src`; a backend's tree spreads the sends.
     """
@@ -88,7 +88,7 @@ def reduce_(group: Group, x_N: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
 
 
 def all_to_all_rows(group: Group, out_RW: Tensor, rows_RW: Tensor) -> Tensor:
-    """Send row r of `rows_RW` to rank r; `out_RW` row r becomes what rank r sent to me.
+    """Send row r of `rows_RW` to rank r; `out_RW` row r becomes what rank r sent to this rank.
 
     Shapes: both [R, W], contiguous, same dtype; they must not overlap.
     Bytes: (R-1) rows sent per rank.
@@ -106,7 +106,7 @@ def all_to_all_rows(group: Group, out_RW: Tensor, rows_RW: Tensor) -> Tensor:
 
 
 def all_gather_rows(group: Group, rows_RW: Tensor) -> Tensor:
-    """Give every rank all rows; my own row `rows_RW[rank]` must already be in place.
+    """All-gather rows; this rank's row `rows_RW[rank]` must already be in place.
 
     Shapes: [R, W], contiguous.
     Bytes: (R-1) rows sent per rank.
@@ -142,7 +142,7 @@ def swap(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[t
 
 
 def _tagged(pairs: Sequence[tuple[int, Tensor]]) -> list[tuple[int, tuple[int, Tensor]]]:
-    """Number the transfers of each peer 0, 1, ..., so that both ends agree which is which."""
+    """Number the transfers of each peer 0, 1, ..., so that both ends match them."""
     count: dict[int, int] = {}
     tagged = []
     for peer, tensor in pairs:

@@ -1,4 +1,4 @@
-"""Communicators for scripts: a set of ranks, its members on my node, and the first member of every node.
+"""Communicators for scripts: a set of ranks, its members on this node, and the first member of every node.
 
 Made with nothing but a store, so that only members take part. A communicator's gloo group is opened when it
 is made, which is collective among its members; its NCCL group when the first CUDA tensor comes.
@@ -27,12 +27,12 @@ _CPU = torch.device("cpu")
 
 
 class Communicator:
-    """Some ranks that talk to each other, over gloo for CPU tensors and over NCCL for CUDA tensors.
+    """A set of ranks that communicate over gloo (CPU tensors) and NCCL (CUDA tensors).
 
     If the default process group carries CUDA tensors over gloo, so does a communicator, through host memory.
 
     Attributes:
-        rank: my rank among them.
+        rank: this process's rank among them.
         ranks: the members, as ranks of the default process group.
         stream: a CUDA stream to communicate on; None means the current one.
     """
@@ -112,7 +112,7 @@ class Communicator:
             ) from error
 
     def barrier(self) -> None:
-        """Return when all members have called it; what was queued on my GPU is then done too.
+        """Barrier: return when all members have called it and this rank's queued GPU work is done.
 
         Raises:
             CommunicationError: as `on`.
@@ -125,8 +125,8 @@ class Communicator:
     def abort(self) -> None:
         """Refuse all further operations and drop the groups, so that peers fail soon too. Repeating is safe.
 
-        A gloo operation that is already waiting for its peers ends no sooner than they answer, vanish or the
-        timeout passes.
+        A gloo operation that is already waiting for its peers ends only when they answer or exit, or at the
+        timeout.
         """
         self._aborted = True
         for group in self._groups.values():
@@ -141,7 +141,7 @@ class RankSet:
 
     Attributes:
         ranks: the members, in the order of their ranks in this set.
-        rank: my rank among them; None if I am not a member.
+        rank: this process's rank among them; None if it is not a member.
     """
 
     def __init__(
@@ -163,11 +163,11 @@ class RankSet:
         self._nodes: tuple[tuple[int, ...], ...] | None = None
 
     def world(self) -> Communicator | None:
-        """All members; None if I am not one. Collective on first use."""
+        """All members; None if this rank is not one. Collective on first use."""
         return self._get("world", self.ranks)
 
     def intra(self) -> Communicator | None:
-        """The members on my node. Collective among all members on first use."""
+        """The members on this node. Collective among all members on first use."""
         if self.rank is None:
             return None
         mine = next(node for node in self._by_node() if self.rank in node)
@@ -183,7 +183,7 @@ class RankSet:
         """These ranks as a group of `torch.distributed`. Collective among the members on first use.
 
         Raises:
-            ValueError: I am not a member.
+            ValueError: this rank is not a member.
         """
         known = self._process_group() if self._process_group is not None else None
         if known is not None:
@@ -252,7 +252,7 @@ def new_rank_set(ranks: Sequence[int] | None = None, stream: Any = None) -> Rank
 def rank_set_of(process_group: Any, stream: Any = None) -> RankSet:
     """Return the ranks of a `torch.distributed` group as a set; every member must do so equally often.
 
-    On a rank that is no member, which torch does not tell who the members are, the set is empty.
+    On a rank that is not a member the set is empty: torch does not tell it the members.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised.

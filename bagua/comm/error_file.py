@@ -1,4 +1,4 @@
-"""Leave an uncaught exception where the launcher looks for it, without `@record` around the script's main."""
+"""Write uncaught exceptions to the launcher's error file, without `@record` on the script's main."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _installed = False
 
 
 def install() -> None:
-    """Make uncaught exceptions of the main thread known to torchrun and `bagua run`. Repeated calls are free.
+    """Report uncaught exceptions of the main thread to torchrun and `bagua run`. Repeated calls are free.
 
     Without a launcher (no `TORCHELASTIC_ERROR_FILE` in the environment) nothing is done. The exception is
     still printed as before. A file that `@record` has written is left as it is.
@@ -76,7 +76,7 @@ def _write(path: Path, error: Exception) -> None:
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether `error` tells of another rank's end rather than of a fault of this one."""
+    """Whether `error` is the consequence of another rank's exit rather than this rank's fault."""
     return any(
         isinstance(e, (CommunicationError, dist.DistError, ConnectionError))
         or (isinstance(e, RuntimeError) and _PEER_LOST.search(str(e)) is not None)

@@ -1,4 +1,4 @@
-"""Groups of ranks as an exchange sees them: the world, the ranks of my node, the leaders of the nodes."""
+"""Groups of ranks for exchanges: the world, the ranks of this node, the leaders of the nodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Group:
 
     Attributes:
         pg: a `torch.distributed` backend (gloo or NCCL) or anything with its methods; None if `size` is 1.
-        rank: my rank within the group.
+        rank: this process's rank within the group.
         size: number of ranks.
         ranks: the members as ranks of the team, in group order.
         backend: "gloo", "nccl", or "local" (ranks that take turns in one process).
@@ -57,12 +57,12 @@ class Group:
     direct: bool = False
 
     def leave(self, abort: bool) -> None:
-        """Give the connections up. gloo closes them when nobody holds the backend any more.
+        """Drop the connections. gloo closes them when no reference to the backend is left.
 
         Args:
             abort: on NCCL, end kernels that still wait for a peer. Without it they are awaited, and so are the peers:
-                all members leave. To drop an NCCL backend without a word would abort it as well, with a warning,
-                and break off what other ranks still receive.
+                all members leave. Just dropping an NCCL backend would also abort it, with a warning, and cut what
+                other ranks still receive.
         """
         pg, self.pg, self.p2p = self.pg, None, None
         if pg is not None and self.backend == "nccl":
@@ -82,13 +82,13 @@ class Group:
 
 @dataclass(eq=False)
 class Groups:
-    """What an exchange may talk to.
+    """The groups and scratch memory of an exchange.
 
     Attributes:
         world: all ranks.
         nodes: ranks of the world by node, leaders first; every rank knows all of them.
-        intra: the ranks of my node; None unless the groups were opened hierarchical.
-        inter: the leaders of all nodes; None on ranks that lead no node, or unless hierarchical.
+        intra: the ranks of this node; None unless opened with hierarchical=True.
+        inter: the leaders of all nodes; None on other ranks, or unless hierarchical.
         buffers: scratch memory of the lane.
     """
 
@@ -113,7 +113,7 @@ class Groups:
 
     @property
     def rank(self) -> int:
-        """My rank in the world."""
+        """This process's rank in the world."""
         return self.world.rank
 
     @property

@@ -1,4 +1,4 @@
-"""Named tuples, members of enumerations, dates and the like to plain data and back.
+"""Serialisation of named tuples, enum members, dates and similar values as plain data.
 
 Bytes from the network never run code: a class is looked for among the modules that this process has imported already,
 is not called, and must be what the sender said that it is.

@@ -1,4 +1,4 @@
-"""Plain data to bytes and back, without pickle: bytes from the network never run code.
+"""Serialisation of plain data without pickle: bytes from the network never run code.
 
 A message is an 8-byte length, that many bytes of JSON, and the raw bytes of arrays and byte strings one after
 the other. In the JSON everything but None, bool, int, float and str is an object with one key, its kind.
@@ -39,7 +39,7 @@ _ACCEPTED = (
 
 
 def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
-    """Return rank `src`'s `obj` on every rank; `src` itself gets the very object back.
+    """Broadcast rank `src`'s `obj`; `src` itself gets the same object back.
 
     Tensors arrive detached, on the kind of device they were on (on the CPU where there is no such device).
 
@@ -53,7 +53,7 @@ def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
 
     Raises:
         TypeError: on all ranks, if rank `src`'s object holds anything else.
-        ValueError: `src` is no rank of the group; or, on a rank that has not imported it, names a class.
+        ValueError: `src` is not a rank of the group; or, on a rank that has not imported it, names a class.
     """
     check_rank(group, "src", src)
     problem: TypeError | None = None

@@ -1,4 +1,4 @@
-"""All-to-all, local work, all-gather, in one: each row leaves as soon as it is written, and is read as it comes.
+"""Pipelined all-to-all, reduction and all-gather: rows are sent as soon as written and read as they arrive.
 
 Legend: R = ranks of the group, W = bytes of a row.
 """
@@ -28,18 +28,18 @@ def scatter_gather_rows(
     combine: Callable[[], object],
     read: Callable[[int, int], object],
 ) -> None:
-    """Send row r of `wire_RW` to rank r, let `combine` make one row of all that came, and give that row to all.
+    """Send row r of `wire_RW` to rank r, `combine` the received rows into one, and all-gather the results.
 
-    On gloo every receive is posted before anything is sent: a sender that finds no receive posted has to ask
-    first, which costs a round trip. Sends go in staggered order (rank + 1 first), so that no rank is flooded.
+    On gloo every receive is posted before anything is sent: without a posted receive, a sender needs one
+    more round trip. Sends go in staggered order (rank + 1 first), so that no rank is flooded.
 
     Args:
         group: at least two ranks.
         wire_RW: rows to send; in the end row r is what rank r's `combine` made.
-        peers_RW: row r becomes what rank r sent to me, my own row included.
+        peers_RW: row r becomes what rank r sent to this rank, its own row included.
         write: `write(lo, hi, out)` writes rows lo to hi (what goes to ranks lo to hi - 1) into `out`.
-        combine: all of `peers_RW` has come; makes row `group.rank` of `wire_RW`.
-        read: `read(lo, hi)` is told that rows lo to hi of `wire_RW` are final. Rows come in any order.
+        combine: called when `peers_RW` is complete; makes row `group.rank` of `wire_RW`.
+        read: `read(lo, hi)` is called when rows lo to hi of `wire_RW` are final, in any order.
 
     Shapes: both [R, W], rows contiguous, same dtype; they must not overlap. On gloo `wire_RW` may be a list of R
         rows of different, even zero, lengths; rows of `peers_RW` are as long as my own then.

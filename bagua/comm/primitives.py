@@ -1,4 +1,4 @@
-"""The communication primitives that scripts call on tensors of their own, over one `Group`.
+"""Communication primitives for scripts, over one `Group`.
 
 Synchronous: on return CPU results are there, CUDA results are in order on the current stream. A trailing `_`
 means in place. Ranks are ranks of the group. Tensors may have any shape and strides; what counts is their
@@ -66,10 +66,10 @@ __all__ = [
 
 
 def send(group: Group, tensor: Tensor, dst: int) -> None:
-    """Send `tensor` to rank `dst`, which calls `recv`. May block until it does.
+    """Send `tensor` to rank `dst`, which must call `recv`. May block until then.
 
     Raises:
-        ValueError: `dst` is no other rank of the group.
+        ValueError: `dst` is not another rank of the group.
     """
     check_tensors(tensor=tensor)
     check_rank(group, "dst", dst, other=True)
@@ -83,7 +83,7 @@ def recv(group: Group, tensor: Tensor, src: int) -> None:
     """Receive into `tensor` what rank `src` sends: as many elements of the same dtype.
 
     Raises:
-        ValueError: `src` is no other rank of the group.
+        ValueError: `src` is not another rank of the group.
     """
     check_tensors(tensor=tensor)
     check_rank(group, "src", src, other=True)
@@ -94,19 +94,19 @@ def recv(group: Group, tensor: Tensor, src: int) -> None:
 
 
 def broadcast_(group: Group, tensor: Tensor, src: int = 0) -> None:
-    """Give every rank the `tensor` of rank `src`.
+    """Broadcast the `tensor` of rank `src`.
 
     Raises:
-        ValueError: `src` is no rank of the group.
+        ValueError: `src` is not a rank of the group.
     """
     broadcast_coalesced_(group, [tensor], src)
 
 
 def broadcast_coalesced_(group: Group, tensors: Sequence[Tensor], src: int = 0) -> None:
-    """Give every rank the `tensors` of rank `src`, all in one message; they may differ in dtype.
+    """Broadcast the `tensors` of rank `src` in one message; they may differ in dtype.
 
     Raises:
-        ValueError: `src` is no rank of the group, or the tensors are on several devices.
+        ValueError: `src` is not a rank of the group, or the tensors are on several devices.
     """
     named = {f"tensors[{i}]" if len(tensors) > 1 else "tensor": tensor for i, tensor in enumerate(tensors)}
     check_tensors(same_dtype=False, **named)
@@ -130,7 +130,7 @@ def broadcast_coalesced_(group: Group, tensors: Sequence[Tensor], src: int = 0) 
 
 
 def all_gather(group: Group, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-    """Put the `send_tensor` of rank r into part r of everyone's `recv_tensor`.
+    """All-gather: part r of every rank's `recv_tensor` becomes the `send_tensor` of rank r.
 
     Shapes: C and R C elements.
 
@@ -147,12 +147,12 @@ def all_gather(group: Group, send_tensor: Tensor, recv_tensor: Tensor) -> None:
 
 
 def all_gather_(group: Group, tensor: Tensor) -> None:
-    """Give everyone all parts of `tensor`; rank r brings part r, in place.
+    """All-gather in place: rank r contributes part r of its `tensor`.
 
     Shapes: R C elements.
 
     Raises:
-        ValueError: the number of elements is no multiple of R.
+        ValueError: the number of elements is not a multiple of R.
     """
     check_tensors(tensor=tensor)
     check_multiple("tensor", tensor, group.size)
@@ -162,14 +162,14 @@ def all_gather_(group: Group, tensor: Tensor) -> None:
 
 
 def gather(group: Group, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
-    """Put the `send_tensor` of rank r into part r of the `recv_tensor` of rank `dst`.
+    """Gather: part r of rank `dst`'s `recv_tensor` becomes the `send_tensor` of rank r.
 
     Elsewhere `recv_tensor` stays as it was, but must have the size too.
 
     Shapes: C and R C elements, on all ranks.
 
     Raises:
-        ValueError: sizes, dtypes or devices do not fit; `dst` is no rank of the group.
+        ValueError: sizes, dtypes or devices do not fit; `dst` is not a rank of the group.
     """
     check_tensors(send_tensor=send_tensor, recv_tensor=recv_tensor)
     check_rank(group, "dst", dst)
@@ -184,7 +184,7 @@ def gather_(group: Group, tensor: Tensor, count: int, dst: int) -> None:
     Shapes: at least R count elements on `dst`, count elsewhere.
 
     Raises:
-        ValueError: `tensor` is too small; `count` is negative; `dst` is no rank of the group.
+        ValueError: `tensor` is too small; `count` is negative; `dst` is not a rank of the group.
     """
     check_tensors(tensor=tensor)
     at_root = group.rank == check_rank(group, "dst", dst)
@@ -195,12 +195,12 @@ def gather_(group: Group, tensor: Tensor, count: int, dst: int) -> None:
 
 
 def scatter(group: Group, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
-    """Put part r of rank `src`'s `send_tensor` into the `recv_tensor` of rank r.
+    """Scatter: the `recv_tensor` of rank r becomes part r of rank `src`'s `send_tensor`.
 
     Shapes: R C and C elements, on all ranks, although `send_tensor` is read on `src` only.
 
     Raises:
-        ValueError: sizes, dtypes or devices do not fit; `src` is no rank of the group.
+        ValueError: sizes, dtypes or devices do not fit; `src` is not a rank of the group.
     """
     check_tensors(send_tensor=send_tensor, recv_tensor=recv_tensor)
     check_rank(group, "src", src)
@@ -215,7 +215,7 @@ def scatter_(group: Group, tensor: Tensor, count: int, src: int) -> None:
     Shapes: at least R count elements on `src`, count elsewhere.
 
     Raises:
-        ValueError: `tensor` is too small; `count` is negative; `src` is no rank of the group.
+        ValueError: `tensor` is too small; `count` is negative; `src` is not a rank of the group.
     """
     check_tensors(tensor=tensor)
     at_root = group.rank == check_rank(group, "src", src)
@@ -226,7 +226,7 @@ def scatter_(group: Group, tensor: Tensor, count: int, src: int) -> None:
 
 
 def barrier(group: Group) -> None:
-    """Return when all ranks have called it."""
+    """Barrier: return when all ranks have called it."""
     if group.size == 1:
         return
     options = dist.BarrierOptions()
@@ -236,7 +236,7 @@ def barrier(group: Group) -> None:
 
 
 def _gather(group: Group, x_C: Tensor, out_N: Tensor, dst: int) -> None:
-    """Rows of `out_N` on rank `dst` become everyone's `x_C`, which may be its own row there."""
+    """Rows of `out_N` on rank `dst` become each rank's `x_C`, which may be its own row there."""
     if not x_C.numel():
         return
     nbytes = x_C.numel() * x_C.element_size()
@@ -254,7 +254,7 @@ def _gather(group: Group, x_C: Tensor, out_N: Tensor, dst: int) -> None:
 
 
 def _scatter(group: Group, x_N: Tensor, out_C: Tensor, src: int) -> None:
-    """`out_C` becomes my row of `x_N` on rank `src`."""
+    """`out_C` becomes this rank's row of `x_N` on rank `src`."""
     if not out_C.numel():
         return
     nbytes = out_C.numel() * out_C.element_size()

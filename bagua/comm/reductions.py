@@ -1,4 +1,4 @@
-"""Reductions of tensors over a `Group`, alike on all backends.
+"""Reductions of tensors over a `Group`, with equal semantics on all backends.
 
 What a backend cannot do itself is done by moving the rows and folding them here: bitwise operations and int16
 on NCCL, int16 on gloo, reduce-scatter on gloo (whose own runs a whole all-reduce). The mean of integers is
@@ -37,10 +37,10 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def reduce(group: Group, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: str = "sum") -> None:
-    """Reduce everyone's `send_tensor` into the `recv_tensor` of rank `dst`; elsewhere it stays as it was.
+    """Reduce `send_tensor` over the ranks into the `recv_tensor` of rank `dst`; other ranks' is unchanged.
 
     Raises:
-        ValueError: sizes, dtypes or devices differ; `dst` is no rank of the group; `op` is unknown or does
+        ValueError: sizes, dtypes or devices differ; `dst` is not a rank of the group; `op` is unknown or does
             not take this dtype.
     """
     check_tensors(send_tensor=send_tensor, recv_tensor=recv_tensor)
@@ -65,7 +65,7 @@ def reduce_(group: Group, tensor: Tensor, dst: int, op: str = "sum") -> None:
 
 
 def all_reduce(group: Group, send_tensor: Tensor, recv_tensor: Tensor, op: str = "sum") -> None:
-    """Reduce everyone's `send_tensor` into everyone's `recv_tensor`.
+    """All-reduce `send_tensor` into `recv_tensor`.
 
     Raises:
         ValueError: sizes, dtypes or devices differ; `op` is unknown or does not take this dtype.
@@ -79,7 +79,7 @@ def all_reduce(group: Group, send_tensor: Tensor, recv_tensor: Tensor, op: str =
 
 
 def all_reduce_(group: Group, tensor: Tensor, op: str = "sum") -> None:
-    """Reduce `tensor` over the group, in place on every rank.
+    """All-reduce `tensor`, in place.
 
     Raises:
         ValueError: `op` is unknown or does not take this dtype.
@@ -108,7 +108,7 @@ def all_reduce_coalesced_(group: Group, tensors: Sequence[Tensor], op: str = "su
 
 
 def reduce_scatter(group: Group, send_tensor: Tensor, recv_tensor: Tensor, op: str = "sum") -> None:
-    """Reduce part r of everyone's `send_tensor` into the `recv_tensor` of rank r.
+    """Reduce-scatter: the `recv_tensor` of rank r becomes the reduced part r of `send_tensor`.
 
     Shapes: R C and C elements.
 
@@ -128,7 +128,7 @@ def reduce_scatter_(group: Group, tensor: Tensor, op: str = "sum") -> None:
     Shapes: R C elements.
 
     Raises:
-        ValueError: the number of elements is no multiple of R; `op` is unknown or does not take this dtype.
+        ValueError: the number of elements is not a multiple of R; `op` is unknown or does not take this dtype.
     """
     check_tensors(tensor=tensor)
     _check_reduction("tensor", tensor, op)
@@ -139,7 +139,7 @@ def reduce_scatter_(group: Group, tensor: Tensor, op: str = "sum") -> None:
 
 
 def _check_reduction(name: str, tensor: Tensor, op: str) -> None:
-    """Refuse an unknown `op`, or one that `tensor`'s dtype does not know.
+    """Check that `op` is known and supports `tensor`'s dtype.
 
     Raises:
         ValueError: either.

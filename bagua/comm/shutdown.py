@@ -1,4 +1,4 @@
-"""Shut `torch.distributed` down in order when the script ends.
+"""Orderly shutdown of `torch.distributed` at the end of the script.
 
 A script that just ends, with or without `destroy_process_group`, must exit 0 on every rank. Three things
 stand in the way on gloo (all seen with torch 2.13):

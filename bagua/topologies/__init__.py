@@ -1,4 +1,4 @@
-"""Topologies: which ranks average with which in a step. They hold integers and weights, and need no torch.
+"""Topologies: which ranks average with which in a step. Integers and weights only; independent of torch.
 
 A topology is a sequence of doubly stochastic mixing matrices, one a step: row i holds the weights with which rank
 i mixes the values of its peers, and the rest of the row is its own weight.

@@ -1,4 +1,4 @@
-"""One peer at a distance of a power of two."""
+"""Exponential: one peer at a distance of a power of two."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Exponential"]
 
 @dataclass(frozen=True)
 class Exponential(Topology):
-    """At step c every rank receives from the rank 2^(c mod k) before it and sends to the one as far after it.
+    """At step c every rank receives from the rank 2^(c mod k) before it and sends to the rank equally far after it.
 
-    With a power of two of ranks, k = log2(size) steps give the exact mean. Directed: who sends to me is not
-    whom I send to.
+    With a power of two of ranks, k = log2(size) steps give the exact mean. Directed: a rank does not send to the
+    rank that it receives from.
 
     Source: arXiv:2110.13363 (one-peer exponential graphs), section 4.
 

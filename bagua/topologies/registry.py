@@ -1,4 +1,4 @@
-"""Topologies by name."""
+"""The registry of topologies."""
 
 from __future__ import annotations
 

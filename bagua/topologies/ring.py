@@ -1,4 +1,4 @@
-"""The two neighbours on a ring."""
+"""The ring: both neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One other peer at every step, in pairs."""
+"""Shift-one: pairs of ranks that change at every step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["ShiftOne"]
 
 @dataclass(frozen=True)
 class ShiftOne(Topology):
-    """Ranks in pairs that average, paired anew at every step.
+    """Ranks average in pairs, with another partner at every step.
 
-    An even number of ranks: the lower half meets the upper half, shifted by one each step, as in the original
-    (which refuses odd numbers). An odd number: at step c rank r meets (c - r) mod size, and the one rank that
-    would meet itself rests; each rank rests once in `size` steps.
+    An even number of ranks: the lower half is paired with the upper half, shifted by one each step, as in the original
+    (which refuses odd numbers). An odd number: at step c rank r is paired with (c - r) mod size, and the one rank that
+    would be paired with itself skips the step; each rank skips once in `size` steps.
 
     Source: the original's `shift_one` peer selection mode.
     Differs: odd numbers of ranks work.

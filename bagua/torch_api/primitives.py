@@ -136,7 +136,7 @@ def reduce_inplace(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, comm: Comm 
 
 
 def allreduce(send_tensor: Tensor, recv_tensor: Tensor, op: Any = ReduceOp.SUM, comm: Comm = None) -> None:
-    """Reduce everyone's `send_tensor` into everyone's `recv_tensor`."""
+    """All-reduce `send_tensor` into `recv_tensor`."""
     _run(comm, "allreduce", send_tensor, primitives.all_reduce, send_tensor, recv_tensor, op_name(op))
 
 
@@ -252,7 +252,7 @@ def broadcast_object(obj: Any, src: int = 0, comm: Comm = None) -> Any:
 
 
 def barrier(comm: Comm = None) -> None:
-    """Return when all ranks have called it."""
+    """Barrier: return when all ranks have called it."""
     communicator = communicator_of(comm)
     if communicator is not None and not communicator.aborted:
         communicator.barrier()

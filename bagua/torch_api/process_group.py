@@ -86,7 +86,7 @@ class BaguaCommunicator:
         return self._core.stream or torch.cuda.current_stream()
 
     def barrier(self) -> None:
-        """Return when all ranks have called it."""
+        """Barrier: return when all ranks have called it."""
         self._core.barrier()
 
     def abort(self) -> None:
