@@ -59,7 +59,7 @@ class AsyncModelAverage(Algorithm):
 
     Bytes: 2 (R-1)/R times the weights per round; `bytes_per_rank` assumes a round in every step. Memory: two
         copies of the weights.
-    Source: the original's asynchronous model average (its documentation).
+    Source: Bagua 0.9's asynchronous model average (its documentation).
     Differs: no lock, so no wait for a round either; rounds that a rank cannot join are called off instead of
         blocking; `abort` and `resume` are no barriers; warm-up counts training steps only.
 

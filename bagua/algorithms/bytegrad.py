@@ -33,7 +33,7 @@ class ByteGrad(GradientAllReduce):
             (default) does so for codecs with less than 8 bits per element that are biased, as all but "eden" are.
 
     Bytes: about 2 (R-1)/R bytes per element sent, a quarter of an all-reduce in fp32.
-    Source: the original's ByteGrad (its documentation; arXiv:2107.01499 section 3).
+    Source: Bagua 0.9's ByteGrad (its documentation; arXiv:2107.01499 section 3).
     Differs: blocks of 1024 instead of one range for a whole chunk, so a few large gradients do not blur the
         rest; a single node compresses too unless told otherwise.
 

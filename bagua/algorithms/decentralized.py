@@ -30,7 +30,7 @@ class Decentralized(Algorithm):
     Args:
         hierarchical: exact average within a node, peers are nodes. None (default) does so where there are
             several nodes of which one has several ranks.
-        peer_selection_mode: "all" or "shift_one", the original's names for the topologies "complete" and
+        peer_selection_mode: "all" or "shift_one", Bagua 0.9's names for the topologies "complete" and
             "shift_one". Any number of ranks: `bagua.topologies.ShiftOne` says who rests when it is odd.
         communication_interval: steps between two averages.
         topology: any topology, instead of `peer_selection_mode`.
@@ -38,7 +38,7 @@ class Decentralized(Algorithm):
             fixed sparse topology exchanges differences.
 
     Bytes: the weights once per peer and interval; 2 (R-1)/R times the weights for "all".
-    Source: arXiv:1705.09056 (D-PSGD), algorithm 1; the original's decentralized SGD.
+    Source: arXiv:1705.09056 (D-PSGD), algorithm 1; Bagua 0.9's decentralized SGD.
 
     Examples:
         >>> algorithm = bagua.algorithms.Decentralized(topology="exponential")

@@ -46,7 +46,7 @@ class LowPrecisionDecentralized(Algorithm):
             one step's drift. Two more copies of the weights.
 
     Bytes: the encoded weights once per neighbour and interval.
-    Source: the original's low-precision decentralized SGD; arXiv:1803.06443 (DCD-PSGD), algorithm 1;
+    Source: Bagua 0.9's low-precision decentralized SGD; arXiv:1803.06443 (DCD-PSGD), algorithm 1;
         the overlap follows D-PSGD, arXiv:1705.09056, algorithm 1, where gradient and average are computed at once.
 
     Examples:

@@ -161,8 +161,8 @@ class QAdam(MomentumAverage):
 
     Bytes: after the warm-up about 2 (R-1)/R bytes per element sent with 8 bits, 2 (R-1)/(8 R) with 1 bit; during
         the warm-up four times what 8 bits cost, an all-reduce in fp32.
-    Source: arXiv:2102.02888 (1-bit Adam), algorithm 1; arXiv:2107.01499 section 3 and the original's QAdam.
-    Differs: see `bagua.optim.QAdam` for the step; the original exchanged m itself and lost weight decay.
+    Source: arXiv:2102.02888 (1-bit Adam), algorithm 1; arXiv:2107.01499 section 3 and Bagua 0.9's QAdam.
+    Differs: see `bagua.optim.QAdam` for the step; Bagua 0.9 exchanged m itself and lost weight decay.
 
     Examples:
         >>> optimizer = bagua.optim.QAdam(model.parameters(), warmup_steps=200)

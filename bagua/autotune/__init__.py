@@ -1,4 +1,4 @@
-"""What to try, what came of it and what to keep: the part of tuning that knows of no engine and no network.
+"""Autotuning without engine and network: search space, trials, search strategies, results.
 
 `bagua.engine.tuning` makes the ranks follow.
 """

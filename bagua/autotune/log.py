@@ -1,4 +1,4 @@
-"""The log of measurements: CSV, the original's columns first."""
+"""The log of measurements: CSV, with Bagua 0.9's columns first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bagua.autotune.tuner import Measurement
 
 __all__ = ["COLUMNS", "open_log", "write_line"]
 
-# The first four are the original's, in its order.
+# The first four are Bagua 0.9's, in its order.
 COLUMNS = (
     "bucket_size_2p",
     "is_hierarchical_reduce",
@@ -50,7 +50,7 @@ def open_log(log: str | bool) -> Path:
 def write_line(path: Path, measurement: Measurement, train_iter: int, payload_bytes: int) -> None:
     """Append a line, and the names of the columns before the first.
 
-    `score` is the original's, GiB of buckets a second: more is better. Empty if the settings could not be set up.
+    `score` is Bagua 0.9's, GiB of buckets a second: more is better. Empty if the settings could not be set up.
 
     Args:
         train_iter: steps made so far.

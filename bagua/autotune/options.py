@@ -99,7 +99,7 @@ def as_options(value: Any) -> Autotune | None:
 
 
 def from_environment() -> Autotune | None:
-    """What the launcher was told: BAGUA_AUTOTUNE (0 or 1), BAGUA_AUTOTUNE_MAX_SAMPLES and so on; None at level 0.
+    """Read options from the environment: BAGUA_AUTOTUNE (0 or 1), BAGUA_AUTOTUNE_MAX_SAMPLES, ...; None at level 0.
 
     Raises:
         ValueError: names the variable that is wrong.

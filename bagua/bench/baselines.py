@@ -1,4 +1,4 @@
-"""The systems that Bagua is compared with, each as its own documents tell to use it."""
+"""Baselines: the systems that Bagua is compared with, each used as its documentation says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The least time that a training step can take on a link, whatever the schedule.
+"""Physical bound: the shortest time of a training step on a link, for any schedule.
 
 Legend: N = fp32 elements of the model, R = hosts of one rank each, W = bytes that a host sends in a round,
 H = messages of a round that depend on one another, B = bits per second of a link, L = seconds one way,

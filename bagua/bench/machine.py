@@ -1,4 +1,4 @@
-"""What a reader needs to know of the machine to judge figures."""
+"""Description of the machine for results files."""
 
 from __future__ import annotations
 

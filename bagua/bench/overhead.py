@@ -1,4 +1,4 @@
-"""What the engine costs: training steps with it and without it, and beside DistributedDataParallel.
+"""Engine overhead: training steps with and without the engine, and with DistributedDataParallel.
 
     bagua bench overhead [--quick] [--json FILE]
 

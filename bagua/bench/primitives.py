@@ -1,4 +1,4 @@
-"""Collectives against the wire: the backend's own, and what this package's exchanges are built from.
+"""Speed of collectives relative to the link: the backend's own, and this package's.
 
 Legend: N = fp32 elements of a tensor, R = ranks. A collective of "size" bytes has a tensor of 4 N bytes on each rank.
 """

@@ -1,4 +1,4 @@
-"""How far a long measurement is, for whoever watches it."""
+"""Progress display of long measurements."""
 
 from __future__ import annotations
 

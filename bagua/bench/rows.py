@@ -1,4 +1,4 @@
-"""From what the ranks saw to rows of a table."""
+"""Table rows from the ranks' measurements."""
 
 from __future__ import annotations
 

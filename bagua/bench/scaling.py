@@ -1,4 +1,4 @@
-"""The same contenders on more and more hosts."""
+"""`bagua bench scaling`: the same contenders on a growing number of hosts."""
 
 from __future__ import annotations
 

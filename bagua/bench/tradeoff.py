@@ -1,4 +1,4 @@
-"""Every contender under every condition: step times, bytes, and how near they come to what physics allows."""
+"""`bagua bench tradeoff`: step times and bytes of every contender under every condition, and the physical bound."""
 
 from __future__ import annotations
 

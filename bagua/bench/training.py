@@ -1,4 +1,4 @@
-"""What is measured, apart from how: a training step, and optimizers that an accelerator would run."""
+"""The measured training step, and optimizers as an accelerator would run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements that take turns, so that what else runs on the machine hits all alike; and their statistics."""
+"""Interleaved measurements, so that other load on the machine affects all alike; and their statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks agree on a checkpoint: what is equal on all of them, and whether anything has gone wrong."""
+"""Agreement of the ranks on a checkpoint: which items are equal, and whether a rank failed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def agree(team: Team, what: str, report: Any, problem: BaseException | None) -> 
     """Exchange reports; all ranks raise if one of them has a problem. Collective.
 
     Returns:
-        Everyone's report, by rank.
+        The reports, by rank.
 
     Raises:
         CheckpointError: names the first rank with a problem, and the problem.

@@ -1,4 +1,4 @@
-"""Save the state of a training in a directory, and find it again."""
+"""Save training state in a directory, and load it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Loaded", "load", "save", "save_packed", "steps"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was put back.
+    """Result of loading a checkpoint.
 
     Attributes:
         step: what was given to `save`.
@@ -49,7 +49,7 @@ class Loaded:
 
 
 def steps(directory: str | os.PathLike[str]) -> tuple[int, ...]:
-    """The steps of the complete checkpoints in `directory`, the one saved last at the end.
+    """Return the steps of the complete checkpoints in `directory`, the one saved last at the end.
 
     Examples:
         >>> for step in (100, 200):
@@ -68,10 +68,10 @@ def save(
     keep: int | None = 2,
     process_group: Any = None,
 ) -> Path:
-    """Write a checkpoint, whole or not at all. Collective: call it on all ranks, between steps.
+    """Write a checkpoint atomically. Collective: call it on all ranks, between steps.
 
-    A process that is killed at whatever moment leaves the checkpoints before this one as they are. What is the same
-    on all ranks is written once. torch's random state is saved too.
+    If a process is killed, earlier checkpoints stay intact. Items that are equal on all ranks are written once. torch's
+    random state is saved too.
 
     Args:
         directory: of this training alone; seen by all ranks; made if it is not there.
@@ -213,20 +213,20 @@ def load(
     rng: bool = True,
     process_group: Any = None,
 ) -> Loaded | None:
-    """Put the last complete checkpoint back into `objects`. Collective, like `save`; after `bagua.distribute`.
+    """Load the last complete checkpoint into `objects`. Collective, like `save`; call it after `bagua.distribute`.
 
-    Training goes on with the same bits as if it had not stopped, if the number of ranks is the same. Another number
-    works where the maths allows; see docs/checkpointing.md.
+    With the same number of ranks, training continues with the same bits as without a stop. Another number of ranks
+    works where the algorithm's state can be converted; see docs/checkpointing.md.
 
     Args:
         directory: as in `save`.
         objects: as in `save`, or some of them; what is plain data there is ignored here and returned.
-        step: a certain one; of several with that step, the one saved last.
-        rng: put torch's random state back too, if the number of ranks is the same.
+        step: step to load; default the last. Of several with that step, the one saved last.
+        rng: restore torch's random state too, if the number of ranks is the same.
         process_group: as in `save`.
 
     Returns:
-        What was loaded; None if there is nothing, unless `step` is given.
+        What was loaded; None if there is no checkpoint and `step` is None.
 
     Raises:
         ValueError, TypeError: an argument is wrong.

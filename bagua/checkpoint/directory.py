@@ -1,4 +1,4 @@
-"""The directory of checkpoints: what is in it, and how one more gets there, whole or not at all.
+"""The directory of checkpoints: its layout, and how a checkpoint is written atomically.
 
     directory/
       checkpoint-000006-step-100/

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints."""
+"""The error class of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["CheckpointError"]
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or cannot be read or used. Names the rank and the file or the part.
 
-    Raised on all ranks, whichever of them had the trouble.
+    Raised on all ranks, whichever of them failed.
     """

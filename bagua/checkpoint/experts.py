@@ -1,4 +1,4 @@
-"""Experts of a mixture of experts: which rank holds which, and in which file the original has it.
+"""Experts of a mixture of experts in checkpoints: ranks, global numbers and Bagua 0.9's files.
 
 The state dict of rank r with n experts in a layer has them as `...bagua_experts.0` to `n - 1`; their global numbers are
 r n to r n + n - 1, and files have those.
@@ -30,7 +30,7 @@ def split_experts(state: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], 
     """A state dict without experts; and each expert's entries by its global number, which the names have too.
 
     Raises:
-        ValueError: layers hold different numbers of experts, which the original's files cannot tell apart.
+        ValueError: layers hold different numbers of experts, which Bagua 0.9's files cannot tell apart.
     """
     dense, experts = dict(state), dict[int, dict[str, Any]]()
     local = _counts(state)

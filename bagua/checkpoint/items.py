@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the objects that it is given: their parts as plain data, and back.
+"""Checkpoint items: conversion of objects to plain data, and back.
 
 A part ("item") of a distributed module is its `state_dict`, another one the state of its algorithm.
 """

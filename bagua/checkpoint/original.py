@@ -1,13 +1,13 @@
-"""Checkpoints as the original Bagua lays them out, written and read.
+"""Checkpoints in the layout of Bagua 0.9.
 
     path/
       latest_checkpointed_iteration.txt                  the iteration, or "release"
       iter_0000120/mp_rank_00_model_states.pt            iteration, model, optimizer, lr_scheduler; rank 0's
       iter_0000120/expert_<id>_mp_rank_00_model_states.pt              each expert of a mixture of experts
       iter_0000120/expert_parallel_rank_<rank>_mp_rank_00_optim_states.pt   with experts: the optimizer, by rank
-      iter_0000120/bagua/...                             not the original's: the state that resuming needs, by rank
+      iter_0000120/bagua/...                             not Bagua 0.9's: the state that resuming needs, by rank
 
-Source: bagua/torch_api/checkpoint/checkpointing.py of the original, by its behaviour.
+Source: bagua/torch_api/checkpoint/checkpointing.py of Bagua 0.9, by its behaviour.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STATES = "mp_rank_00_model_states.pt"
 def save_checkpoint(
     iteration: int, checkpoints_path: str, model: nn.Module, optimizer: Any = None, lr_scheduler: Any = None
 ) -> None:
-    """Save in the layout of the original, and beside it what resuming with the same bits needs. Collective.
+    """Save in the layout of Bagua 0.9, plus the state needed to resume with the same bits. Collective.
 
     Args:
         iteration: training iteration.
@@ -50,7 +50,7 @@ def save_checkpoint(
         ValueError: `iteration` is none; or layers of `model` hold different numbers of experts.
         CheckpointError: a rank could not write; the tracker still points to the checkpoint before.
 
-    Differs: written whole or not at all; the algorithm's state is saved, and every rank's own weights where ranks
+    Differs: written atomically; the algorithm's state is saved, and every rank's own weights where ranks
         differ.
 
     Examples:
@@ -88,12 +88,12 @@ def save_checkpoint(
 def load_checkpoint(
     checkpoints_path: str, model: nn.Module, optimizer: Any = None, lr_scheduler: Any = None, strict: bool = True
 ) -> int:
-    """Load what `save_checkpoint`, here or in the original, saved last. Collective.
+    """Load the last checkpoint that `save_checkpoint` wrote, here or in Bagua 0.9. Collective.
 
     Args:
         checkpoints_path: as in `save_checkpoint`.
         model, optimizer, lr_scheduler: where to; None leaves that part out.
-        strict: as in `nn.Module.load_state_dict`; False takes the layout of the original, without the state of the
+        strict: as in `nn.Module.load_state_dict`; False takes the layout of Bagua 0.9, without the state of the
             algorithm.
 
     Returns:
@@ -159,7 +159,7 @@ def _latest(root: Path) -> tuple[int, str] | None:
 
 
 def _read(folder: Path, model: nn.Module, rank: int) -> dict[str, Any]:
-    """What the original wrote, for this rank. Experts of rank r with n each are those from r n on."""
+    """What Bagua 0.9 wrote, for this rank. Experts of rank r with n each are those from r n on."""
     parts = _load(folder / _STATES)
     if not isinstance(parts, dict) or not isinstance(parts.get("model"), dict):
         raise CheckpointError(f"{folder / _STATES}: holds no model")

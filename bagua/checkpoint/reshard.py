@@ -1,15 +1,15 @@
-"""What becomes of the state of R ranks on another number of ranks.
+"""Resharding: conversion of the state of R ranks to another number of ranks.
 
 | what | rule |
 |---|---|
 | weights | their mean over the ranks, as `bagua.distribute` takes it when it switches; buffers: rank 0's |
 | optimizers | the mean of their tensors; numbers and single-element tensors: rank 0's |
 | residuals of error feedback | every rank gets the mean: what is still owed to the mean gradient stays the same |
-| residuals of owned chunks | put together and cut anew |
-| right factors of PowerSGD | as they are; they are equal on all ranks |
-| replicas of gossip | made anew from the weights, which are equal now |
-| gossip under way (`overlap=True`) | dropped |
-| any other state | as it is if it is equal on all ranks, else refused by name |
+| residuals of owned chunks | concatenated and split again |
+| right factors of PowerSGD | unchanged; they are equal on all ranks |
+| replicas of gossip | created from the weights, which are equal now |
+| gossip in flight (`overlap=True`) | dropped |
+| any other state | unchanged if equal on all ranks, else refused by name |
 
 With one rank nothing is exchanged, so residuals are dropped on the way to it, and start at zero on the way from it.
 """
@@ -66,7 +66,7 @@ def for_other_size(name: str, copies: Sequence[Any], where: str) -> Any:
     """One of `copies`, if all are equal.
 
     Raises:
-        CheckpointError: they differ, and nobody knows what to do about it.
+        CheckpointError: they differ, and no resharding rule applies.
     """
     for rank, copy in enumerate(copies):
         if not equal(copy, copies[0]):

@@ -1,4 +1,4 @@
-"""Put what was saved back into modules, optimizers and algorithms."""
+"""Restore modules, optimizers and algorithms from a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same state through `torch.distributed.checkpoint`."""
+"""`Shards`: the same state through `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Shards:
         dcp.save({"training": Shards(objects)}, checkpoint_id=path)
         dcp.load({"training": Shards(objects, reading=path)}, checkpoint_id=path)
 
-    What is the same on all ranks is an entry that the ranks share; what differs is an entry of each rank. All
+    Items that are equal on all ranks are shared entries; items that differ are one entry per rank. All
     entries are tensors. Loading works with another number of ranks, as `bagua.checkpoint.load` does.
 
     Args:
         objects: as in `bagua.checkpoint.save`.
-        reading: where `dcp.load` will read, a path or a `StorageReader`: what is there must be known before. None
+        reading: the path or `StorageReader` that `dcp.load` will read; its content must be known beforehand. None
             for saving.
-        rng: put torch's random state back too, if the number of ranks is the same.
+        rng: restore torch's random state too, if the number of ranks is the same.
         process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`; None for all ranks.
 
     Attributes:

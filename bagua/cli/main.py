@@ -1,4 +1,4 @@
-"""`bagua COMMAND ...`: finds the command and hands it the rest of the line."""
+"""`bagua COMMAND ...`: dispatches to the commands."""
 
 from __future__ import annotations
 

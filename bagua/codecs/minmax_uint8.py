@@ -29,11 +29,11 @@ class MinMaxUInt8(BlockCodec):
         `n + 8 * ceil(n / block)`, padded to a multiple of 4.
 
     Source:
-        ByteGrad's MinMaxUInt8 of the original Bagua (arXiv:2107.01499, section 3.3), which has one range
+        ByteGrad's MinMaxUInt8 of Bagua 0.9 (arXiv:2107.01499, section 3.3), which has one range
         for a whole chunk; ranges for blocks as in QSGD's buckets (arXiv:1610.02132, section 4).
 
     Differs:
-        from the original in the header (once for each block, no padding to 32 bytes), in rounding x - min
+        from Bagua 0.9 in the header (once for each block, no padding to 32 bytes), in rounding x - min
         instead of x and min apart, and in that NaN and infinities are kept visible.
 
     Examples:

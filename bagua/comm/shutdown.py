@@ -10,12 +10,12 @@ stand in the way on gloo (all seen with torch 2.13):
   up to the group's timeout of 30 minutes.
 - The rank that hosts the rendezvous store may leave while others still need it.
 
-So at exit each rank says in the store that it has arrived, waits a few seconds for the others, and destroys
-the groups while the interpreter is whole, which drains gloo's threads; the host leaves last. A rank that
-fails says so, which frees the others at once, waits for nobody and ends within `_FAILED_GRACE_S` whatever is
-in flight.
+So at exit each rank checks in with the store, waits a few seconds for the others, and destroys the groups
+while the interpreter is intact, which drains gloo's threads; the host of the store exits last. A rank that
+fails reports it, which releases the others at once. It waits for no rank and ends within `_FAILED_GRACE_S`,
+whatever is in flight.
 
-Where the guarantee ends: a daemon thread of the script that is inside a collective at exit can still abort
+Limit of the guarantee: a daemon thread of the script that is inside a collective at exit can still abort
 the process (Python before 3.14); threads of Bagua's own are stopped by hooks given to `before_exit`.
 """
 
@@ -87,19 +87,19 @@ def install(timeout_s: float | None = None) -> None:
 
 
 def before_exit(hook: Callable[[], None]) -> None:
-    """Have `hook` called first thing at exit, the last registered first. It must be quick and never block."""
+    """Register `hook` to run first at exit, in reverse order of registration. It must be quick and never block."""
     if hook not in _hooks:
         _hooks.append(hook)
 
 
 def cancel() -> None:
-    """Forget the arrangement: nothing of this module happens at exit, until the next `install`."""
+    """Undo `install`: this module does nothing at exit."""
     global _shutdown
     _shutdown = None
 
 
 def _own_client(store: dist.Store, size: int) -> dist.Store:
-    """A connection of our own: a thread that waits in the shared one holds its lock all the while."""
+    """A separate connection: a thread that waits in the shared one holds its lock meanwhile."""
     if size == 1:
         return store
     try:
@@ -184,7 +184,7 @@ def _await_all(shutdown: _Shutdown, failed: bool) -> bool:
 
 
 def _host_leaves_last(shutdown: _Shutdown) -> None:
-    """Rank 0, which hosts the store unless the launcher does, waits until nobody has a question left."""
+    """Rank 0, which hosts the store unless the launcher does, waits until no rank needs it any more."""
     if shutdown.size == 1:
         return
     try:

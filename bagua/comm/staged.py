@@ -1,4 +1,4 @@
-"""gloo for CUDA tensors, by way of host memory: for ranks that share a GPU, which NCCL refuses, or have no NCCL.
+"""gloo for CUDA tensors through host memory: for ranks that share a GPU, which NCCL refuses, or without NCCL.
 
 gloo reads and writes host memory only. For sends and receives torch does not look where a tensor is and hands gloo the
 device address; so nothing of a CUDA tensor may reach gloo itself.

@@ -1,4 +1,4 @@
-"""A store whose calls end.
+"""A `torch.distributed` store with a time limit per call.
 
 torch's TCPStore client reads its socket without a deadline. If the process that serves it is stopped, or one of the two
 is cut off from the network, a call returns when TCP gives up: after a quarter of an hour or never. So calls run in a
@@ -87,7 +87,7 @@ class BoundedStore:
         return self._call(lambda: self._store.add(key, number))
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Write if the key holds `expected`; returns what it holds then."""
+        """Write if the key holds `expected`; returns its value afterwards."""
         return self._call(lambda: self._store.compare_set(key, expected, value))
 
     def delete_key(self, key: str) -> bool:

@@ -1,4 +1,4 @@
-"""The ranks that train one model together: collectives on bytes in the store, and process groups for lanes."""
+"""The ranks that train one model: collectives on bytes through the store, and process groups for lanes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_BROADCASTS = 8  # messages of `broadcast_bytes` in the store, until an all-
 
 @dataclass(eq=False)
 class Counters:
-    """Numbers for store keys, alike on all ranks because what they count is collective.
+    """Counters for store keys; equal on all ranks, because they count collectives.
 
     Attributes:
         collectives: number of all-gathers and broadcasts of bytes so far.
@@ -185,11 +185,11 @@ class Team:
         return bytes(self._store(what, lambda: self._until(deadline).get(key)))
 
     def retire(self, keys: Sequence[str]) -> None:
-        """Have keys of this team's store deleted when all ranks have begun the next all-gather."""
+        """Delete keys of this team's store once all ranks have begun the next all-gather."""
         self.counters.retired += keys
 
     def delete_retired(self) -> None:
-        """Delete them now: the caller knows that all ranks have done with them.
+        """Delete retired keys now: the caller knows that all ranks have read them.
 
         Raises:
             CommunicationError: the store is unreachable.
@@ -198,11 +198,11 @@ class Team:
         self._delete(retired)
 
     def missing_ranks(self, key: str, seconds: float) -> list[int]:
-        """Post a sign of life under `key` and return the ranks that give none within `seconds`. Never raises."""
+        """Check in under `key` and return the ranks that do not within `seconds`. Never raises."""
         return self._find_missing(key, seconds)[0]
 
     def describe_missing(self, key: str, seconds: float = _GRACE_S) -> str:
-        """What `missing_ranks` finds, as the end of an error message; "" if all other ranks have failed, or none."""
+        """The result of `missing_ranks` as the end of an error message; "" if all other ranks are missing, or none."""
         gone, problem = self._find_missing(key, seconds)
         if problem is not None:
             return f"; {problem}"
@@ -212,7 +212,7 @@ class Team:
 
     @contextmanager
     def naming_missing_ranks(self, what: str, key: str, groups: Groups) -> Iterator[None]:
-        """Within it, collectives that fail raise `CommunicationError` with the ranks that are gone.
+        """Context manager: failed collectives raise `CommunicationError` with the missing ranks.
 
         Args:
             what: is done, for messages.
@@ -243,7 +243,7 @@ class Team:
             return sorted(waiting) if 0 not in waiting else [0] if self.rank else [], error
 
     def next_lane(self) -> str:
-        """Return a name for a new lane, the same on all ranks if they ask equally often."""
+        """Return a name for a new lane; equal on all ranks that have called it equally often."""
         self.counters.lanes += 1
         return str(self.counters.lanes)
 
@@ -326,7 +326,7 @@ class Team:
 
 
 def is_loss(error: RuntimeError) -> bool:
-    """Whether it may come of a collective; running out of memory and the like do not."""
+    """Whether the error may come from a collective, unlike running out of memory."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
@@ -336,5 +336,5 @@ def encode(message: Any) -> bytes:
 
 
 def decode(payload: bytes) -> Any:
-    """The message in `payload`. JSON, never pickle: bytes from the network do not get to name classes."""
+    """The message in `payload`. JSON, never pickle: bytes from the network must not name classes."""
     return json.loads(payload)

@@ -1,7 +1,7 @@
 """Ranks with different numbers of batches, on the protocol of `torch.distributed.algorithms.Join`.
 
-A rank that still trains announces each thing it is about to do together with the others. A rank that has run out of
-inputs answers, learns what it is, and does its part.
+A rank that still trains announces each collective to the others. A rank that has run out of
+inputs receives the announcement and takes part.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["Uneven"]
 
 
 class Uneven(Joinable):
-    """One meeting place for all that is announced within a join.
+    """The channel for all announcements within a join.
 
     Args:
         process_group: a `ProcessGroup`, a one-dimensional `DeviceMesh`, or None for the default group.
         device: whose tensors the group can reduce.
-        replay: does this rank's part of what was announced: its code (> 0) and the ranks that announced it.
+        replay: takes part in an announced collective: its code (> 0) and the ranks that announced it.
         finish: called once all ranks have run out; with the ranks that were last, in order.
 
     Raises:
-        ValueError: `process_group` is none of `torch.distributed`.
+        ValueError: `process_group` is not a `torch.distributed` group.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Uneven(Joinable):
         return Join([self], enable, throw_on_early_termination)
 
     def announce(self, code: int) -> list[int]:
-        """Tell ranks that have run out what comes now; returns the ranks that have not.
+        """Announce a collective to ranks without inputs; returns the ranks that still have inputs.
 
         Raises:
             RuntimeError: a rank has run out and the join does not allow it, or another rank announces something else.
@@ -64,14 +64,14 @@ class Uneven(Joinable):
         return _present(codes)
 
     def _codes(self, code: int) -> list[int]:
-        """What each rank announces; 0 for those that have run out."""
+        """The code that each rank announces; 0 for ranks without inputs."""
         codes = torch.zeros(self._group.size(), dtype=torch.int64, device=self._device)
         codes[self._group.rank()] = code
         dist.all_reduce(codes, group=self._group)
         return codes.tolist()
 
     def join_hook(self, **_: Any) -> JoinHook:
-        """What a rank does that has run out."""
+        """torch's hook for a rank without inputs."""
         return _Hook(self)
 
     @property

@@ -1,4 +1,4 @@
-"""Start and end `torch.distributed` for a script: from torchrun's environment, or alone."""
+"""Initialise and shut down `torch.distributed` for a script, with or without a launcher."""
 
 from __future__ import annotations
 

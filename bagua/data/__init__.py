@@ -1,4 +1,4 @@
-"""Feeding ranks: samples that are computed once, and batches of equal cost on all of them."""
+"""Data loading: cached samples, and batches of equal cost on all ranks."""
 
 from __future__ import annotations
 

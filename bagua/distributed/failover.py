@@ -1,4 +1,4 @@
-"""A rendezvous that outlives the host of its store: `--rdzv-endpoint a:29400,b:29400,c:29400`.
+"""Rendezvous that survives the loss of the host of its store: `--rdzv-endpoint a:29400,b:29400,c:29400`.
 
 torch's c10d rendezvous keeps its state in a store on one host, and all launchers end when that host does. Here every
 host of the list serves a store as long as its launcher lives, and one of them is in use: the leader's. Each launcher

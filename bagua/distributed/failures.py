@@ -1,4 +1,4 @@
-"""Which rank failed first: the one whose failure made the others fail."""
+"""Finds the rank that failed first and made the others fail."""
 
 from __future__ import annotations
 

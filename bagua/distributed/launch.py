@@ -2,7 +2,7 @@
 
     python -m bagua.distributed.launch --nproc_per_node 4 --set_additional_flag train.py
 
-Differs: from the original, in that on one node without `--master_port` a free port is chosen always, not
+Differs: from Bagua 0.9, in that on one node without `--master_port` a free port is chosen always, not
 29500; and in that `--logdir` names torchrun's log directory (a folder per run, attempt and rank).
 """
 

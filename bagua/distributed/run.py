@@ -3,7 +3,7 @@
     bagua run --nproc-per-node 4 train.py --epochs 3
     python -m bagua.distributed.run --nproc-per-node 4 train.py --epochs 3
 
-The second form has the defaults of the original's module of that name: `--nproc-per-node auto`, a rank for each GPU, or
+The second form has the defaults of Bagua 0.9's module of that name: `--nproc-per-node auto`, a rank for each GPU, or
 each CPU core where there is none, and `--max-restarts 3`. The first has torchrun's: 1 and 0.
 
 Differs: from torchrun, in that a restarted gloo job starts (each attempt gets a rendezvous store of its own,
@@ -32,7 +32,7 @@ _OF_THE_ORIGINAL = {"nproc_per_node": "auto", "max_restarts": 3}
 
 
 def get_args_parser(prog: str = "bagua run") -> ArgumentParser:
-    """torchrun's parser with Bagua's flags added; under the original's name with its defaults."""
+    """torchrun's parser with Bagua's flags added; under Bagua 0.9's name with its defaults."""
     parser = _torchrun_parser()
     parser.prog = prog
     parser.description = "Start a script on every rank: torchrun with Bagua's flags."

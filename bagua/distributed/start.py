@@ -1,4 +1,4 @@
-"""Run torchrun's launch on parsed arguments, and answer with an exit code and a summary of what failed."""
+"""Run torchrun's launch on parsed arguments; returns an exit code and prints a summary of failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a commit consists of, where its parts are, and which commit of those that are left is the newest whole one.
+"""Commits: their parts, where the parts are stored, and which commit is the newest complete one.
 
 A part is one item (of `bagua.checkpoint`: weights, optimizer, algorithm, ...) of one rank, as `torch.save` wrote it. An
 item that is the same on several ranks is one part, that of the lowest of these ranks: its owner.
@@ -77,7 +77,7 @@ class Commit:
 
 @dataclass
 class Holding:
-    """A commit, and who has which part of it.
+    """A commit, and the nodes that hold its parts.
 
     Attributes:
         places: for each (item, owner) the nodes that hold it, with its size in bytes and its digest.
@@ -93,7 +93,7 @@ class Holding:
 
 
 def newest(reports: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> Holding | None:
-    """The newest commit of which all parts are left.
+    """The newest commit of which every part exists.
 
     Args:
         reports: by node, what its slots say (`Slot.about`).
@@ -161,5 +161,5 @@ def unpack(data: bytes, name: str) -> Any:
 
 
 def digest(data: bytes) -> str:
-    """Tells whether bytes are the same."""
+    """Digest for comparing bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()

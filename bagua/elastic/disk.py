@@ -18,13 +18,13 @@ _log = logging.getLogger("bagua")
 
 
 class Disk:
-    """Writes a commit now and then. What is there is read with `bagua.checkpoint.load`.
+    """Writes every n-th commit. Read them with `bagua.checkpoint.load`.
 
     Args:
         team: all ranks.
         directory: of this training alone, seen by all ranks.
-        every: so many commits make one due.
-        keep: so many are kept.
+        every: number of commits between two writes.
+        keep: number of checkpoints kept.
     """
 
     def __init__(self, team: Team, directory: Path, every: int, keep: int) -> None:
@@ -39,7 +39,7 @@ class Disk:
         return number % self._every == 0
 
     def write(self, commit: Commit, data: Mapping[str, bytes]) -> None:
-        """Begin to write, after what is being written. All ranks must do so, for the same commit.
+        """Queue a write. All ranks must call it, for the same commit.
 
         Args:
             commit: what it is.

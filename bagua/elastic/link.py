@@ -1,4 +1,4 @@
-"""Bytes between all ranks, over connections of their own: a rank that dies is noticed at once, not after a timeout."""
+"""Messages between all ranks over separate connections: a dead rank is noticed at once, not after a timeout."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Link:
         self.nodes = team.discover_nodes(self.gather("nodes", team.node))
 
     def gather(self, what: str, message: Any) -> list[Any]:
-        """Everyone's message, by rank. JSON, never pickle.
+        """All-gather messages, by rank. JSON, never pickle.
 
         Raises:
-            CommunicationError: a rank is gone, or did not arrive within the team's timeout.
+            CommunicationError: a connection was lost, or a rank did not arrive within the team's timeout.
         """
         if self.team.size == 1:
             return [message]
@@ -57,7 +57,7 @@ class Link:
         """Send bytes to ranks, (rank, bytes), and receive from ranks, (rank, number of bytes). All at once.
 
         Raises:
-            CommunicationError: a rank is gone.
+            CommunicationError: the connection to a rank was lost.
         """
         places = [torch.empty(length, dtype=torch.uint8, device=self._device) for _, length in receives]
         outgoing = [(to, _tensor(data).to(self._device)) for to, data in sends if data]
@@ -67,10 +67,10 @@ class Link:
         return [_bytes(place) for place in places]
 
     def broadcast(self, what: str, data: bytes | None, nbytes: int, source: int) -> bytes:
-        """Give everyone the `data` of rank `source`; others pass None.
+        """Broadcast the `data` of rank `source`; other ranks pass None.
 
         Raises:
-            CommunicationError: a rank is gone.
+            CommunicationError: the connection to a rank was lost.
         """
         place = torch.empty(nbytes, dtype=torch.uint8) if data is None else _tensor(data)
         place = place.to(self._device)

@@ -1,4 +1,4 @@
-"""Memory for commits that outlives the ranks: the launcher makes it, the ranks of its node write and read it.
+"""Memory for commits that outlives the ranks: created by the launcher, used by the ranks of its node.
 
 It is anonymous (`memfd_create`): it has no name on the machine and is gone when the launcher is, however that ends.
 A rank finds it under /proc, which opens it only for the launcher's own user. Imports nothing of torch.

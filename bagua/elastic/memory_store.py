@@ -1,4 +1,4 @@
-"""Commits in the memory of the nodes: each part is put where it must be, and fetched from where it is."""
+"""Stores commits in the nodes' memory, and fetches their parts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MemoryStore:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its node."""
+        """Whether this rank is the first of its node."""
         return self._node[0] == self._rank
 
     def contents(self) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ class MemoryStore:
 
         Raises:
             CheckpointError: the memory of a rank is full, or a copy was damaged; names the rank.
-            CommunicationError: a rank is gone.
+            CommunicationError: the connection to a rank was lost.
         """
         problem = None
         try:
@@ -92,7 +92,7 @@ class MemoryStore:
 
         Raises:
             CheckpointError: there is nothing for an object, or a part is damaged.
-            CommunicationError: a rank is gone.
+            CommunicationError: the connection to a rank was lost.
         """
         commit, size = found.commit, self._link.team.size
         what, same = f"commit {commit.number} in memory", commit.size == size

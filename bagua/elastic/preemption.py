@@ -1,4 +1,4 @@
-"""Preemption: SIGTERM asks a rank to commit and leave within a limit of time.
+"""Preemption: after SIGTERM, a rank commits and exits within a time limit.
 
 The limit holds even where the main thread is stuck.
 
@@ -27,7 +27,7 @@ _registered = False
 
 
 class PreemptionHandler:
-    """Records SIGTERM from now on, in place of whatever else was to happen then. One at a time in a process.
+    """Replaces the SIGTERM handler and records the signal. One at a time in a process.
 
     Args:
         grace_s: after SIGTERM, end the process if it has not ended by itself.
@@ -70,7 +70,7 @@ class PreemptionHandler:
         return self._asked.wait(seconds)
 
     def close(self) -> None:
-        """Back to what SIGTERM did before. Call it in the main thread."""
+        """Restore the previous SIGTERM handler. Call it in the main thread."""
         global _current
         self._over.set()
         if self._sockets is None:
@@ -112,7 +112,7 @@ def _forget() -> None:
 
 
 def shield(worker_id: int = 0) -> None:
-    """For `DataLoader(worker_init_fn=...)`: the worker outlives a SIGTERM, so that the rank can still commit.
+    """For `DataLoader(worker_init_fn=...)`: keeps a worker alive after SIGTERM, so that the rank can still commit.
 
     The launcher sends SIGTERM to a rank's whole process group. A worker that ends takes the rank with it; a shielded
     one ends when its rank does.

@@ -1,4 +1,4 @@
-"""Any sampler of a rank made elastic: what is left of an epoch is planned anew when the number of ranks changes."""
+"""`Resharded`: makes any sampler elastic; the rest of an epoch is redistributed when the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Resharded(_TorchSampler[Any], Generic[_T]):
         return {"epoch": self.epoch, "num_samples": self.num_samples, "history": [list(each) for each in self._history]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state` was taken, by any number of ranks.
+        """Continue the next iteration where `state` was taken, by any number of ranks.
 
         Raises:
             ValueError: it was taken with other data.

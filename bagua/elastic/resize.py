@@ -1,4 +1,4 @@
-"""What is told to the training when the number of ranks has changed."""
+"""`Resize`: passed to the training when the number of ranks has changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Resize"]
 
 @dataclass(frozen=True)
 class Resize:
-    """Another number of ranks than before.
+    """A change of the number of ranks.
 
     Attributes:
         old: number of ranks that made the commit which was restored.

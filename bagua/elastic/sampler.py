@@ -1,4 +1,4 @@
-"""A sampler whose position is one in the data of all ranks, so that another number of ranks goes on from it."""
+"""Elastic sampler: its position counts the samples of all ranks, so another number of ranks can continue."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Sampler(_TorchSampler[int]):
         return {"epoch": self.epoch, "position": self.position, **self._circumstances()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state` was taken, by any number of ranks.
+        """Continue the next iteration where `state` was taken, by any number of ranks.
 
         Raises:
             ValueError: it was taken with other data or another order; names what differs.

@@ -1,4 +1,4 @@
-"""What the samplers of this package share: rank and world size, and progress through the loader."""
+"""Base of the elastic samplers: rank and world size, and progress through the loader."""
 
 from __future__ import annotations
 

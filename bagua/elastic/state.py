@@ -1,4 +1,4 @@
-"""`State`: what a training is made of, committed to memory, to another host and to the disk, and put back."""
+"""`State`: training state that is committed to memory, to another host and to disk, and restored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SIGNAL_S = 3.0  # how long a rank that need not leave waits for its own SIGTERM
 
 @dataclass(frozen=True)
 class Restored:
-    """What `State.restore` put back.
+    """Result of `State.restore`.
 
     Attributes:
         number: of the commit; the first one has number 1.
@@ -47,7 +47,7 @@ class Restored:
 
 
 class State:
-    """Everything that must go on where it stopped when ranks are restarted, more of them or fewer.
+    """Training state that survives restarts with the same, more or fewer ranks.
 
         state = bagua.elastic.State(model, optimizer, sampler, scheduler=scheduler, directory="out/run")
         state.restore()
@@ -63,9 +63,9 @@ class State:
         sampler: a `bagua.elastic.Sampler` or anything with `state_dict` and `load_state_dict` that is equal on all
             ranks and knows positions in the data of all; or None.
         directory: of this training alone, seen by all ranks: for commits on the disk. None for none.
-        disk_every: every so many commits one is written there, in the background.
-        keep: so many are kept there.
-        on_resize: called by `restore`, after everything is back, if the number of ranks has changed.
+        disk_every: commits between two background writes to `directory`.
+        keep: number of checkpoints kept there.
+        on_resize: called by `restore` at its end, if the number of ranks has changed.
         grace_s: SIGTERM makes the next `commit` the last; if none comes within this time the rank ends without one.
             Keep it below the launcher's `--shutdown-timeout` (30 s).
         process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`; None for all ranks.
@@ -145,13 +145,13 @@ class State:
     def commit(self) -> None:
         """Take a commit. Collective: call it on all ranks, between steps.
 
-        When it returns, the death of all ranks of any one host loses nothing that was before: each part is in the
+        After it returns, the failure of any one host loses nothing up to this commit: each part is in the
         memory of its node's launcher, and what only one node had is on another one too. If a rank has got SIGTERM,
         this is the last commit: it goes to the disk as well if there is a directory, and then all ranks leave.
 
         Raises:
             CheckpointError: the state of a rank cannot be committed; names the rank.
-            CommunicationError: a rank is gone.
+            CommunicationError: the connection to a rank was lost.
             SystemExit: a rank has got SIGTERM; code 143.
         """
         what, team, handler = f"commit {self.number + 1}", self._team, self._arm()

@@ -280,7 +280,7 @@ def live_engines() -> list[Engine]:
 
 
 def _stop_lanes() -> None:
-    """Threads that are inside a collective when the interpreter goes down would abort the process."""
+    """Stop lanes at exit: threads inside a collective at interpreter shutdown would abort the process."""
     for engine in live_engines():
         engine.stop(_STOP_S)
 

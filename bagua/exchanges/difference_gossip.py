@@ -29,7 +29,7 @@ class DifferenceGossip(Exchange):
 
     State: `me` [N] and `peers` [P, N].
     Bytes: the encoded size once per receiver.
-    Source: the original's low-precision decentralized; arXiv:1803.06443 (DCD-PSGD), algorithm 1.
+    Source: Bagua 0.9's low-precision decentralized; arXiv:1803.06443 (DCD-PSGD), algorithm 1.
 
     Examples:
         >>> ring = bagua.topologies.Ring()

@@ -26,7 +26,7 @@ class Hierarchical(Exchange):
 
     State: the inner exchange's, on leaders.
     Bytes: `inner`'s between the leaders; within a node one copy up and one down per rank.
-    Source: arXiv:2107.01499 (Bagua), section 3.3; Differs: the original takes the mean of node means.
+    Source: arXiv:2107.01499 (Bagua), section 3.3; Differs: Bagua 0.9 takes the mean of node means.
 
     Examples:
         >>> inner = bagua.exchanges.ScatterGather(bagua.codecs.Int4())

@@ -35,7 +35,7 @@ class ScatterGather(Exchange):
 
     State: with error feedback, `residual` [N] and `chunk_residual` [C].
     Bytes: 2 (R-1) encoded chunks of C = N/R elements (rounded up to 16), sent per rank.
-    Source: the original's ByteGrad; error feedback on both sides as in arXiv:1905.05957 (DoubleSqueeze), section 3.
+    Source: Bagua 0.9's ByteGrad; error feedback on both sides as in arXiv:1905.05957 (DoubleSqueeze), section 3.
     Differs: chunks need no padding of the bucket, and the average is taken in fp32 for every payload type.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Use Bagua's exchanges inside torch's own wrappers: `DistributedDataParallel` and FSDP2."""
+"""Bagua's exchanges inside torch's own wrappers, `DistributedDataParallel` and FSDP2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which exchange of gradients is meant, and whether all ranks mean the same one."""
+"""Resolves the `exchange` argument, and checks that it is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ExchangeFor = Callable[[Sequence[Tensor]], Exchange]
 
 
 def choose(exchange: str | Algorithm | Exchange, options: dict[str, Any]) -> Algorithm | Exchange:
-    """Return what `exchange` names, if it is an exchange of gradients.
+    """Return the exchange or algorithm that `exchange` names, if it exchanges gradients.
 
     Raises:
         TypeError: it is none of the three.

@@ -33,7 +33,7 @@ def ddp_hook(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> "DDPHook":
-    """Make a communication hook that exchanges DDP's buckets as Bagua does. Collective.
+    """Return a DDP communication hook that reduces buckets with a Bagua exchange. Collective.
 
         ddp.register_comm_hook(None, bagua.interop.ddp_hook("bytegrad"))
 
@@ -67,7 +67,7 @@ def ddp_hook(
 
 @dataclass(eq=False)
 class _Slot:
-    """What is kept for one bucket, as long as it holds the same parameters."""
+    """State of one bucket, kept as long as the bucket has the same parameters."""
 
     params: tuple[int, ...]
     exchange: Exchange
@@ -75,7 +75,7 @@ class _Slot:
 
 
 class DDPHook:
-    """See `ddp_hook`. Residuals start at zero whenever DDP makes its buckets anew, and are not saved."""
+    """See `ddp_hook`. Residuals start at zero whenever DDP rebuilds its buckets, and are not saved."""
 
     def __init__(self, chosen: Algorithm | Exchange, team: Team, device: torch.device) -> None:
         self.__name__ = self.__qualname__ = "bagua_hook"  # DDP logs it
@@ -91,7 +91,7 @@ class DDPHook:
         atexit.register(_stop_lanes)
 
     def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin to exchange `bucket`; the future holds its buffer. `state` is not used.
+        """Launch the exchange of `bucket`; the future returns its buffer. `state` is not used.
 
         Raises (the future, hence `backward()`):
             RuntimeError: with the text of a `CommunicationError` that says what failed, and names ranks that are gone.
@@ -126,11 +126,11 @@ class DDPHook:
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank, so far."""
+        """Bytes that this rank has sent so far."""
         return sum(meter.sent for meter in self._lane.groups.meters)
 
     def stop(self, timeout_s: float = _STOP_S) -> None:
-        """End the lane; a module that has this hook can train no more."""
+        """End the lane; a module with this hook can no longer train."""
         self._lane.stop(timeout_s)
 
     def _slot(self, bucket: dist.GradBucket, flat: Tensor) -> _Slot:
@@ -144,14 +144,14 @@ class DDPHook:
 
 
 class _Failures:
-    """What went wrong first, and who is gone."""
+    """The first failure, and the ranks that are missing."""
 
     def __init__(self, team: Team, key: str) -> None:
         self.text: str | None = None
         self._team, self._key = team, key
 
     def find_out(self) -> None:
-        """Wait a little for the other ranks to fail too, and note who does not."""
+        """Wait a few seconds for the other ranks to fail too, and record the ranks that do not."""
         self.text = f"{self.text}{self._team.describe_missing(self._key, _SIGN_OF_LIFE_S)}"
 
     def check(self, future: torch.futures.Future[Tensor]) -> Tensor:
@@ -165,7 +165,7 @@ _live: weakref.WeakSet[DDPHook] = weakref.WeakSet()
 
 
 def _stop_lanes() -> None:
-    """Threads that are inside a collective when the interpreter goes down would abort the process."""
+    """Stop lanes at exit: threads inside a collective at interpreter shutdown would abort the process."""
     for hook in list(_live):
         hook.stop()
 

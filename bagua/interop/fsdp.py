@@ -43,7 +43,7 @@ def compress_fsdp(
     replica_group: Any = None,
     error_feedback: bool | None = None,
 ) -> CompressedFSDP:
-    """Let the FSDP2 modules in `model` send less. Collective; call it after `fully_shard` and before training.
+    """Compress the communication of FSDP2 modules in `model`. Collective; call it after `fully_shard`.
 
     Args:
         model: has `fully_shard` been applied to, to itself or to parts of it.
@@ -96,7 +96,7 @@ def compress_fsdp(
 
 
 class CompressedFSDP:
-    """What `compress_fsdp` keeps. `state_dict` is this rank's own: save it on every rank.
+    """Handle returned by `compress_fsdp`. `state_dict` differs between ranks: save it on every rank.
 
     Attributes:
         meter: bytes that this rank's compressed collectives sent and received.
@@ -110,7 +110,7 @@ class CompressedFSDP:
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank, so far."""
+        """Bytes that this rank has sent so far."""
         return self.meter.sent + sum(meter.sent for meter in (self._groups.meters if self._groups else ()))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -127,7 +127,7 @@ class CompressedFSDP:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put back what `state_dict` returned on this rank.
+        """Load what `state_dict` returned on this rank.
 
         Raises:
             ValueError: it was made for other modules or other arguments.
@@ -220,7 +220,7 @@ class _Replica:
 
 
 class _Comm:
-    """What the two below share: a group of Bagua's around FSDP's own, scratch memory, and allocation."""
+    """Base of the two classes below: Bagua's group around FSDP's, scratch memory, and allocation."""
 
     def __init__(self, codec: Codec, meter: Meter) -> None:
         self.codec = codec
@@ -249,7 +249,7 @@ class _Comm:
 
 
 class _ReduceScatter(_Comm):
-    """Every rank encodes its gradients of everyone's shard; the owner decodes and sums them."""
+    """Reduce-scatter with a codec: every rank encodes its gradients of each shard; the owner decodes and sums them."""
 
     def __init__(self, codec: Codec, error_feedback: bool, meter: Meter) -> None:
         super().__init__(codec, meter)
@@ -280,7 +280,7 @@ class _ReduceScatter(_Comm):
 
 
 class _AllGather(_Comm):
-    """The owner of a shard encodes it once; everyone, the owner too, computes with what comes out."""
+    """All-gather with a codec: the owner encodes its shard once; all ranks, the owner too, use the decoded values."""
 
     @torch.no_grad()
     def __call__(
@@ -305,7 +305,7 @@ class _AllGather(_Comm):
 
 
 def _weight(op: Any, size: int) -> float:
-    """What the sum is multiplied with.
+    """Factor of the sum.
 
     Raises:
         ValueError: an operation that is neither sum nor mean.

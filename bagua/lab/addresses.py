@@ -1,4 +1,4 @@
-"""A private network that this machine does not use itself."""
+"""Choice of a private network that this machine does not use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words that the relay and the cluster share: settings go one way, counters the other. Layout: relay.cpp."""
+"""Shared memory of the relay and the cluster: settings and counters. Layout: relay.cpp."""
 
 from __future__ import annotations
 

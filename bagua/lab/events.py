@@ -1,4 +1,4 @@
-"""What is to happen to a host at which time of a job: `5s:cut:1`."""
+"""Timed events of a job, such as `5s:cut:1`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def parse_event(text: str, num_hosts: int) -> Event:
 
 
 def apply_event(event: Event, host: Host, link: Link) -> Link:
-    """Does it to the host, which has `link`.
+    """Apply the event to the host, which has `link`.
 
     Returns:
         the host's link from now on.

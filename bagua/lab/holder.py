@@ -1,4 +1,4 @@
-"""The first process of an emulated host: holds its namespaces, and acts on all its processes at once.
+"""The first process of an emulated host: keeps its namespaces, and controls its processes.
 
 It is process 1 of the host's pid namespace, so the kernel kills every process of the host when it ends; and it ends
 when the supervisor does, whatever ended that, because its end of their socket then reads end-of-file.

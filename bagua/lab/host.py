@@ -1,4 +1,4 @@
-"""One host of an emulated cluster: where processes are started, and what can happen to it."""
+"""One host of an emulated cluster: starts processes, and injects faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Backend(Protocol):
 
 
 class Owner(Protocol):
-    """What a host needs of the cluster that it belongs to."""
+    """Protocol: what a host needs from its cluster."""
 
     @property
     def hosts(self) -> Sequence[Host]:
@@ -140,7 +140,7 @@ class Host:
         self._cluster.open_backend().set_link(self.index, link)
 
     def cut(self) -> None:
-        """Pulls the cable: frames from and to this host vanish, and nobody is told.
+        """Cuts the link: frames from and to this host are dropped silently.
 
         Raises:
             LabError: if the cluster's wire is "veth".
@@ -148,7 +148,7 @@ class Host:
         self._cluster.open_backend().set_cut(self.index, True)
 
     def restore(self) -> None:
-        """Plugs it in again."""
+        """Restores the link after `cut`."""
         self._cluster.open_backend().set_cut(self.index, False)
 
     def pause(self) -> None:
@@ -164,7 +164,7 @@ class Host:
         self._cluster.open_backend().ask(self.index, "kill")
 
     def slow(self, speed: float) -> None:
-        """Lets the host's processes run for this fraction of the time, and writes it into `speed_file`.
+        """Limits the host's processes to this fraction of the time, and writes it to `speed_file`.
 
         A process that sleeps is not slowed by being stopped; emulated compute reads the file.
 

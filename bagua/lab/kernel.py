@@ -1,4 +1,4 @@
-"""The few calls to the Linux kernel that Python's standard library lacks: namespaces, devices, links.
+"""Linux kernel calls that Python's standard library lacks: namespaces, devices, links.
 
 Source: namespaces(7), netdevice(7), rtnetlink(7), packet(7), and Documentation/networking/tuntap.rst of Linux.
 """

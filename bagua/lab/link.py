@@ -1,4 +1,4 @@
-"""What joins a host to the switch: bandwidth, latency, jitter, loss; and the strings that name them."""
+"""`Link`: bandwidth, latency, jitter and loss between a host and the switch; parsing of their strings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 
 @dataclass(frozen=True)
 class Link:
-    """One host's cable. Both directions have these properties, each on its own.
+    """Link of one host to the switch. Each direction has these properties.
 
     Between two hosts a frame crosses the sender's uplink and the receiver's downlink: the slower bandwidth holds, each
     link has half of the latency and of the jitter, and so links that are alike give a one-way `latency`.

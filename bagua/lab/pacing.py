@@ -1,4 +1,4 @@
-"""Where neither root nor a user namespace can be had: a bandwidth for every TCP socket, and nothing else.
+"""Pacing mode, without root or user namespaces: limits the bandwidth of each TCP socket, and nothing else.
 
 A library that is preloaded into the processes sets SO_MAX_PACING_RATE at connect and accept. All hosts are this
 machine. Not emulated: latency, jitter, loss, queues, links that connections share, cables that are pulled.

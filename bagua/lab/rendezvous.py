@@ -1,4 +1,4 @@
-"""How the launchers of a job on several hosts find each other."""
+"""Rendezvous of the launchers of a job on several hosts."""
 
 from __future__ import annotations
 

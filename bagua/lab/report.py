@@ -1,4 +1,4 @@
-"""What went over the wires of a cluster, and whether the machine kept up."""
+"""Report of a cluster: bytes per link, and whether the machine kept up."""
 
 from __future__ import annotations
 

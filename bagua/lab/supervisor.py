@@ -87,7 +87,7 @@ class Supervisor:
         }
 
     def _uplinks(self) -> bool:
-        """Has the hosts' kernels hold back what the relay would otherwise have to; false where they cannot.
+        """Rate-limit in the hosts' kernels instead of the relay; false where that is impossible.
 
         A frame that waits in the relay has left the host for its sockets: they would fill it as far as their windows
         go, megabytes on a slow link, where a network card lets each socket have a frame or two under way.

@@ -1,4 +1,4 @@
-"""Mixture of experts: a layer whose experts are spread over the ranks, and each token goes to one or two of them."""
+"""Mixture of experts: a layer with its experts sharded over the ranks; each token goes to one or two of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient clipping by one norm of all parameters, of which each rank holds some alone.
+"""Gradient clipping by the norm of all parameters, including experts on other ranks.
 
 Legend: R = ranks.
 """
@@ -77,7 +77,7 @@ def clip_grad_norm_(
 
 
 def _split(parameters: nn.Module | Tensor | Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters of this rank alone, and those that all ranks hold."""
+    """Split parameters into rank-local and replicated ones."""
     if isinstance(parameters, nn.Module):
         local = rank_local_names(parameters)
         params = list(parameters.named_parameters())

@@ -1,4 +1,4 @@
-"""The experts of one rank."""
+"""`Experts`: the experts of one rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_moe_param(param: Tensor) -> bool:
 
 
 class Experts(nn.Module):
-    """Copies of one module, each of which gets rows of its own.
+    """Copies of one module, each applied to its own rows.
 
     Args:
         expert: rows [T, M] to rows [T, M], for any T, 0 included; of a tuple the first entry counts.
@@ -54,7 +54,7 @@ class Experts(nn.Module):
                 param.expert = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Give the first `counts[0]` of `rows` to expert 0, the next `counts[1]` to expert 1, and so on.
+        """Apply expert 0 to the first `counts[0]` of `rows`, expert 1 to the next `counts[1]`, and so on.
 
         Raises:
             ValueError: an expert changed the shape.

@@ -1,4 +1,4 @@
-"""The network that chooses experts."""
+"""`TopKGate`: the gating network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _JITTER = 1e-2
 
 
 class TopKGate(nn.Module):
-    """A linear layer without bias whose outputs are the logits of the experts; computed in fp32 at least.
+    """Gating network: a linear layer without bias whose outputs are the experts' logits; computed in fp32 or fp64.
 
     Args:
         model_dim: elements of a token.

@@ -1,4 +1,4 @@
-"""The layer: gate, way to the experts, experts, way back.
+"""The MoE layer: gate, all-to-all, experts, all-to-all.
 
 Legend: S = tokens of this rank, M = elements of a token, T = rows sent, U = rows received, R = ranks,
 n = experts of a rank, E = R n experts.
@@ -25,7 +25,7 @@ _GRADIENTS = ("mean", "sum")
 
 
 class MOELayer(nn.Module):
-    """What `MoE` is without its dropout. Its parts have the names that checkpoints of the original have.
+    """`MoE` without dropout. Its submodules have the names of Bagua 0.9's checkpoints.
 
     Attributes:
         l_aux: the load-balancing loss of the last forward pass; differentiable. None before.
@@ -73,7 +73,7 @@ class MOELayer(nn.Module):
         return {**self.__dict__, "l_aux": None}  # a tensor of a graph, which cannot be copied
 
     def forward(self, input: Tensor, used_token: Tensor | None = None) -> Tensor:
-        """Return what the experts make of `input` [..., M], in its shape; 0 for tokens without an expert."""
+        """Return the experts' weighted outputs for `input` [..., M], in its shape; 0 for tokens without an expert."""
         width = self.gate.wg.in_features
         if input.dim() < 1 or input.shape[-1] != width:
             raise ValueError(f"hidden_states: expected [..., {width}], got {list(input.shape)}")
@@ -132,7 +132,7 @@ def _by_expert(counts_Rn: list[list[int]], device: torch.device) -> tuple[Tensor
 
 
 class MoE(nn.Module):
-    """A mixture of experts that are spread over the ranks: rank r holds experts r n to r n + n - 1.
+    """Mixture of experts, sharded over the ranks: rank r holds experts r n to r n + n - 1.
 
     A gate chooses one or two experts for each token. Rows travel to the ranks of their experts and back, and nothing
     else does: places that are not taken are not sent. Each forward pass in training and evaluation is collective, and
@@ -158,7 +158,7 @@ class MoE(nn.Module):
         random_token_selection: which tokens are dropped is drawn, in training with k = 1; else the last ones are.
         codec: name or instance of the codec in which rows travel, "minmax_uint8" for 8 bits; None sends them exactly.
         grad_codec: the same for their gradients in the backward pass.
-        gradient: "mean": of an expert, that of the mean of the ranks' losses. "sum": of their sum, as the original has
+        gradient: "mean": of an expert, that of the mean of the ranks' losses. "sum": of their sum, as Bagua 0.9 has
             it; with algorithms that sum, too.
         process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`, the one of `bagua.distribute`; None for all
             ranks.
@@ -170,7 +170,7 @@ class MoE(nn.Module):
     Bytes: per step with T rows sent to other ranks: 4 T M elements, that is two of T M in the forward and two in the
         backward pass, on average each way; and 8 (R-1) (n + 2) of row counts.
     Source: arXiv:2006.16668 (GShard), arXiv:2101.03961 (Switch Transformer).
-    Differs: from the original in places that are not sent, the gradient's scale, evaluation without noise,
+    Differs: from Bagua 0.9 in places that are not sent, the gradient's scale, evaluation without noise,
         `min_capacity` and `used_token` with k = 2 too, and fewer tokens than `min_capacity`.
 
     Examples:
@@ -230,7 +230,7 @@ class MoE(nn.Module):
         self.dropout = nn.Dropout(output_dropout_prob)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Give each token to its experts.
+        """Route each token to its experts.
 
         Args:
             hidden_states: [..., M].

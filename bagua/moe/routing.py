@@ -1,4 +1,4 @@
-"""Which expert gets which token, and with which weight its output counts.
+"""Routing: which experts get a token, and the weights of their outputs.
 
 Legend: S = tokens of this rank, E = experts of all ranks, T = rows that are sent (a token may go to two experts).
 """
@@ -17,7 +17,7 @@ __all__ = ["Routing", "capacity_of", "top_1", "top_2"]
 
 @dataclass(frozen=True)
 class Routing:
-    """The rows to send, sorted by expert, and what becomes of the answers.
+    """The rows to send, sorted by expert, and the weights of the outputs.
 
     Attributes:
         token_T: the token of each row. Rows of one expert: first choices, then second ones, each in token order.

@@ -1,4 +1,4 @@
-"""The ranks over which experts are spread, and how rows travel between them.
+"""`Spread`: the ranks that hold the experts, and the exchange of rows between them.
 
 Legend: R = ranks, T = rows that leave, U = rows that come, M = elements of a row, n = experts of a rank.
 """
@@ -26,7 +26,7 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class _Lane:
-    """Connections of their own for the layers of one process group and device: nobody else's messages come between."""
+    """Separate connections for the layers of one process group and device."""
 
     def __init__(self, team: Team) -> None:
         self.name = team.next_lane()
@@ -38,7 +38,7 @@ _lanes: weakref.WeakKeyDictionary[Any, dict[str, _Lane]] = weakref.WeakKeyDictio
 
 
 class Spread:
-    """The ranks of a process group. Connections are opened when the first rows travel.
+    """The ranks of a process group. Connections are opened when the first rows are exchanged.
 
     Attributes:
         size: number of ranks; 1 where there is no process group.
@@ -59,14 +59,14 @@ class Spread:
         return _alone_or_default, (self.size,)
 
     def count(self, counts_E: Sequence[int], rows: Tensor) -> list[list[int]]:
-        """Tell each rank how many rows its experts will get from me. Collective.
+        """Exchange the numbers of rows that each rank's experts will get. Collective.
 
         Returns:
             [R][n]: rows from each rank for each of my experts.
 
         Raises:
             RankMismatchError: a rank has rows of another width or dtype: it runs another layer now.
-            CommunicationError: a rank is gone.
+            CommunicationError: the connection to a rank was lost.
         """
         width, num_local = rows.shape[1], len(counts_E) // self.size
         if self.size == 1:
@@ -89,7 +89,7 @@ class Spread:
         """Return every rank's `number`, a scalar, as [R] in the order of the ranks. Collective.
 
         Raises:
-            CommunicationError: a rank is gone.
+            CommunicationError: the connection to a rank was lost.
         """
         sent = number.detach().expand(self.size).contiguous()
         if self.size == 1:

@@ -1,4 +1,4 @@
-"""Rows to the ranks of their experts and back, as differentiable functions."""
+"""Differentiable exchange of rows with the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def travel(
     grad_codec: Codec | None = None,
     grad_scale: float = 1.0,
 ) -> Tensor:
-    """`Spread.exchange`, whose gradient travels the other way. Collective, and so is its backward pass.
+    """Differentiable `Spread.exchange`. Collective, and so is its backward pass.
 
     Args:
         rows_TM, spread, to, fro, codec: as there. The gradient takes the codec as the identity.

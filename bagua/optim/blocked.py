@@ -1,4 +1,4 @@
-"""Ranges of dense tensors that fit a cache, walked through side by side.
+"""Iteration over cache-sized ranges of several dense tensors at once.
 
 A step makes a dozen operations, one after the other. Over whole tensors each of them reads and writes memory, and
 each temporary is memory that the system has yet to hand out. Over a range, all but the first find theirs in the cache.
@@ -34,7 +34,7 @@ def _longest() -> int:
 
 
 def batches(live: Sequence[Live]) -> Iterator[Batch]:
-    """Cut `live` into what is stepped together.
+    """Split `live` into batches that are stepped together.
 
     On a CPU that is one large parameter, or several small ones that are no more than a range together; on other
     devices all.
@@ -62,7 +62,7 @@ def _batch(live: Sequence[Live]) -> Batch:
 
 
 def ranges(*columns: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Walk through the tensors of one batch: parameters, their gradients, moments and so on, each in one list.
+    """Iterate over the tensors of one batch: parameters, gradients, moments and so on, each in one list.
 
     Yields lists like `columns`. If they hold one large tensor each and these lie in memory alike, lists of one flat
     range each, otherwise `columns` themselves. What is done to a range is done to the tensor.

@@ -11,7 +11,7 @@ __all__ = ["check_betas", "check_flag", "check_number", "check_steps"]
 
 
 def check_number(name: str, value: Any, low: float = 0.0, high: float = math.inf, *, open_low: bool = False) -> None:
-    """Refuse what is no finite number within `low` (left out if `open_low`) and `high`.
+    """Check that an option is a finite number within `low` (left out if `open_low`) and `high`.
 
     Raises:
         ValueError: names the argument.
@@ -26,7 +26,7 @@ def check_number(name: str, value: Any, low: float = 0.0, high: float = math.inf
 
 
 def check_betas(name: str, value: Any) -> None:
-    """Refuse what are not two numbers in [0, 1).
+    """Check that an option is two numbers in [0, 1).
 
     Raises:
         ValueError: names the argument.
@@ -37,7 +37,7 @@ def check_betas(name: str, value: Any) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False.
+    """Check that an option is True or False.
 
     Raises:
         ValueError: names the argument.

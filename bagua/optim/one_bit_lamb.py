@@ -1,4 +1,4 @@
-"""LAMB that fixes its second moment and its scaling after a warm-up."""
+"""1-bit LAMB: fixes second moments and scaling coefficients after a warm-up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["OneBitLamb"]
 
 
 class OneBitLamb(TwoStage):
-    """LAMB for `warmup_steps` steps, then LAMB with fixed second moments. Made for the algorithm "one_bit_lamb".
+    """LAMB for `warmup_steps` steps, then LAMB with fixed second moments. Used with the algorithm "one_bit_lamb".
 
     Per parameter tensor ("layer"), with g the mean gradient:
 
@@ -92,7 +92,7 @@ class OneBitLamb(TwoStage):
         super().__init__(params, defaults)
 
     def check_options(self, options: dict[str, Any]) -> None:
-        """Refuse wrong options of a parameter group."""
+        """Check the options of a parameter group."""
         super().check_options(options)
         check_warmup(options)
         check_number("min_coeff", options["min_coeff"])

@@ -1,4 +1,4 @@
-"""Adam that fixes its second moment after a warm-up."""
+"""QAdam: Adam with a second moment that is fixed after a warm-up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["QAdam"]
 
 
 class QAdam(TwoStage):
-    """Adam for `warmup_steps` steps; then the second moment v stays as it is. Made for the algorithm "qadam".
+    """Adam for `warmup_steps` steps; then the second moment v is fixed. Used with the algorithm "qadam".
 
         g  = gradient + weight_decay x              or, decoupled,  x *= 1 - lr weight_decay  at every step
         m  = b1 m + (1 - b1) g
@@ -44,11 +44,11 @@ class QAdam(TwoStage):
     Raises:
         ValueError: an argument is wrong; the message names it.
 
-    Source: arXiv:2102.02888 (1-bit Adam), algorithm 1; the original's QAdamOptimizer; arXiv:1711.05101 (AdamW),
+    Source: arXiv:2102.02888 (1-bit Adam), algorithm 1; Bagua 0.9's QAdamOptimizer; arXiv:1711.05101 (AdamW),
         algorithm 2.
-    Differs: the paper and the original let 1 - b2^k grow on although v no longer does, so that after a warm-up of
+    Differs: the paper and Bagua 0.9 let 1 - b2^k grow on although v no longer does, so that after a warm-up of
         100 steps with b2 = 0.999 the step size grows by 3.2; here it is fixed together with v. Neither has
-        `variance_floor`; 0 turns it off. The original
+        `variance_floor`; 0 turns it off. Bagua 0.9
         reused an old m at the step in which the stages change, and left weight decay out of m afterwards.
 
     Examples:
@@ -75,7 +75,7 @@ class QAdam(TwoStage):
         super().__init__(params, defaults)
 
     def check_options(self, options: dict[str, Any]) -> None:
-        """Refuse wrong options of a parameter group."""
+        """Check the options of a parameter group."""
         super().check_options(options)
         check_warmup(options)
 

@@ -1,4 +1,4 @@
-"""What the optimizers of this package share: Adam's state, two stages, and the momentum space."""
+"""Base class of two-stage optimizers: Adam's state, warm-up, and conversion between gradients and momenta."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TwoStage"]
 
 
 class TwoStage(torch.optim.Optimizer):
-    """An optimizer with Adam's moments, which runs as usual first and keeps its second moment fixed afterwards.
+    """Optimizer with Adam's moments: a normal warm-up, then a fixed second moment.
 
     While the second moment is fixed, a step is linear in the momentum, so the workers may average quantised
     momenta instead of exact gradients. `to_momentum` and `to_gradient` are the way there and back:
@@ -41,7 +41,7 @@ class TwoStage(torch.optim.Optimizer):
         self.recount()
 
     def check_options(self, options: dict[str, Any]) -> None:
-        """Refuse what a parameter group must not hold.
+        """Check the options of a parameter group.
 
         Raises:
             ValueError: names the option.
@@ -81,7 +81,7 @@ class TwoStage(torch.optim.Optimizer):
         self.recount()
 
     def recount(self) -> None:
-        """Learn the number of steps from the state; for those who put state in from outside."""
+        """Recount the steps from the state, after state was written from outside."""
         self._num_steps = max((slot.get("step", 0) for slot in self.state.values()), default=0)
 
     @property
@@ -204,7 +204,7 @@ def update_moments(
 
 
 def check_warmup(options: dict[str, Any]) -> None:
-    """Refuse a warm-up of no step: there would be no second moment to keep.
+    """Check that the warm-up has at least one step: without it there is no second moment.
 
     Raises:
         ValueError: names the option.

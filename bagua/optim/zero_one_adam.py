@@ -1,4 +1,4 @@
-"""Adam that learns its second moment ever more seldom, and then makes steps without communication."""
+"""0/1 Adam: Adam with ever rarer updates of the second moment, and later local steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["StepKind", "ZeroOneAdam"]
 
 
 class StepKind(Enum):
-    """What the ranks share in one step."""
+    """What the ranks exchange in one step."""
 
     EXACT = "exact mean of gradients; the second moment is updated"
     MOMENTUM = "mean of quantised momenta"
@@ -26,7 +26,7 @@ class StepKind(Enum):
 
 
 class ZeroOneAdam(TwoStage):
-    """0/1 Adam. Made for the algorithm "zero_one_adam", without which the ranks never meet.
+    """0/1 Adam. Used with the algorithm "zero_one_adam"; alone it does not communicate.
 
     Steps k = 1, 2, ... of the optimizer as a whole; l_k = lr / (1 - b1^k), D = sqrt(v / (1 - b2^j)) + eps after j
     updates of v:
@@ -115,7 +115,7 @@ class ZeroOneAdam(TwoStage):
         super().__init__(params, {**defaults, "num_steps": 0})
 
     def check_options(self, options: dict[str, Any]) -> None:
-        """Refuse wrong options of a parameter group."""
+        """Check the options of a parameter group."""
         super().check_options(options)
         for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
             check_steps(name, options[name])
@@ -128,7 +128,7 @@ class ZeroOneAdam(TwoStage):
         self._num_steps = max(self._num_steps, *(group["num_steps"] for group in self.param_groups))
 
     def kind(self, step: int) -> StepKind:
-        """What the ranks share in step `step`, counted from 1; the same on all ranks."""
+        """What the ranks exchange in step `step`, counted from 1; the same on all ranks."""
         options = self.param_groups[0]
         if step <= options["var_freeze_step"]:
             since, kappa = step - 1, options["var_update_scaler"]

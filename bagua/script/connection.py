@@ -1,4 +1,4 @@
-"""One node of a job over ssh: started, listened to, and ended."""
+"""The ssh connection to one node of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All nodes of a job: watched until they have ended, and ended together."""
+"""Runs a job on all nodes: monitors them until they end, and ends them together."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Images per second of known models on made-up data: `bagua_sys_perf` and examples/synthetic_benchmark.py."""
+"""Images per second of known models on synthetic data: `bagua_sys_perf` and examples/synthetic_benchmark.py."""

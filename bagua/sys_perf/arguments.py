@@ -15,7 +15,7 @@ _OWN_OPTIMIZER = ("qadam", "one_bit_lamb", "zero_one_adam")
 
 
 def get_args_parser(prog: str) -> ArgumentParser:
-    """The flags of the original's benchmark, and those that scale it down to a CPU."""
+    """The flags of Bagua 0.9's benchmark, and those that scale it down to a CPU."""
     names = [row.name for row in bagua.algorithms.available()]
     parser = ArgumentParser(
         prog=prog,

@@ -1,9 +1,9 @@
-"""`bagua_sys_perf`: samples per second of VGG-16, ResNet-50, BERT-Large and others on made-up data.
+"""`bagua_sys_perf`: samples per second of VGG-16, ResNet-50, BERT-Large and others on synthetic data.
 
     bagua run --nproc-per-node 2 --no-python bagua_sys_perf --model vgg16 --algorithm bytegrad
     bagua_sys_perf --model resnet50 --scale 0.25 --image-size 64                          one rank, on a CPU in a minute
 
-Differs: from the original, it runs on CPUs too, sums the rates of all ranks instead of multiplying that of rank 0, and
+Differs: from Bagua 0.9, it runs on CPUs too, sums the rates of all ranks instead of multiplying that of rank 0, and
 its --fp16-allreduce has an effect.
 """
 

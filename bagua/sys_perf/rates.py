@@ -23,7 +23,7 @@ class Interval(NamedTuple):
 
 
 def interval(rates: Tensor) -> Interval:
-    """Return mean and 1.96 population deviations of the iterations, as the original prints them.
+    """Return mean and 1.96 population deviations of the iterations, as Bagua 0.9 prints them.
 
     Shapes: [I].
     """

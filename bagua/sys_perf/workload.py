@@ -1,4 +1,4 @@
-"""A model with one made-up batch, and the loss of a step."""
+"""A model with one synthetic batch, and the loss of a step."""
 
 from __future__ import annotations
 

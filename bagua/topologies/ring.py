@@ -14,7 +14,7 @@ __all__ = ["Ring"]
 class Ring(Topology):
     """Both neighbours with weight 1/3 each; with two ranks both neighbours are the same one (2/3).
 
-    Source: arXiv:1705.09056 (D-PSGD), section 5; the same weights as the original's low-precision decentralized.
+    Source: arXiv:1705.09056 (D-PSGD), section 5; the same weights as Bagua 0.9's low-precision decentralized.
 
     Examples:
         >>> sorted(peer for peer, weight in bagua.topologies.Ring().peers(rank=0, size=8, step=0))

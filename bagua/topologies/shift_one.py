@@ -14,11 +14,11 @@ __all__ = ["ShiftOne"]
 class ShiftOne(Topology):
     """Ranks average in pairs, with another partner at every step.
 
-    An even number of ranks: the lower half is paired with the upper half, shifted by one each step, as in the original
+    An even number of ranks: the lower half is paired with the upper half, shifted by one each step, as in Bagua 0.9
     (which refuses odd numbers). An odd number: at step c rank r is paired with (c - r) mod size, and the one rank that
     would be paired with itself skips the step; each rank skips once in `size` steps.
 
-    Source: the original's `shift_one` peer selection mode.
+    Source: Bagua 0.9's `shift_one` peer selection mode.
     Differs: odd numbers of ranks work.
 
     Examples:

@@ -2,8 +2,8 @@
 
 complexities.py   what each sample costs: computed, given, or cached on disk
 progress.py       epoch and position, which all samplers here have; resuming in the middle of an epoch
-chunks.py         the original's sampler: neighbours in cost at the same step
-batches.py        the original's batch sampler: batches that a function makes
+chunks.py         Bagua 0.9's sampler: neighbours in cost at the same step
+batches.py        Bagua 0.9's batch sampler: batches that a function makes
 token_budget.py   batches of a budget of tokens
 """
 

@@ -1,4 +1,4 @@
-"""The original's batch sampler: a function makes batches of each rank's samples."""
+"""Load-balancing batch sampler: a function makes batches of each rank's samples."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["LoadBalancingDistributedBatchSampler"]
 
 
 class LoadBalancingDistributedBatchSampler(Progress[list[int]]):
-    """Batches that `batch_fn` makes of a rank's samples, as many on every rank.
+    """Batch sampler that applies `batch_fn` to a rank's samples, with equally many batches on every rank.
 
-    Each rank makes the batches of all ranks to know how many there are. A rank with fewer than the others begins
-    again with its first ones, or, with `drop_last`, the others leave out their last ones.
+    Each rank makes the batches of all ranks to know their number. A rank with fewer batches repeats its first
+    ones, or, with `drop_last`, the others drop their last ones.
 
     Args:
         sampler: gives the samples of all ranks. Set the epoch here or there.
         batch_fn: a list of samples to lists of samples; must not depend on the rank.
-        drop_last: as many batches as the rank with the fewest has.
+        drop_last: use the smallest number of batches of any rank.
 
     Raises:
-        TypeError: `sampler` is none of ours, or `batch_fn` cannot be called or gives no lists.
+        TypeError: `sampler` is of another class, or `batch_fn` cannot be called or gives no lists.
         ValueError: `batch_fn` makes no batch for one rank and some for another.
 
     Examples:
@@ -59,7 +59,7 @@ class LoadBalancingDistributedBatchSampler(Progress[list[int]]):
         super().set_epoch(epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state` was taken.
+        """Continue the next iteration where `state` was taken.
 
         Raises:
             ValueError: it was taken with other data, options or another number of ranks; names what differs.

@@ -1,4 +1,4 @@
-"""The original's sampler: samples of similar complexity go to the ranks in the same step."""
+"""Load-balancing sampler: in each step, all ranks get samples of similar complexity."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["LoadBalancingDistributedSampler"]
 
 
 class LoadBalancingDistributedSampler(Progress[int]):
-    """Gives each rank one of every R neighbours in order of complexity, in place of `DistributedSampler`.
+    """Sampler that gives all ranks samples of similar complexity in each step; replaces `DistributedSampler`.
 
     Samples are sorted by complexity and cut into chunks of R, one sample for each rank. The order of the chunks is
-    random, and new in each epoch set with `set_epoch`. Every sample comes once, except that up to R - 1 come twice
-    (or, with `drop_last`, not at all) so that all ranks have the same number.
+    random, and new in each epoch set with `set_epoch`. Every sample is used once, except that up to R - 1 are repeated
+    (or, with `drop_last`, dropped) so that all ranks have the same number.
 
     Args:
         dataset: has a length and is indexed by integers.
@@ -36,7 +36,7 @@ class LoadBalancingDistributedSampler(Progress[int]):
     Raises:
         ValueError, TypeError, RuntimeError: an argument is wrong; names it.
 
-    Differs: from the original, no sample comes twice while another is left out with `drop_last`.
+    Differs: from Bagua 0.9, no sample comes twice while another is left out with `drop_last`.
 
     Examples:
         >>> texts = ["a", "to be", "or", "not to be"]

@@ -1,4 +1,4 @@
-"""What each sample costs."""
+"""Complexities: the cost of each sample."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def as_complexities(values: Sequence[float] | Tensor | Any, name: str) -> Tensor
 
 
 def fingerprint(values: Tensor) -> str:
-    """Tells one [N] fp64 tensor from another, whatever the number of threads; not against intent."""
+    """Fingerprint of an [N] fp64 tensor, independent of the number of threads; not cryptographic."""
     bits = values.contiguous().view(torch.int64)
     odd = torch.arange(len(bits)) * 2 + 1
     return f"{len(bits)}-{int(bits.sum()) & (2**64 - 1):016x}-{int((bits * odd).sum()) & (2**64 - 1):016x}"
 
 
 def _read(path: Path, count: int, key: str) -> Tensor | None:
-    """What is cached for such a dataset; None if that cannot be said."""
+    """Read the cached complexities; None if they are missing or do not match."""
     try:
         stored = torch.load(path, weights_only=True)
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def _read(path: Path, count: int, key: str) -> Tensor | None:
 
 
 def _write(path: Path, values: Tensor, key: str) -> None:
-    """All at once: another rank reads the whole file or none."""
+    """Write atomically: another rank reads the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -34,7 +34,7 @@ class Progress(Sampler[_T], Generic[_T]):
         raise NotImplementedError
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. A position that was loaded is kept if the epoch is the loaded one.
+        """Set the epoch of the next iteration. A loaded position is kept if it is of the same epoch.
 
         Raises:
             ValueError: not an integer >= 0.
@@ -53,7 +53,7 @@ class Progress(Sampler[_T], Generic[_T]):
         self._given = 0
 
     def state_dict(self, given: int | None = None) -> dict[str, Any]:
-        """Where this epoch stands; equal on all ranks.
+        """Position in this epoch; equal on all ranks.
 
         Args:
             given: how many items of the epoch the training has used. None takes those given out, which are more
@@ -68,7 +68,7 @@ class Progress(Sampler[_T], Generic[_T]):
         return {"epoch": self.epoch, "position": position, **self._circumstances()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state` was taken.
+        """Continue the next iteration where `state` was taken.
 
         Raises:
             ValueError: it was taken with other data, options or another number of ranks; names what differs.

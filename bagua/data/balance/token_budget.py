@@ -1,4 +1,4 @@
-"""Batches of a budget of tokens, equally costly on all ranks in every step."""
+"""Token-budget batches with equal cost on all ranks in every step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TokenBudgetBatchSampler"]
 
 
 class TokenBudgetBatchSampler(Progress[list[int]]):
-    """Batches of samples of similar length that, padded to their longest one, hold at most `max_tokens` tokens.
+    """Batch sampler: samples of similar length, with at most `max_tokens` tokens per batch after padding.
 
     Samples are sorted by length, jittered, and cut into steps of R * k samples, with k as large as the budget allows
     for the longest from there on. Within a step, longest first, they are dealt out to the ranks there and back, so

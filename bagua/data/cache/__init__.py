@@ -1,4 +1,4 @@
-"""Samples that are computed once: loaders and datasets over stores in memory, in a file or on servers."""
+"""Sample cache: loaders and datasets over stores in memory, in a file or on servers."""
 
 from __future__ import annotations
 

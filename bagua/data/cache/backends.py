@@ -1,4 +1,4 @@
-"""The backends by name, as values that can be sent to DataLoader workers and open their store there."""
+"""Cache backends by name: picklable settings from which DataLoader workers open their store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Get a sample from the cache, or compute it and keep it."""
+"""`CacheLoader`: get a sample from the cache, or compute and store it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = str | int | bytes
 
 @dataclass
 class CacheStats:
-    """What a loader did in this process.
+    """Hits and misses of a loader in this process.
 
     Attributes:
         num_hits: samples that came from the cache.
@@ -32,15 +32,15 @@ class CacheStats:
 
 
 class CacheLoader:
-    """`loader.get(key, load_fn)` returns what `load_fn(key)` returns, computed once.
+    """Cache of samples: `loader.get(key, load_fn)` returns `load_fn(key)`, computed once.
 
-    May be handed to DataLoader workers of any kind and used by several threads. Returned samples are the caller's own.
+    Works in DataLoader workers of any kind and in several threads. The caller may modify returned samples.
 
     Args:
         backend: "lmdb" (a file all processes of a node share), "memory" (this process only) or "redis" (servers).
-        dataset_name: keys of loaders with other names are others. Take another name when the way samples are computed
+        dataset_name: namespace of the keys. Use another name when the way samples are computed
             changes and the store outlives the job.
-        capacity_per_node: bytes after which entries make room for others; None: as the backend says.
+        capacity_per_node: bytes after which entries are evicted; None: as the backend says.
         writer_buffer_size: entries written at once.
         serializer: "plain" (numbers, text, bytes, tensors, arrays, images, nested) or "pickle" (anything). Whoever can
             write to the store can run code in a process that reads pickles from it.

@@ -1,4 +1,4 @@
-"""A dataset whose samples are computed once."""
+"""`CachedDataset`: a dataset whose samples are computed once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["CachedDataset"]
 
 
 class CachedDataset(Dataset[Any]):
-    """`dataset`, with samples that come from a cache once they were computed.
+    """Dataset whose samples are cached once they were computed.
 
-    Put into `dataset` what is the same in every epoch, and random augmentation behind it: a sample is cached as it
-    first came. Batches of a DataLoader are asked for at once.
+    `dataset` should do only work that is the same in every epoch; apply random augmentation afterwards, because the
+    first result is cached. The samples of a DataLoader's batch are requested together.
 
     Args:
         dataset: anything with `__getitem__`; `__len__` and `__getitems__` are passed on if it has them.

@@ -1,4 +1,4 @@
-"""How much memory and disk a cache may take where the user does not say."""
+"""Default capacity of a cache in memory and on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RESERVED_BYTES = 1 << 30
 
 
 def check_capacity(capacity_per_node: int | None) -> None:
-    """Refuse what is no capacity.
+    """Check that a capacity is an integer of at least 1 MiB.
 
     Raises:
         TypeError: it is no integer.

@@ -1,4 +1,4 @@
-"""What a process holds of a store: the open store and the thread that writes to it.
+"""A process's client of a store: the open store and its writer thread.
 
 All loaders of a process that name the same backend share one. A forked or spawned process opens its own at its first
 use, so a loader may be handed to DataLoader workers of any kind.

@@ -1,4 +1,4 @@
-"""One store made of several: each key on one of them."""
+"""A sharded store: each key on one of several stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ClusterStore"]
 class ClusterStore:
     """Entries spread over `stores` by consistent hashing of their keys.
 
-    While one of the stores is away its keys are misses; they do not move to the others.
+    While a store is unreachable its keys are misses; they do not move to the others.
 
     Args:
         stores: by name; names decide where keys go, so they must be alike in all processes.

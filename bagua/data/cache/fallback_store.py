@@ -1,4 +1,4 @@
-"""A store that may fail: training goes on without it, and with it again when it is back."""
+"""A store that may fail: training continues without it, and uses it again when it responds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _REST_S = 5.0  # without writing, after a store said that it is full
 
 
 class FallbackStore:
-    """`store`, with reading and writing that never raise StoreError.
+    """Wraps `store`: reading and writing never raise StoreError.
 
-    While the store is unreachable there are no entries and writes are dropped; a thread asks every so often whether
-    it is back. A store that is full is read, and written again after a few seconds. The first trouble of either kind
-    in a process is a warning in the log "bagua", later ones are on level INFO.
+    While the store is unreachable there are no entries and writes are dropped; a thread polls whether
+    it responds again. A store that is full is read, and written again after a few seconds. The first failure of either
+    kind in a process is a warning in the log "bagua", later ones are on level INFO.
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -33,11 +33,11 @@ class FallbackStore:
         self._warned: set[str] = set()
 
     def get(self, key: bytes) -> Buffer | None:
-        """Return the value, or None, also if the store is away."""
+        """Return the value, or None, also if the store is unreachable."""
         return self.mget([key])[0]
 
     def mget(self, keys: Sequence[bytes]) -> list[Buffer | None]:
-        """Return the values of `keys`, all None if the store is away."""
+        """Return the values of `keys`, all None if the store is unreachable."""
         if not self._away:
             try:
                 return self._store.mget(keys) if len(keys) > 1 else [self._store.get(keys[0])] if keys else []
@@ -70,7 +70,7 @@ class FallbackStore:
         self._store.clear()
 
     def status(self) -> StoreStatus:
-        """Return what the store says, or that it is away."""
+        """Return the store's status, or that it is unavailable."""
         try:
             return self._store.status()
         except StoreError:

@@ -1,4 +1,4 @@
-"""An entry as it lies in a store: a head that tells whether the rest is whole, and the payload."""
+"""The format of an entry in a store: a header with a checksum, and the payload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which address of this machine a server listens on."""
+"""The address that a cache server listens on."""
 
 from __future__ import annotations
 

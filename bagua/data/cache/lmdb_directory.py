@@ -1,4 +1,4 @@
-"""The directory of an LMDB cache: one that lasts, or one that goes with the job."""
+"""The directory of an LMDB cache: persistent, or removed with the job."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def note_synced(path: Path, txn: int) -> None:
 
 
 def condemn(path: Path) -> None:
-    """Have the next job discard the file: it is damaged."""
+    """Mark the file as damaged, so that the next job discards it."""
     with contextlib.suppress(OSError), _locked(path):
         _write_marker(path, {**_read_marker(path), "damaged": True})
 

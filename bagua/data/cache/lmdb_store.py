@@ -34,7 +34,7 @@ _open_paths: weakref.WeakValueDictionary[Path, LmdbStore] = weakref.WeakValueDic
 
 
 class LmdbStore:
-    """Entries in an LMDB file; one writer at a time on the node, any number of readers beside it.
+    """Store in an LMDB file: one writer at a time per node, any number of concurrent readers.
 
     A read makes one copy, from the map to memory of the sample's own: the map is read-only, and its pages are written
     anew by others once the read is over, so a tensor that lay in it could crash or change.

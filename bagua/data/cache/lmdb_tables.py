@@ -1,4 +1,4 @@
-"""What is in the LMDB file: entries, how often they are used, and one record of sums."""
+"""The tables of the LMDB file: entries, usage counts, and one record of totals."""
 
 from __future__ import annotations
 

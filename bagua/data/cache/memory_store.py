@@ -1,4 +1,4 @@
-"""The store within one process: a dictionary with a bound."""
+"""The in-process store: a dictionary with a capacity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OVERHEAD_BYTES = 256  # of the dictionaries, an entry
 
 
 class MemoryStore:
-    """Entries in this process's memory, gone with it. DataLoader workers have one each, which they do not share.
+    """Store in this process's memory. DataLoader workers have one each, which they do not share.
 
     Args:
         capacity_bytes: where eviction begins; None: half of the memory that is free now.

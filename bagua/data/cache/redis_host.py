@@ -1,4 +1,4 @@
-"""Where a Redis or Valkey server is and how to talk to it."""
+"""Address and credentials of a Redis or Valkey server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RedisHost:
 
 
 def parse_hosts(hosts: Iterable[Any]) -> tuple[RedisHost, ...]:
-    """Read what users give: `{"host": ..., "port": ...}` with more options, or `redis://:password@host:port/db`.
+    """Parse the option `hosts`: `{"host": ..., "port": ...}` with more options, or `redis://:password@host:port/db`.
 
     Raises:
         TypeError, ValueError: an entry is none of these; names it.

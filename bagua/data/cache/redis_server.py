@@ -1,4 +1,4 @@
-"""A Redis server of the job's own: started on a free port, restarted if it dies, ended with the job."""
+"""A Redis server started by the job: on a free port, restarted if it dies, ended with the job."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ exit "$code"
 
 
 class RedisServer:
-    """A server in memory, without persistence, that asks for a password nobody else knows.
+    """An in-memory server without persistence, with a generated password.
 
     The password is in a file of mode 0600 while the server starts, never on a command line. If the server dies it is
     started again, empty, on the same port. A killed job takes it along: its keeper notices.

@@ -1,4 +1,4 @@
-"""Which server holds a key: consistent hashing."""
+"""Consistent hashing of keys to servers."""
 
 from __future__ import annotations
 

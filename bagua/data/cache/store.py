@@ -1,4 +1,4 @@
-"""What a backend of the cache must do: keep bytes under keys."""
+"""Interface of cache backends: bytes stored under keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class StoreError(RuntimeError):
 
 
 class StoreFullError(StoreError):
-    """The store takes no more: its memory or its disk is full. What it holds can still be read."""
+    """The store's memory or disk is full. Its entries can still be read."""
 
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """What a store says of itself.
+    """Status of a store.
 
     Attributes:
         available: whether it answers.

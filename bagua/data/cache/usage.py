@@ -1,4 +1,4 @@
-"""Which entries make room: the least frequently used, with counts that fade.
+"""Eviction policy: least frequently used, with counts that decay.
 
 Epochs read every sample once, in another order each time. With room for half of the samples, evicting the least
 recently used would keep some 15 % of them useful, keeping what is there keeps 50 %. So an entry is replaced only by
@@ -55,7 +55,7 @@ class Usage:
 
 @dataclass
 class Clock:
-    """What a bounded store knows of itself.
+    """Counters of a bounded store.
 
     Attributes:
         tick: how often counts were halved.

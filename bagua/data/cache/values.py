@@ -1,4 +1,4 @@
-"""Samples to bytes and back, without pickle: bytes from a store never run code.
+"""Serialisation of samples without pickle: bytes from a store never run code.
 
 A payload is the length of an outline (8 bytes), the outline (JSON), and the raw bytes of tensors, arrays and byte
 strings, each at a multiple of 64. In the outline everything but None, bool, float, str and small int is an object

@@ -1,4 +1,4 @@
-"""Writing beside the training: entries are collected and go to the store in batches, in a thread."""
+"""Background writer: a thread collects entries and writes them to the store in batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Writer:
     """A thread that writes to `store`.
 
     A batch goes when there are `buffer_size` entries, when the oldest has waited 50 ms (the end of an epoch needs no
-    signal), on `flush` and on `close`. Whoever puts entries faster than the store takes them waits once 256 MiB are
+    signal), on `flush` and on `close`. `put` blocks while 256 MiB are
     pending.
 
     Args:

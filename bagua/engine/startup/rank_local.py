@@ -9,7 +9,7 @@ from torch import Tensor, nn
 __all__ = ["is_rank_local", "mark_rank_local", "rank_local_names"]
 
 _MARK = "bagua_rank_local"
-_EXPERT = "expert"  # the original's, on parameters
+_EXPERT = "expert"  # Bagua 0.9's, on parameters
 
 
 def mark_rank_local(target: nn.Module | Tensor) -> None:
@@ -32,7 +32,7 @@ def mark_rank_local(target: nn.Module | Tensor) -> None:
 
 
 def is_rank_local(tensor: Tensor) -> bool:
-    """Whether the tensor itself is marked, by `bagua_rank_local` or by the original's `expert`."""
+    """Whether the tensor itself is marked, by `bagua_rank_local` or by Bagua 0.9's `expert`."""
     return bool(getattr(tensor, _MARK, False) or getattr(tensor, _EXPERT, False))
 
 

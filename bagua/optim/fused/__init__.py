@@ -1,4 +1,4 @@
-"""Any element-wise optimizer on a few flat tensors instead of thousands of small ones.
+"""`fuse`: run an element-wise optimizer on a few flat tensors instead of thousands of small ones.
 
 fuse.py     puts a stepper on an optimizer
 proof.py    tries on small copies whether the optimizer acts element by element

@@ -1,4 +1,4 @@
-"""Parameters side by side in one flat tensor, and the ranges of it that the optimizer sees as parameters."""
+"""`Arena`: parameters in one flat tensor, and the ranges of it that the optimizer steps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Arena:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def collect(self, grads: Sequence[Tensor | None], adopt: bool) -> bool:
-        """Have this step's gradients in `grad`, and units of those parameters that have one.
+        """Collect this step's gradients in `grad`, and return units of the parameters that have one.
 
         Args:
             grads: of all the optimizer's parameters.
@@ -144,7 +144,7 @@ class Arena:
         self.grad = grad.as_strided(self.flat.shape, (1,))
 
     def let_go(self) -> None:
-        """Hold no gradient that is not ours, so that `zero_grad` frees it."""
+        """Drop references to foreign gradients, so that `zero_grad` frees them."""
         if self.kind == "direct":
             self.grad = None
             for unit in self.units:
@@ -172,7 +172,7 @@ class Arena:
         return made
 
     def assign(self, first: int, last: int, slot: Mapping[Any, Any]) -> None:
-        """Say that the parameters from `first` to `last` (exclusive) have the scalars of `slot`."""
+        """Assign the scalars of `slot` to the parameters from `first` to `last` (exclusive)."""
         self.unit_of[first:last] = [Unit(first, last, [dict(slot)])] * (last - first)
 
     def _make_unit(self, first: int, last: int, like: Unit | None) -> Unit:

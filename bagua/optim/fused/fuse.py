@@ -21,7 +21,7 @@ _MARK = "_bagua_stepper"
 
 
 def fuse(optimizer: _O, *, check: bool = True) -> _O:
-    """Make `optimizer` step on a few flat tensors instead of thousands of small ones; returns it.
+    """Make `optimizer` step on a few flat tensors instead of thousands of small ones, and return it.
 
     Its class's own step runs, on parameters that stand for many, so the numbers are those of the unfused optimizer,
     bit for bit, with the implementation (`foreach`, `fused`, neither) that it was made with. `state`, `state_dict`,
@@ -53,7 +53,7 @@ def fuse(optimizer: _O, *, check: bool = True) -> _O:
 
 
 def check_can_fuse(optimizer: torch.optim.Optimizer, trial: bool = True) -> None:
-    """Raise what `fuse` raises, and change nothing."""
+    """Run the checks of `fuse` without changing anything."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     name = type(optimizer).__name__

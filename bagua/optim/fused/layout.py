@@ -1,4 +1,4 @@
-"""Which parameters go side by side, and which the optimizer sees as they are.
+"""Layout: which parameters are placed in flat tensors, and which stay separate.
 
 A parameter that lies in memory of its own may be moved, one that is part of something larger stays there.
 
@@ -35,7 +35,7 @@ _SHORT_RUN = 4  # parameters; shorter runs on average are not worth following so
 
 @dataclass(frozen=True)
 class Limits:
-    """How large is large.
+    """Size thresholds of the layout.
 
     Attributes:
         small: parameters of up to so many elements are moved together.
@@ -65,7 +65,7 @@ def limits_for(device: torch.device, group: Mapping[str, Any]) -> Limits:
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter where it lies.
+    """A parameter and its place in memory.
 
     Attributes:
         position: among all of the optimizer's parameters.

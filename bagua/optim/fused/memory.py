@@ -1,4 +1,4 @@
-"""How a tensor lies in memory."""
+"""Memory layout of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether gradients are parts of flat tensors that somebody keeps, such as the buckets of `bagua.distribute`."""
+"""Detects gradients that are views of persistent flat tensors, such as the buckets of `bagua.distribute`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TRIES = 3
 
 
 class PartWatch:
-    """Tells buckets from what autograd makes.
+    """Distinguishes bucket views from gradients that autograd allocates.
 
     autograd also makes gradients that are parts of something, anew in each pass. Those of buckets are the same
     objects at two steps in a row.

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a parameter: tensors of its shape, scalars, or something else.
+"""An optimizer's state of one parameter: tensors of its shape, scalars, or other values.
 
 A slot is `optimizer.state[param]`, a dict.
 """

@@ -11,7 +11,7 @@ __all__ = ["StateView"]
 
 
 class StateView(defaultdict[Any, Any]):
-    """A dict of slots by parameter; brought up to date when somebody looks.
+    """A dict of state by parameter, updated lazily when read.
 
     Tensors in the slots are views of the flat ones, so they are always live. Plain numbers and one-element tensors
     (`step`) are written when the view is read. What is put in from outside is taken over at the next step.

@@ -1,4 +1,4 @@
-"""Neighbours in an arena that the optimizer steps alike."""
+"""Neighbouring parameters in an arena that the optimizer steps alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROUND = 64  # pieces begin at multiples of so many elements of a unit
 
 @dataclass(eq=False)
 class Unit:
-    """Neighbours that have a gradient and equal scalars in their state, cut into pieces.
+    """Neighbouring parameters with a gradient and equal scalar state, cut into pieces.
 
     Attributes:
         first, last: positions of its parameters in the arena; last is exclusive.

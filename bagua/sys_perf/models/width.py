@@ -1,4 +1,4 @@
-"""How many channels a narrower model has."""
+"""Channel counts of scaled models."""
 
 from __future__ import annotations
 
