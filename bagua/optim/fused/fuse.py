@@ -14,7 +14,7 @@ from bagua.optim.fused.proof import NotElementwiseError, find_difference
 from bagua.optim.fused.stepper import Stepper
 from bagua.optim.two_stage import TwoStage
 
-__all__ = ["attach", "check_can_fuse", "fuse", "is_fused", "own_step"]
+__all__ = ["attach", "check_can_fuse", "fuse", "is_fused", "num_flat_groups", "own_step"]
 
 _O = TypeVar("_O", bound=torch.optim.Optimizer)
 _MARK = "_bagua_stepper"
@@ -78,6 +78,12 @@ def check_can_fuse(optimizer: torch.optim.Optimizer, trial: bool = True) -> None
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `fuse` was called on it."""
     return isinstance(optimizer, torch.optim.Optimizer) and _MARK in vars(optimizer)
+
+
+def num_flat_groups(optimizer: torch.optim.Optimizer) -> int:
+    """Number of parameter groups of which the last step took several parameters as one; 0 if it is not fused."""
+    stepper: Stepper | None = vars(optimizer).get(_MARK)
+    return 0 if stepper is None else len({arena.group for arena in stepper.arenas})
 
 
 def attach(optimizer: torch.optim.Optimizer, limits: Limits | None = None, move: bool = True) -> Stepper:

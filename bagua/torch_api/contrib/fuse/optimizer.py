@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bagua.optim.fused import NotElementwiseError, is_fused
-from bagua.optim.fused.fuse import attach, check_can_fuse
+from bagua.optim.fused.fuse import attach, check_can_fuse, num_flat_groups
 from bagua.torch_api.report import report_once
 
 __all__ = ["calculate_mutual_groups", "fuse_optimizer", "fuse_step", "is_fused_optimizer"]
@@ -22,7 +22,8 @@ def fuse_optimizer(optimizer: _O, do_flatten: bool = True, check_flatten: bool =
     """Give `optimizer` a method `fuse_step(closure=None)`, which steps on flat tensors; returns it.
 
     An optimizer that does not act element by element is left as it is, with the reason in the log; its `fuse_step`
-    is its `step`.
+    is its `step`. As in the original, `optimizer._bagua_fused_count` counts the parameter groups that `fuse_step` took
+    as flat tensors.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
@@ -51,9 +52,12 @@ def fuse_optimizer(optimizer: _O, do_flatten: bool = True, check_flatten: bool =
         alive = ref()
         if alive is None:
             raise RuntimeError("fuse_step: the optimizer no longer exists")
-        return alive.step(closure)
+        result = alive.step(closure)
+        vars(alive)["_bagua_fused_count"] += num_flat_groups(alive)
+        return result
 
     setattr(optimizer, "fuse_step", step_of_it)  # noqa: B010 - not an attribute that the class knows
+    vars(optimizer).setdefault("_bagua_fused_count", 0)
     return optimizer
 
 
