@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "interop": {"algorithms", "codecs", "comm", "engine", "errors", "exchanges"},
     "data": {"comm", "errors"},
     "elastic": {"checkpoint", "comm", "errors"},
+    "membership": set(),
     "distributed": {"public", "errors", "net", "elastic", "signals"},
     "lab": {"signals"},
     "net": set(),
