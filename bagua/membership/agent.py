@@ -200,7 +200,10 @@ class Agent:
         self._wake(now)
 
     def leave(self, now: float) -> None:
-        """Leave the job in order. Go on serving this agent until `Excluded`."""
+        """Leave the job in order. Go on training and serving this agent until `Excluded`.
+
+        The last host that has the weights stays until another has fetched them. At the end of a job nobody leaves.
+        """
         self._leaving = True
         self._wake(now)
 
@@ -349,9 +352,9 @@ class Agent:
             return f"{', '.join(sorted(self._recovered))} restarted"[:MAX_PAYLOAD]
         if me is None:
             return f"{self.name} restarted"
-        if self._leaving:
+        if self._leaving and any(m.trains and m.name != self.name for m in epoch.members):
             return f"{self.name} leaves"
-        if self._progress.broken == epoch.group:
+        if me.trains and self._progress.broken == epoch.group:
             return f"{self.name} lost a connection of its group"
         if me.payload != self.payload or (me.trains and self.held == NO_MODEL):
             return f"{self.name} lost or gained ranks"

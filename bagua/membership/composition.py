@@ -48,10 +48,11 @@ def survivors(epoch: Epoch, promises: Mapping[str, Reported]) -> list[Member]:
     kept = {
         m.name: promises[m.name].promise.report
         for m in epoch.members
-        if m.name in promises
-        and promises[m.name].incarnation == m.incarnation
-        and not promises[m.name].promise.report.leaving
+        if m.name in promises and promises[m.name].incarnation == m.incarnation
     }
+    staying = {name: report for name, report in kept.items() if not report.leaving}
+    if not staying or boundary(staying.values()) != NO_MODEL:
+        kept = staying  # else those that leave have the only weights: they stay until another host has fetched them
     misses = {name: _unheard(epoch, report) - {name} for name, report in kept.items()}
     while True:
         missed = {name: {other for other in kept if name in misses[other]} for name in kept}
@@ -80,14 +81,12 @@ def compose(epoch: Epoch, promises: Mapping[str, Reported], joins: Iterable[Memb
     step = boundary(promises[m.name].promise.report for m in stay)
     if step == NO_MODEL:
         return None
-    # Weights that are ahead of the boundary can only be a learner's, fetched from a host that is lost.
-    stay = [replace(m, held=m.held if m.held <= step else NO_MODEL) for m in stay]
     stay = [replace(m, votes=m.trains and m.held >= step - 1) for m in stay]
     names = {m.name for m in stay}
     new = [replace(m, held=NO_MODEL, votes=False) for m in sorted(joins, key=lambda m: m.name) if m.name not in names]
     members = (*stay, *new[: max(0, MAX_MEMBERS - len(stay))])
     same = [m.key for m in members if m.trains] == [m.key for m in epoch.trainers]
-    broken = any(promises[m.name].promise.report.broken for m in stay)
+    broken = any(m.trains and promises[m.name].promise.report.broken for m in stay)
     number = epoch.number + 1
     return Epoch(
         number=number,

@@ -36,13 +36,16 @@ class Options:
 
     @property
     def gather_s(self) -> float:
-        """How long a proposer that has a quorum waits for the reports of others that it can hear."""
-        return self.detect_s / 2
+        """How long a proposer that has a quorum waits for the reports of others that it can hear.
+
+        Only a one-way link makes it wait so long: it hears them, but they do not hear it.
+        """
+        return 2 * self.detect_s
 
     @property
     def ballot_s(self) -> float:
-        """After which a proposer begins again, and others try themselves."""
-        return self.detect_s
+        """After which a proposer begins again, and others try themselves. At once if the proposer is lost."""
+        return 3 * self.detect_s
 
     @property
     def join_s(self) -> float:

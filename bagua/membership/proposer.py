@@ -69,7 +69,7 @@ class Proposer:
         self._attempt: _Attempt | None = None
         self._highest = 0  # round of any ballot seen in this decision
         self._wanted_since = math.inf
-        self._quiet_until = -math.inf
+        self._quiet_until, self._quiet_for = -math.inf, ""
         self._failures = 0
         self._blocked = ""
 
@@ -79,7 +79,7 @@ class Proposer:
         if (attempt := self._attempt) is not None:
             gathers = attempt.value is None and self._host.now < attempt.gather_until
             return attempt.gather_until if gathers else attempt.ends
-        return max(self._wanted_since + self._turn(), self._quiet_until)
+        return self._due if self._wanted_since < math.inf else math.inf
 
     def reset(self) -> None:
         """The epoch is decided; the next decision begins."""
@@ -101,7 +101,7 @@ class Proposer:
             self._wanted_since = math.inf
             return
         self._wanted_since = min(self._wanted_since, host.now)
-        if host.now >= max(self._wanted_since + self._turn(), self._quiet_until):
+        if host.now >= self._due:
             self._begin(epoch, reason)
 
     def repeat(self) -> None:
@@ -121,6 +121,7 @@ class Proposer:
         if ballot.proposer != self._host.name:
             wait_s = self._host.options.ballot_s
             self._quiet_until = self._host.now + wait_s + self._host.random_wait(wait_s)
+            self._quiet_for = ballot.proposer
 
     def on_promise(self, sender: str, incarnation: int, promise: Promise) -> None:
         """A member has promised and reported."""
@@ -187,8 +188,14 @@ class Proposer:
         if reason != self._blocked:
             self._blocked = reason
             host.emit(Blocked(reason))
-        longest_s = host.options.ballot_s * min(2**self._failures, 4)
-        self._quiet_until = host.now + host.random_wait(longest_s)
+        longest_s = host.options.detect_s * min(2**self._failures, 4)
+        self._quiet_until, self._quiet_for = host.now + host.random_wait(longest_s), ""
+
+    @property
+    def _due(self) -> float:
+        """When to begin a ballot, if another epoch is wanted."""
+        quiet = self._quiet_for not in self._host.suspected
+        return max(self._wanted_since + self._turn(), self._quiet_until if quiet else -math.inf)
 
     def _turn(self) -> float:
         """How long this voter leaves the attempt to those before it that it can hear."""

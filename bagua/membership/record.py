@@ -16,7 +16,9 @@ from bagua.membership.messages import (
     epoch_to_wire,
 )
 
-__all__ = ["Record"]
+__all__ = ["MAX_RECORD", "Record"]
+
+MAX_RECORD = 2 * MAX_FRAME  # it holds two epochs, a message at most one
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Record:
             MessageError: `data` is no record.
         """
         try:
-            if len(data) > MAX_FRAME:
+            if len(data) > MAX_RECORD:
                 raise MessageError(f"a record of {len(data)} bytes")
             job, name, incarnation, address, epoch, promised, accepted_ballot, accepted = json.loads(data)
             return cls(

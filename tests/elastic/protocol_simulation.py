@@ -32,9 +32,10 @@ from bagua.membership import (
     encode,
 )
 from bagua.membership.epoch import NO_MODEL, is_quorum
-from bagua.membership.messages import MAX_FRAME
+from bagua.membership.messages import MAX_FRAME, Accepted
+from bagua.membership.record import MAX_RECORD
 
-FAULTS_END_S = 12.0
+FAULTS_END_S = 8.0
 LIMIT_S = 60.0
 OPTIONS = Options(detect_s=1.0)
 EXCHANGE_S = 3.0  # until an engine gives up an exchange that does not end
@@ -61,7 +62,7 @@ class Host:
     ended: tuple[int, int] | None = None  # an exchange that has ended and waits for the verdict
     wanted: int = -1  # epoch for which weights are being fetched
     leaving: bool = False
-    alive_since: float = 0.0
+    checked: Epoch | None = None
 
     @property
     def up(self) -> bool:
@@ -74,9 +75,10 @@ class Cluster:
     Args:
         seed: decides everything.
         faults: False for a quiet run.
+        ambush: chance of a fault at each of the worst moments; drawn from the seed if None.
     """
 
-    def __init__(self, seed: int, *, faults: bool = True) -> None:
+    def __init__(self, seed: int, *, faults: bool = True, ambush: float | None = None) -> None:
         self.random = random.Random(seed)
         self.seed, self.now, self.faulty = seed, 0.0, faults
         self.events: list[tuple[float, int, Callable[[], None], str]] = []
@@ -84,10 +86,12 @@ class Cluster:
         self.trace: deque[str] = deque(maxlen=60)
         self.cut: set[tuple[str, str]] = set()  # one-way links that are down
         self.decided: dict[int, Epoch] = {}
+        self.struck: set[int] = set()  # epochs whose first host to know of was cut off, or could have been
         self.bases: dict[int, Log] = {}  # group -> the weights that it began with
         self.steps: dict[tuple[int, int], tuple[str, ...]] = {}  # (group, step) -> what was averaged
         self.superseded: dict[int, int] = {}  # group -> the step at which it ended
-        self.holders: set[str] = set()
+        self.ambush = self.random.choice((0.0, 0.1, 0.3)) if faults else 0.0
+        self.ambush = self.ambush if ambush is None else ambush
         self.names: dict[str, Host] = {}
         self.loss = self.random.choice((0.0, 0.02, 0.1, 0.3)) if faults else 0.0
         self.slowest_s = self.random.choice((0.01, 0.05, 0.3)) if faults else 0.01
@@ -112,7 +116,7 @@ class Cluster:
         for _ in range(self.random.randint(1, 5)):
             when, host = self.random.uniform(0.0, FAULTS_END_S), self.random.choice(self.hosts)
             kind = self.random.choice(
-                ("kill", "kill", "kill", "stop", "partition", "one-way", "leave", "ranks", "link")
+                ("kill", "kill", "kill", "stop", "partition", "one-way", "mute", "leave", "ranks", "link")
             )
             self.at(when, lambda k=kind, h=host: self._fault(k, h), f"{kind} {host.address}")
 
@@ -133,10 +137,11 @@ class Cluster:
             if kind == "partition":
                 links |= {(b, a) for a, b in links}
             elif self.random.random() < 0.5:
-                links = {self.random.choice(sorted(links))}
-            self.cut |= links
-            self.note(f"cut {sorted(links)}")
-            self.at(self.now + lasts, lambda: self.cut.difference_update(links), "heal")
+                links = {link for link in sorted(links) if self.random.random() < 0.5}
+            self.sever(links, lasts)
+        elif kind == "mute":  # those that train with it do not hear it; those that fetch its weights do
+            trains = [h.address for h in self.hosts if h.agent and h.agent.member and h.agent.member.trains]
+            self.sever({(host.address, other) for other in trains if other != host.address}, lasts)
         elif kind == "leave" and host.agent is not None and sum(h.up and not h.leaving for h in self.hosts) > 2:
             host.leaving = True
             self.act(host, lambda agent: agent.leave(self.now))
@@ -145,6 +150,26 @@ class Cluster:
             self.act(host, lambda agent: agent.weights_lost(self.now, f"again at {self.now:.3f}"))
         elif kind == "link" and host.agent is not None:
             self.act(host, lambda agent: agent.exchange_failed(self.now, host.group))
+
+    def sever(self, links: set[tuple[str, str]], lasts: float) -> None:
+        """Cut one-way links for a while."""
+        self.cut |= links
+        self.note(f"cut {' '.join(f'{a}>{b}' for a, b in sorted(links))}")
+        self.at(self.now + lasts, lambda: self.cut.difference_update(links), "heal")
+
+    def ambushed(self, host: Host, action: Action) -> bool:
+        """Strike where it hurts most: who has decided is cut off before it tells; who has accepted is restarted."""
+        if self.now > FAULTS_END_S or not self.ambush or self.random.random() >= self.ambush:
+            return False
+        others = [h.address for h in self.hosts if h is not host]
+        if isinstance(action, EpochBegan) and action.epoch.number not in self.struck:
+            self.struck.add(action.epoch.number)
+            self.sever({(host.address, other) for other in others}, self.random.uniform(0.5, 5.0))
+        elif isinstance(action, Send) and isinstance(action.envelope.body, Accepted):
+            self.kill(host, told=False)
+            self.at(self.now + self.random.uniform(0.0, 1.0), lambda: self._start(host), "")
+            return True
+        return False
 
     def kill(self, host: Host, told: bool) -> None:
         """The host loses all but its record. Others are told, or notice by its silence."""
@@ -174,7 +199,6 @@ class Cluster:
     def _boot(self, host: Host, record: Record, epoch: Epoch | None) -> None:
         contacts = [h.address for h in self.hosts]
         host.agent = Agent(record, OPTIONS, self.now, epoch=epoch, contacts=contacts, seed=self.seed)
-        host.alive_since = self.now
         self.names[record.name] = host
         self.act(host, lambda agent: agent.tick(self.now))
 
@@ -218,9 +242,15 @@ class Cluster:
             return
         what(agent)
         actions = agent.take()
+        if (epoch := agent.epoch) is not None and epoch is not host.checked:
+            host.checked = epoch
+            self.check_decision(agent, epoch)
         dies = self.faulty and self.now < FAULTS_END_S and actions and self.random.random() < 0.0005
         for action in actions[: self.random.randint(0, len(actions)) if dies else None]:
+            struck = self.ambushed(host, action)
             self.carry_out(host, agent, action)
+            if struck:
+                break
         if dies and host.agent is agent:
             self.kill(host, told=True)
             self.at(self.now + self.random.uniform(0.1, 3.0), lambda: self._start(host), "")
@@ -245,11 +275,9 @@ class Cluster:
         elif isinstance(action, Send):
             self._send(host, action)
         elif isinstance(action, EpochBegan):
-            self.check_decision(agent, action.epoch)
             self.note(f"{agent.name}@{agent.held} begins {describe(action.epoch)}")
             self.enter(host, action.epoch)
         elif isinstance(action, Excluded):
-            self.check_decision(agent, action.epoch)
             self.note(f"{agent.name} is excluded by {describe(action.epoch)}")
             host.group, host.ended, host.wanted, host.log = -1, None, -1, (f"fresh {agent.name}, excluded",)
             if host.leaving:
@@ -408,7 +436,7 @@ class Cluster:
         before = self.decided.get(epoch.number - 1)
         if before is not None and before.group != epoch.group:
             self.superseded[before.group] = epoch.step
-        if len(agent.record.to_bytes()) > MAX_FRAME:
+        if len(agent.record.to_bytes()) > MAX_RECORD:
             raise Violation("a record is too long")
 
     def check_lineage(self, host: Host, epoch: Epoch, me: Member) -> None:
@@ -496,13 +524,13 @@ def describe(epoch: Epoch) -> str:
     return f"epoch {epoch.number} step {epoch.step} group {epoch.group} [{members}] ({epoch.reason})"
 
 
-def simulate(seed: int, *, faults: bool = True) -> Cluster:
+def simulate(seed: int, *, faults: bool = True, ambush: float | None = None) -> Cluster:
     """Run one seed to its end.
 
     Raises:
         Violation: with the seed and the last events.
     """
-    cluster = Cluster(seed, faults=faults)
+    cluster = Cluster(seed, faults=faults, ambush=ambush)
     try:
         cluster.settle()
     except Exception as error:
