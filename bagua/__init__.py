@@ -4,8 +4,9 @@
     bagua.init_process_group()
     model = bagua.distribute(model, optimizer, "bytegrad")
 
-Importing has no side effects: no threads, no patched classes, no environment writes. What needs torch is imported at
-its first use, so that commands which need none start at once.
+Importing makes the backend "bagua" known to `torch.distributed`, and has no other side effects: no threads, no patched
+classes, no environment writes. What needs torch is imported at its first use, so that commands which need none start at
+once.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from importlib import metadata as _metadata
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
+from bagua.registration import register_with_torch as _register_with_torch
+
 if TYPE_CHECKING:
     from bagua import (
         algorithms,
+        backend,
         checkpoint,
         codecs,
         data,
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     )
     from bagua.algorithms import Algorithm, Context
     from bagua.autotune import Autotune
+    from bagua.backend import Backend
     from bagua.comm.world import destroy_process_group, init_process_group
     from bagua.engine import GradScaler, Guard, Quality, Stats, StepStats, module_state_dict
 
@@ -55,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Algorithm",
     "Autotune",
+    "Backend",
     "CommunicationError",
     "Context",
     "GradScaler",
@@ -68,6 +74,7 @@ __all__ = [
     "algorithms",
     "average",
     "average_parameters",
+    "backend",
     "checkpoint",
     "codecs",
     "data",
@@ -99,6 +106,7 @@ __all__ = [
 _HOMES = {
     "bagua.algorithms": ("Algorithm", "Context"),
     "bagua.autotune": ("Autotune",),
+    "bagua.backend": ("Backend",),
     "bagua.comm.world": ("destroy_process_group", "init_process_group"),
     "bagua.engine": (
         *("GradScaler", "Guard", "Quality", "Stats", "StepStats", "abort", "average", "average_parameters", "detach"),
@@ -111,7 +119,19 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _PARTS = frozenset(
     (
-        *("algorithms", "autotune", "checkpoint", "codecs", "comm", "data", "elastic", "engine", "errors", "exchanges"),
+        *(
+            "algorithms",
+            "autotune",
+            "backend",
+            "checkpoint",
+            "codecs",
+            "comm",
+            "data",
+            "elastic",
+            "engine",
+            "errors",
+            "exchanges",
+        ),
         *("interop", "lab", "moe", "net", "nn", "optim", "simulation", "testing", "topologies"),
     )
 )
@@ -139,3 +159,6 @@ def _version() -> str:
         return _metadata.version("bagua")
     except _metadata.PackageNotFoundError:
         return "0+unknown"
+
+
+_register_with_torch()

@@ -31,6 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "moe": {"codecs", "comm", "engine", "errors"},
     "checkpoint": {"algorithms", "comm", "engine", "exchanges"},
     "interop": {"algorithms", "codecs", "comm", "engine", "errors", "exchanges"},
+    "registration": {"backend"},
+    "backend": {"algorithms", "codecs", "comm", "engine", "errors", "exchanges", "registration"},
     "data": {"comm", "errors"},
     "elastic": {"checkpoint", "comm", "errors"},
     "membership": set(),
@@ -61,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "__init__": {
         "autotune",
+        "backend",
         "checkpoint",
         "data",
         "elastic",
@@ -77,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine",
         "errors",
         "optim",
+        "registration",
         "simulation",
     },
 }
@@ -84,7 +88,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 TALKS = {"comm"}
 # Those that name its types, launcher or checkpoints.
 MAY_NAME_TORCH_DISTRIBUTED = {
-    *("bench", "checkpoint", "cli", "distributed", "interop", "simulation", "testing", "torch_api"),
+    *("backend", "bench", "checkpoint", "cli", "distributed", "interop", "registration", "simulation", "testing"),
+    "torch_api",
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("bagua", "lightning_bagua")
 # Attributes of torch's process groups and modules and of a Redis connection, which objects of ours have too.
-OTHERS = {"_timeout", "_sock", "_buffers"}
+OTHERS = {"_timeout", "_sock", "_buffers", "_reduce_scatter_base"}
 
 
 def modules() -> dict[str, Path]:
