@@ -78,7 +78,7 @@ class Compression:
         exchange = exchanges.mix("complete", self._spec.codec, average=reduction.average)
 
         def run(groups: Groups) -> None:
-            x_N = x.reshape(-1)  # of a tensor with gaps: a copy
+            x_N = x.contiguous().view(-1)
             if reduction.factor != 1.0:
                 x_N.mul_(reduction.factor)
             exchange.run(x_N, {}, groups, 0)

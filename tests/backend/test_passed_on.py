@@ -96,8 +96,9 @@ def live() -> list[Any]:
     world = dist.group.WORLD
     assert isinstance(world, CompressedProcessGroup)
     assert dist.get_backend() == "bagua:int4" and world.spec.codec.name == "int4"
-    pair = dist.new_group([0, 1])
-    told = [dist.get_backend(pair), dist.get_backend(dist.new_group(backend="gloo"))]
+    pair: Any = dist.new_group([0, 1])
+    plain: Any = dist.new_group(backend="gloo")
+    told = [dist.get_backend(pair), dist.get_backend(plain)]
     subgroups, _ = dist.new_subgroups(2)
     assert isinstance(subgroups, CompressedProcessGroup) and dist.get_world_size(subgroups) == 2
     split = world.split_group([0, 1], timeout=timedelta(seconds=60), group_name="split")
