@@ -79,7 +79,7 @@ class CompressedProcessGroup(dist.ProcessGroup):
         self.spec = spec
         self._store, self._transports = store, transports
         # A call of the base class would come back here, or run with the GIL held, which a thread of gloo may wait for.
-        self._plain = dist.ProcessGroup(store, rank, size)
+        self._plain: Any = dist.ProcessGroup(store, rank, size)
         for group in (self._plain, self):
             attach(group, transports)
         self._plain._set_group_name(group_name)
