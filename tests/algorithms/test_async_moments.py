@@ -75,14 +75,14 @@ def test_average_names_who_stays_away() -> None:
         run.train_rounds(1)
         if team.rank == 0:
             with pytest.raises(
-                bagua.CommunicationError, match=r"average_parameters\(\): rank 1 did not arrive within 1"
+                bagua.CommunicationError, match=r"average_parameters\(\): rank 1 did not arrive within 5"
             ):
                 bagua.average_parameters(run.model)
             failed.set()
         run.train_until(failed.is_set)
         run.train_rounds(2, last)
 
-    _run(teams(2, timeout_s=1), rank_main, (), 60)
+    _run(teams(2, timeout_s=5), rank_main, (), 120)
 
 
 def test_switching_back_and_forth() -> None:

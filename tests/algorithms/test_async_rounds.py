@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ import torch
 import bagua
 import bagua.engine.lanes.pool
 from bagua.comm.team import Team
-from tests.algorithms.async_run import LR, Run, events, together
+from bagua.engine.lanes.dispatcher import Dispatcher
+from tests.algorithms.async_run import LR, PATIENCE_S, Run, events, together
 from tests.algorithms.quadratic import N, Quadratic, start, target, targets
 from tests.rank_threads import run_teams
 
@@ -59,7 +62,11 @@ def test_it_mixes_and_keeps_the_mean(size: int, nodes: list[int] | None, hierarc
             assert 1 <= staleness.mean <= staleness.max <= stats.steps
             assert stats.total.bytes_sent > 0 and stats.total.comm_s > 0
     if size > 1:
-        assert np.linalg.norm(x - x.mean(0)) < 0.5 * np.linalg.norm(local - local.mean(0))
+        # Apart by the steps since the last snapshot only, however many came before.
+        stale = sum(stats.extra["staleness_steps"].max + 1 for _, _, stats, _ in results)
+        steps = [stats.steps for _, _, stats, _ in results]
+        longest = max(np.abs(target(rank, step) + rank).max() for rank in range(size) for step in range(max(steps)))
+        assert np.abs(x - x.mean(0)).max() <= LR * longest * (2 * stale + max(steps) - min(steps))
 
 
 def test_consensus_is_bounded() -> None:
@@ -92,27 +99,43 @@ def test_loss_falls_to_that_of_the_mean() -> None:
     assert np.linalg.norm(x - optimum) < 0.2 * np.linalg.norm(start() - optimum)
 
 
-def test_nobody_waits_for_a_straggler() -> None:
+def test_nobody_waits_for_a_straggler(monkeypatch: pytest.MonkeyPatch) -> None:
     ready, finished = together(3), threading.Event()
 
     def rank_main(team: Team) -> tuple[int, bagua.Stats]:
         run = Run(team)
+        monkeypatch.setattr(Dispatcher, "wait", watched)
         run.train(1)
         ready()
         if team.rank == 2:
-            run.train(20, pause_s=0.03)
+            while run.steps < 20 or run.rounds < 7:  # the others are far ahead before each step
+                assert wait_for(lambda: min(made[:2]) > 2 * run.steps)
+                run.train(1)
             finished.set()
         else:
-            run.train_until(finished.is_set, 0.003)
+            while not finished.is_set():
+                run.train(1, 0.001)
+                made[team.rank] = run.steps
         return run.steps, bagua.stats(run.model)
+
+    def wait_for(what: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + PATIENCE_S
+        while not what() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return what()
+
+    def watched(dispatcher: Dispatcher, ticket: Any = None) -> None:
+        waited.append(ticket is not None and not ticket.done)
+        wait(dispatcher, ticket)
+
+    made, waited, wait = [0, 0], [], Dispatcher.wait
 
     results = run_teams(3, rank_main)
     (fast, _), (_, _), (slow, _) = results
-    assert slow == 21 and fast > 2 * slow
+    assert slow >= 20 and fast > 2 * (slow - 1)
+    assert waited and not any(waited), "a training thread waited for an exchange under way"
     for _, stats in results:
         assert stats.extra["round_s"].count >= 5
-        assert stats.total.exposed_s < 0.05
-    assert results[0][1].extra["staleness_steps"].mean > results[2][1].extra["staleness_steps"].mean
 
 
 def test_evaluation_accumulation_and_loose_forward_passes() -> None:

@@ -50,9 +50,7 @@ def test_a_snapshot_that_fails_ends_averaging_and_not_training(monkeypatch: pyte
         run = Run(team)
         run.train_until(lambda: bool(bagua.stats(run.model).notices))
         assert "MemoryError: deliberate" in bagua.stats(run.model).notices[0]
-        started = time.monotonic()
         run.train(20)
-        assert time.monotonic() - started < 5
         assert run.rounds == 0
 
     run_teams(2, rank_main)

@@ -31,7 +31,7 @@ def on_each(members: list, function) -> list:
         threads.append(threading.Thread(target=main))
         threads[-1].start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     return results
 
 
@@ -49,7 +49,7 @@ def test_all_gather_and_broadcast_of_bytes() -> None:
 
 
 def test_absent_ranks_are_named() -> None:
-    members = teams(4, timeout_s=0.5)
+    members = teams(4, timeout_s=2)
 
     def talk(team):
         if team.rank in (1, 3):
@@ -59,7 +59,7 @@ def test_absent_ranks_are_named() -> None:
     results = on_each(members, talk)
     for rank in (0, 2):
         assert isinstance(results[rank], CommunicationError)
-        assert f"greeting: rank 1, 3 did not arrive within 0.5 s (this is rank {rank} of 4)" in str(results[rank])
+        assert f"greeting: rank 1, 3 did not arrive within 2 s (this is rank {rank} of 4)" in str(results[rank])
 
 
 def test_missing_names_who_is_silent() -> None:

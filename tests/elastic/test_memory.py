@@ -111,7 +111,7 @@ def test_the_memory_is_gone_with_the_launcher() -> None:
     ((slot, _),) = open_slots(address)
     assert isinstance(slot, Slot)
     launcher.kill()
-    launcher.wait(20)
+    launcher.wait(60)
     launcher.communicate()
     with pytest.raises(ValueError, match="cannot be opened"):
         open_slots(address)

@@ -1,5 +1,9 @@
 """An exception in backward that is caught: all ranks void the step, or all raise and name the rank; nothing stale."""
 
+# Attributes of modules are tensors or modules for the type checker.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import time
@@ -24,7 +28,7 @@ class Stops(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if Stops.error is not None:
             raise Stops.error("deliberate")
         return grad
@@ -103,9 +107,10 @@ def test_all_ranks_raise_and_name_the_one(
     pool: RankPool, algorithm: str, at: str, kind: str, who: list[int], size: int
 ) -> None:
     named = f"interrupted the backward pass of rank {', '.join(map(str, who))} but not of all ranks"
-    for message, took, nothing_left in pool.run(size, broken_on_some, algorithm, at, kind, who, group_timeout_s=60):
+    args = algorithm, at, kind, who
+    for message, took, nothing_left in pool.run(size, broken_on_some, *args, group_timeout_s=120, timeout_s=150):
         assert named in message, message
-        assert nothing_left and took < 40
+        assert nothing_left and took < 100
 
 
 def broken_on_all(algorithm: str, at: str, steps: int, first: int) -> tuple[dict, dict, int]:
@@ -143,7 +148,7 @@ def test_a_step_that_all_ranks_break_off_is_void(pool: RankPool, algorithm: str,
             assert equal(broken, plain)
 
 
-def weights_algorithm(algorithm: str, options: dict) -> tuple[int, list[dict]]:
+def weights_algorithm(algorithm: str, options: dict) -> tuple[int, int]:
     """Rank 1 loses a batch and makes the step with the next one; ranks still meet at the same steps."""
     model, optimizer = distributed(Net, algorithm, seed_by_rank=False, **options)
     rank, data = dist.get_rank(), 0

@@ -1,5 +1,9 @@
 """distribute, train, switch, copy, save, detach, drop: the module stays the user's own."""
 
+# Attributes of modules are tensors or modules for the type checker.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import copy
@@ -208,7 +212,7 @@ def cycles(count: int) -> tuple[int, int]:
     # A dropped module's lane ends by itself, soon; so does a thread for calls of the store, once it is idle.
     for thread in threading.enumerate():
         if thread.name in ("bagua-lane", "bagua-store"):
-            thread.join(20)
+            thread.join(60)
     return len(set(threading.enumerate()) - before), len(bagua.engine.api.live_engines())
 
 

@@ -23,7 +23,7 @@ def in_threads(jobs: list) -> list[BaseException | None]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     return errors
 

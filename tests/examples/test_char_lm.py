@@ -101,7 +101,7 @@ def test_killed_and_started_again(launcher: list[str], tmp_path: Path) -> None:
     assert bool(launcher) == bool(ranks)
     for pid in (process.pid, *ranks):  # the launcher first, or it would end the others in order
         os.kill(pid, signal.SIGKILL)
-    process.wait(20)
+    process.wait(60)
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -42,6 +42,6 @@ def test_a_host_cut_off_in_mid_step_is_named(algorithm: str) -> None:
             assert int(said[3]) == rank and "no response from rank 2" in said[2], (cut_at, outputs)
             assert float(said[1]) < TIMEOUT_S + 3 + 10, "the group's timeout, the meeting in the store, a busy machine"
         cluster.hosts[2].kill()
-        assert ranks[2].communicate(timeout=20)[0].startswith("step 0")
+        assert ranks[2].communicate(timeout=60)[0].startswith("step 0")
     assert_nothing_left(spaces, cluster.folder)
     assert devices() == before

@@ -87,7 +87,7 @@ def test_interrupted(number: int, code: int, ignored: bool) -> None:
         assert process.stdout is not None and process.stdout.readline().endswith("up\n")
         spaces = spaces_below(process.pid)
         process.send_signal(number)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     finally:
         process.kill()
         process.communicate()

@@ -53,7 +53,7 @@ def spaces_below(pid: int) -> set[str]:
 
 
 def reap(process: subprocess.Popen) -> None:
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
 
 
 @pytest.mark.usefixtures("namespaces")

@@ -89,7 +89,7 @@ def test_interrupt_ends_every_rank(tmp_path: Path) -> None:
     ended = launcher.wait()
     assert ended.code == 130, ended.err
     assert "ended by SIGINT" in ended.err
-    assert ended.seconds < 20, f"took {ended.seconds:.1f} s"
+    assert ended.seconds < 90, f"took {ended.seconds:.1f} s"
 
 
 def test_a_launcher_under_nohup_outlives_its_terminal_and_can_be_interrupted(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def header(sequence: int, offset: int, length: int, total: int) -> bytes:
 
 def call(handle: Handle) -> socket.socket:
     """A connection to the listener."""
-    return socket.create_connection(("127.0.0.1", handle.port), timeout=10)
+    return socket.create_connection(("127.0.0.1", handle.port), timeout=60)
 
 
 def receiver(num_flows: int = 1, **options: object) -> tuple[Process, Handle, str]:

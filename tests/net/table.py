@@ -92,7 +92,7 @@ class Table:
         """(listener, sending side, receiving side), all in this process."""
         handle = (ctypes.c_char * 128)()
         listener, send, receive = self.listen(handle), c_void_p(), c_void_p()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not (send and receive):
             assert time.monotonic() < until
             if not send:

@@ -80,7 +80,7 @@ def test_nonsense(built: tuple[str, Path, Path]) -> None:
         with call(handle) as connection:
             connection.sendall(greeting(handle) + said)
             try:
-                ended = process.wait(30)
+                ended = process.wait(60)
             except DriverError as error:
                 pytest.fail(f"{what}: {error}")
         assert ended.status == 3 and ended.results[-1]["result"] == 6, (what, ended)

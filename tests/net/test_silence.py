@@ -38,13 +38,13 @@ def moving(seconds: float = 60) -> Iterator[tuple[Namespaces, Process, Process]]
             for process in (sender, receiver):
                 process.kill()
                 with suppress(ValueError):  # the test has waited for it
-                    process.wait(10)
+                    process.wait(60)
 
 
 def vanish(hosts: Namespaces, index: int) -> None:
     """From now on the host takes no packets, and no end of the link notices."""
     command = ["ip", "address", "del", f"{hosts.addresses[index]}/24", "dev", "net0"]
-    subprocess.run([*hosts.prefixes[index], *command], check=True, timeout=30)
+    subprocess.run([*hosts.prefixes[index], *command], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("vanishing", ["receiver", "sender"])
@@ -82,5 +82,5 @@ def test_a_peer_that_takes_its_time_is_none_that_vanished() -> None:
         for process in (sender, receiver):
             process.release()
         for process in (sender, receiver):
-            ended = process.wait(30)
+            ended = process.wait(60)
             assert ended.status == 0, (ended.results, ended.errors)

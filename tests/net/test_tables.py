@@ -22,14 +22,14 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exported_symbols() -> None:
     if not shutil.which("nm"):
         pytest.skip("needs nm")
-    lines = subprocess.check_output(["nm", "-D", "--defined-only", plugin_path()], text=True, timeout=30).splitlines()
+    lines = subprocess.check_output(["nm", "-D", "--defined-only", plugin_path()], text=True, timeout=60).splitlines()
     assert {line.split()[-1] for line in lines} == {f"ncclNetPlugin_v{version}" for version in VERSIONS}
 
 
 def test_needs_no_cuda_and_no_torch() -> None:
     if not shutil.which("readelf"):
         pytest.skip("needs readelf")
-    text = subprocess.check_output(["readelf", "-d", plugin_path()], text=True, timeout=30)
+    text = subprocess.check_output(["readelf", "-d", plugin_path()], text=True, timeout=60)
     needed = {line.split("[")[1].rstrip("]") for line in text.splitlines() if "NEEDED" in line}
     assert {name.split(".so")[0] for name in needed} <= {
         "libc",

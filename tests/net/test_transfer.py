@@ -83,9 +83,9 @@ def test_a_killed_peer_is_an_error_within_two_seconds(killed: str) -> None:
     time.sleep(0.5)
     os.kill(roles[killed].pid, signal.SIGKILL)
     begin = time.monotonic()
-    survivor = roles["send" if killed == "recv" else "recv"].wait(10)
+    survivor = roles["send" if killed == "recv" else "recv"].wait(60)
     took_s = time.monotonic() - begin
-    assert roles[killed].wait(5).status == -signal.SIGKILL
+    assert roles[killed].wait(60).status == -signal.SIGKILL
     assert survivor.status == 3 and survivor.results[-1]["result"] == 6, survivor
     assert took_s < 2
     assert "connection with 127.0.0.1" in survivor.errors

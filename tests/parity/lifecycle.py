@@ -81,7 +81,7 @@ def no_leaks_in_a_hundred(case: Case) -> None:
 
 def wait_for_others() -> None:
     """What the rows before this one dropped may be part of cycles, of a traceback's for one, or held by a lane."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     gc.collect()
     while live_engines() and time.monotonic() < deadline:
         time.sleep(0.02)

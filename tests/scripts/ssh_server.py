@@ -68,7 +68,7 @@ class SshServer:
     def close(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(10)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -78,7 +78,7 @@ def start(folder: Path) -> SshServer:
     """Start one; raises with its log if it does not come up."""
     for key in ("host", "client", "other"):
         command = [str(find("ssh-keygen")), "-q", "-t", "ed25519", "-N", "", "-f", str(folder / f"{key}_key")]
-        subprocess.run(command, check=True, timeout=30, stdin=subprocess.DEVNULL)
+        subprocess.run(command, check=True, timeout=60, stdin=subprocess.DEVNULL)
     for _ in range(5):
         server = _try(folder, free_port())  # the port may be taken in between; then another one is tried
         if server is not None:
@@ -113,7 +113,7 @@ MaxStartups 50
     command = [str(find("sshd")), "-D", "-e", "-f", str(folder / "sshd_config")]
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return SshServer(folder, port, process)

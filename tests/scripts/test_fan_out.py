@@ -103,7 +103,7 @@ def test_a_node_without_an_end_is_killed(server: SshServer, tmp_path: Path) -> N
     started = time.monotonic()
     specs = [spec(tmp_path, stay, str(file), grace_s=0.5), spec(tmp_path, fail)]
     assert fan_out(server, specs, grace_s=0.2).run() == 1
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100
     wait_until_gone(pids(file))
 
 

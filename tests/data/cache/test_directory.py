@@ -112,14 +112,14 @@ def test_ranks_of_a_job_share_a_directory_until_the_last_leaves_and_crashed_jobs
     assert path == same and Path(path).parent.is_dir()
     assert elsewhere != path
     other.kill()
-    other.communicate(timeout=20)
+    other.communicate(timeout=60)
     assert Path(elsewhere).parent.exists()
-    first.communicate("\n", timeout=20)
+    first.communicate("\n", timeout=60)
     assert Path(path).parent.exists()
     job_directory()  # another job of this user finds what the crashed one left
     assert not Path(elsewhere).parent.exists()
     assert Path(path).parent.exists()
-    second.communicate("\n", timeout=20)
+    second.communicate("\n", timeout=60)
     assert not Path(path).parent.exists()
 
 

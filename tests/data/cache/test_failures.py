@@ -216,12 +216,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = tmp_path / "disk"
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False, timeout=10).returncode:
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False, timeout=60).returncode:
         pytest.skip("needs root, to mount a small file system")
     yield mount
     lmdb_store._fork_lock._before()
     lmdb_store._fork_lock._after_in_parent()  # closes the files
-    subprocess.run(["umount", "-l", str(mount)], check=True, timeout=10)
+    subprocess.run(["umount", "-l", str(mount)], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("room", ["checked", "not checked"])

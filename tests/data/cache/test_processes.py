@@ -77,7 +77,7 @@ def fork_while_threads_read_and_write(cache_path: Path) -> None:
     finally:
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
     assert codes == [0] * 15
     assert not problems
     assert loader.get(1, sample)[0] == 1 and loader.status().available

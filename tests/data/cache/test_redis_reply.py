@@ -35,7 +35,7 @@ def read(message: bytes, count: int, rng: random.Random | None = None) -> list[b
         return read_values(ours, count, KeyError)
     finally:
         ours.close()
-        thread.join(10)
+        thread.join(60)
 
 
 def test_values_however_they_are_cut() -> None:

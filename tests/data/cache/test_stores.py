@@ -105,7 +105,7 @@ def test_threads_may_use_it_at_once(store: Store) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert not problems and not any(thread.is_alive() for thread in threads)
     assert store.num_keys() == 80
 
