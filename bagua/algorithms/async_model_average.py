@@ -42,8 +42,8 @@ class AsyncModelAverage(Algorithm):
     exception, hangs or is unreachable, the others continue too, with a warning, but only up to `max_alone_s`.
     Call `bagua.distribute` to restart averaging.
 
-    Ranks hold different weights: call `bagua.average_parameters` before you evaluate, save or switch. A round under way
-    is not part of `bagua.state_dict`; loading drops it. `bagua.pause` and `bagua.resume` need not be called at
+    Ranks hold different weights: call `bagua.average_parameters` before you evaluate, save or switch. A round in
+    progress is not part of `bagua.state_dict`; loading drops it. `bagua.pause` and `bagua.resume` need not be called at
     the same steps everywhere.
 
     Reports, in `bagua.stats(module).extra`: "round_s", seconds from a snapshot to its mean, of each round;
@@ -107,7 +107,7 @@ class AsyncModelAverage(Algorithm):
         return fit_hierarchy(self, nodes, default=False)
 
     def setup(self, ctx: Context) -> None:
-        """Hand over to the warm-up, or open the lane."""
+        """Switch to the warm-up, or open the lane."""
         if self.warmup_steps:
             first = GradientAllReduce(hierarchical=self.hierarchical)
             Warmup(self.warmup_steps, first, replace(self, warmup_steps=0)).setup(ctx)

@@ -33,7 +33,7 @@ class Exactness(Enum):
         LOSSY: every step uses the same compressed mean on all ranks; replicas stay equal, bit for bit.
         PERIODIC: replicas take local steps, differ, and synchronise with all others every few steps.
         DECENTRALIZED: each replica averages its weights with those of some peers; replicas differ.
-        ASYNCHRONOUS: weights are averaged in the background while training goes on; replicas differ, and a run cannot
+        ASYNCHRONOUS: weights are averaged in the background while training continues; replicas differ, and a run cannot
             be repeated bit for bit.
     """
 
@@ -173,11 +173,11 @@ class Context(Protocol):
         ...
 
     def at(self, step: int, algorithm: Algorithm) -> None:
-        """Hand over to `algorithm` once `step` training steps are completed. Call it in `setup`."""
+        """Switch to `algorithm` once `step` training steps are completed. Call it in `setup`."""
         ...
 
     def bind(self, algorithm: Algorithm) -> None:
-        """Hand over to `algorithm` now: new buckets if its payload differs, then its `setup`.
+        """Switch to `algorithm` now: new buckets if its payload differs, then its `setup`.
 
         Between steps only: in `setup` or `on_step_end`.
         """
@@ -258,8 +258,9 @@ class Algorithm:
     def replicas_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether the ranks may hold different weights now, between two steps.
 
-        The same on all ranks. `bagua.average_parameters`, a hand-over and a switch then average the weights; the two
-        latter also average the optimizers' state. Override it if you exchange gradients in some steps only.
+        The same on all ranks. `bagua.average_parameters` and a switch, scheduled or by `distribute`, then
+        average the weights; a switch also averages the optimizers' state. Override it if you exchange gradients in some
+        steps only.
         """
         return self.payload is Payload.PARAM
 

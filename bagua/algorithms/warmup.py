@@ -87,7 +87,7 @@ class Warmup(Algorithm):
             part.check(params, optimizers)
 
     def setup(self, ctx: Context) -> None:
-        """Schedule the hand-over and start with `first`."""
+        """Schedule the switch and start with `first`."""
         first, then = self._parts
         if self.steps > ctx.step:
             ctx.at(self.steps, then)

@@ -14,7 +14,7 @@ class Progress:
     """A snapshot.
 
     Attributes:
-        phase: "waiting" (for buckets, or a hand-over), "warm-up", "search", "final", "done", or "off" where nothing
+        phase: "waiting" (for buckets, or a switch), "warm-up", "search", "final", "done", or "off" where nothing
             can be tuned.
         reason: why it is off, or where settings come from that were not searched.
         settings: in force now.

@@ -18,7 +18,7 @@ class Settings:
 
     Attributes:
         bucket_bytes: payload at which a bucket is closed.
-        num_lanes: exchanges under way at once (gloo).
+        num_lanes: exchanges in progress at once (gloo).
         part_bytes: size of the pieces into which larger buckets are cut; None where buckets are not cut.
         direct_bytes: full-precision sums of pieces up to this size go straight between ranks, larger ones through the
             backend's all-reduce. Has an effect on gloo only, with one rank a node and at least three nodes.

@@ -65,7 +65,7 @@ def all_to_all_mean(
     """A mean of all ranks with `bits` per element: each rank's part to its owner, the means to all.
 
     W = 2 N (R-1)/R bits/8, for all-reduce in fp32 8 N (R-1)/R. H = 2: a part's mean leaves its owner only when
-    everyone's part has arrived. A ring has more.
+    every rank's part has arrived. A ring has more.
     """
     return Traffic(2 * num_elements * (ranks - 1) / ranks * bits / 8, 2 if ranks > 1 else 0, moment, every)
 

@@ -46,7 +46,7 @@ class Compute:
 
 
 class _Clock:
-    """Deadlines of the pass under way."""
+    """Deadlines of the pass in progress."""
 
     def __init__(self, compute: Compute, work: list[float]) -> None:
         self.compute = compute

@@ -61,7 +61,7 @@ def check_objects(objects: object) -> Mapping[str, Any]:
 
     Raises:
         TypeError: no mapping.
-        ValueError: a name is no identifier.
+        ValueError: a name is not an identifier.
     """
     if not isinstance(objects, Mapping):
         raise TypeError(f"objects: expected a dict of names and objects, got {type(objects).__name__}")
@@ -76,7 +76,7 @@ def collect(objects: Mapping[str, Any]) -> dict[str, Item]:
 
     Raises:
         CheckpointError: something in them is a tensor subclass, such as DTensor.
-        CommunicationError: an exchange that was under way has failed.
+        CommunicationError: an exchange that was in progress has failed.
     """
     items: dict[str, Item] = {}
     for name, value in objects.items():

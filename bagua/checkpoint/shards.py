@@ -42,7 +42,7 @@ class Shards:
         data: plain data by name, after loading.
 
     Raises:
-        TypeError, ValueError: `objects` is no dict, or a name is no identifier.
+        TypeError, ValueError: `objects` is not a dict, or a name is not an identifier.
 
     Examples:
         >>> import torch.distributed.checkpoint as dcp

@@ -75,7 +75,7 @@ def check_rank(group: Group, name: str, rank: Any, other: bool = False) -> int:
 
     Raises:
         TypeError: not an integer.
-        ValueError: out of range, or my own.
+        ValueError: out of range, or this rank's own.
     """
     index = _index(name, rank)
     if not 0 <= index < group.size:

@@ -42,7 +42,7 @@ def scatter_gather_rows(
         read: `read(lo, hi)` is called when rows lo to hi of `wire_RW` are final, in any order.
 
     Shapes: both [R, W], rows contiguous, same dtype; they must not overlap. On gloo `wire_RW` may be a list of R
-        rows of different, even zero, lengths; rows of `peers_RW` are as long as my own then.
+        rows of different, even zero, lengths; rows of `peers_RW` are as long as this rank's own then.
     Bytes: 2 (R-1) rows sent per rank.
     """
     rank, size = group.rank, group.size
@@ -56,7 +56,7 @@ def scatter_gather_rows(
         return
     mine = wire_RW[rank].numel() > 0
     later = [(rank + k) % size for k in range(1, size)]
-    sources = later[::-1]  # rank - 1 sends to me first
+    sources = later[::-1]  # rank - 1 sends to this rank first
     scattered = [group.recv(peers_RW[peer], peer, _SCATTER) for peer in sources if mine]
     # Row r is overwritten by rank r's answer only after rank r has all of what row r held before.
     filled = [peer for peer in sources if wire_RW[peer].numel()]

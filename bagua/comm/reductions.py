@@ -173,7 +173,7 @@ def _all_reduce(group: Group, x_N: Tensor, op: str) -> None:
 
 
 def _reduce(group: Group, x_N: Tensor, out_N: Tensor, dst: int, op: str) -> None:
-    """Reduce everyone's `x_N` into `out_N` of rank `dst`; `x_N` and, elsewhere, `out_N` stay as they were.
+    """Reduce every rank's `x_N` into `out_N` of rank `dst`; `x_N` and, elsewhere, `out_N` stay as they were.
 
     `out_N` may be `x_N`.
     """
@@ -194,7 +194,7 @@ def _reduce(group: Group, x_N: Tensor, out_N: Tensor, dst: int, op: str) -> None
 
 
 def _reduce_scatter(group: Group, x_RC: Tensor, out_C: Tensor, op: str) -> None:
-    """Reduce part r of everyone's `x_RC` into `out_C` of rank r. `out_C` may lie within `x_RC`.
+    """Reduce part r of every rank's `x_RC` into `out_C` of rank r. `out_C` may lie within `x_RC`.
 
     Bytes: (R-1)/R times the size of `x_RC` sent per rank.
     """

@@ -76,7 +76,7 @@ class Staged:
 
 
 class _Arrival:
-    """An operation under way. Holds the host memory that gloo works on, which must outlive the operation."""
+    """An operation in progress. Holds the host memory that gloo works on, which must outlive the operation."""
 
     def __init__(self, work: Any, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
         self._work, self._tensors, self._hosts = work, tensors, hosts

@@ -65,7 +65,7 @@ class Team:
     """All ranks of a process group, with a store that they share and a factory of process groups for lanes.
 
     Attributes:
-        rank: my rank.
+        rank: this process's rank.
         size: number of ranks.
         store: a `torch.distributed` store that all members share, under a prefix of this team's own. Its calls end.
         timeout: how long to wait for a rank.
@@ -150,7 +150,7 @@ class Team:
         return gathered
 
     def all_gather_bytes_once(self, what: str, name: str, payload: bytes, alert: Callable[[], object]) -> list[bytes]:
-        """As `all_gather_bytes`, under a name that is used once; a rank may skip it and go on to other collectives.
+        """As `all_gather_bytes`, under a name that is used once; a rank may skip it and continue to other collectives.
 
         Args:
             alert: called now and then while this rank waits; may raise.

@@ -6,7 +6,7 @@ notes in its own store which host leads in which term. If the leader is gone, or
 next term begins: its leader is the first host of the list that answers, other than the one that was lost. A host that
 comes, or comes back, asks the others and joins the highest term. The first term is led by the first host.
 
-Where this ends: if the network falls in two parts, each may go on by itself; set the lower limit of `--nnodes` above
+Where this ends: if the network falls in two parts, each may continue by itself; set the lower limit of `--nnodes` above
 half of the hosts, so that at most one part can. Only hosts of the list can lead; others may take part.
 """
 
@@ -43,7 +43,7 @@ _PROBE_S = 2.0  # for a host to answer
 _POLL_S = (0.2, 0.6)  # between two looks at the hosts
 _LOOKS = 2  # in a row without an answer, until a host takes the lead
 _BEATS = 3  # torch's heartbeats can be almost two intervals apart
-_HERE_S = 15.0  # for all hosts of a meeting to say that they go on from it
+_HERE_S = 15.0  # for all hosts of a rendezvous to confirm that they start from it
 _HERE = "bagua/here"
 _log = logging.getLogger("bagua")
 _endpoints: dict[tuple[str, str], Endpoints] = {}
@@ -202,8 +202,8 @@ class FailoverRendezvous(RendezvousHandler):
         self._join_s = float(params.get_as_int("join_timeout", 600) or 600)
         if (attempts := params.get_as_int("keep_alive_max_attempt", 3) or 3) < _BEATS:
             _tell(f"keep_alive_max_attempt={attempts} would count live hosts as dead; use at least {_BEATS}")
-        self._hosts = 0  # that took part in the last meeting
-        self._round = -1  # of the last meeting, as torch counts
+        self._hosts = 0  # that took part in the last rendezvous
+        self._round = -1  # of the last rendezvous, as torch counts
         self._why = ""
 
     def get_backend(self) -> str:
@@ -295,7 +295,7 @@ class FailoverRendezvous(RendezvousHandler):
 
 
 def _absent(info: RendezvousInfo) -> int:
-    """How many hosts of a meeting do not say that they go on from it: one may die between the two.
+    """Number of hosts that joined a rendezvous but do not confirm its result: one may die in between.
 
     Raises:
         DistError: the store is lost.

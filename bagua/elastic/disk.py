@@ -28,7 +28,7 @@ class Disk:
     """
 
     def __init__(self, team: Team, directory: Path, every: int, keep: int) -> None:
-        # Meetings of a team of its own: those of the training go on meanwhile.
+        # A team of its own: the training's collectives run meanwhile.
         store = None if team.store is None else team.store.under(f"elastic/{team.next_lane()}")
         self._team = replace(team, store=store, counters=Counters())
         self.directory, self._every, self._keep = directory, every, keep
@@ -50,7 +50,7 @@ class Disk:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written; the team's timeout bounds each meeting of the writers."""
+        """Until nothing is being written; the team's timeout bounds each collective of the writers."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -222,7 +222,7 @@ class State:
         Args:
             wait: False, after an error, gives up what is being written; the checkpoint before it stays.
         """
-        if wait:  # else something may be under way, which dropping the connections would wait for
+        if wait:  # else something may be in progress, which dropping the connections would wait for
             if self._disk is not None:
                 self._disk.wait()
             self._link.close()

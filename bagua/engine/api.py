@@ -202,7 +202,7 @@ def distribute(
         known = previous.engine.state.order
         order = known if known is not None and set(known) == set(inventory.trainable) else None
         differing = agreement.all_ready and previous.engine.replicas.differ
-        previous.engine.settle(average=agreement.all_ready)  # of weights that differ, the mean becomes everyone's
+        previous.engine.settle(average=agreement.all_ready)  # of weights that differ, all ranks get the mean
     key = team.next_lane()
     fallback = guard.fallback_on(agreement.nodes) if guard is not None else None
     hierarchical_groups = tunes_hierarchy or any(

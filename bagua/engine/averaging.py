@@ -73,13 +73,13 @@ def mean_optimizers(
     if team.size == 1:
         return
     ours = {id(param) for param in params.values()}
-    everyone = _outlines(optimizers, ours, team)
+    outlines = _outlines(optimizers, ours, team)
     tensors: list[Tensor] = []
     counts: list[int] = []
     others: dict[int, list[Tensor]] = {}  # those without a mean that rank 0 lacks, by the first rank that has them
     for number, optimizer in enumerate(optimizers):
         for place, param in enumerate(slots(optimizer, ours)):
-            copies = [each[number][place] for each in everyone]
+            copies = [each[number][place] for each in outlines]
             for key in sorted({key for copy in copies for key in copy}):
                 src = _first(copies, key)
                 wanted = skeleton(copies[src][key])
@@ -107,16 +107,16 @@ def _outlines(
     optimizers: Sequence[torch.optim.Optimizer], ours: set[int], team: Team
 ) -> list[list[list[dict[str, Any]]]]:
     """Outlines of state by rank, optimizer and parameter. Raises on all ranks if one cannot describe its state."""
-    mine: Any
+    own: Any
     try:
-        mine = [describe(number, optimizer, ours)["state"] for number, optimizer in enumerate(optimizers)]
+        own = [describe(number, optimizer, ours)["state"] for number, optimizer in enumerate(optimizers)]
     except ValueError as error:
-        mine = {"error": str(error)}
-    everyone = [decode(message) for message in team.all_gather_bytes("outlines of optimizer state", encode(mine))]
-    for rank, each in enumerate(everyone):
+        own = {"error": str(error)}
+    outlines = [decode(message) for message in team.all_gather_bytes("outlines of optimizer state", encode(own))]
+    for rank, each in enumerate(outlines):
         if isinstance(each, dict):
             raise ValueError(f"rank {rank}: {each['error']}")
-    return everyone
+    return outlines
 
 
 def _first(copies: Sequence[dict[str, Any]], key: str) -> int:

@@ -59,10 +59,10 @@ class Binding:
         self._pool, self._dispatcher, self._memory, self._reducer, self._ctx = pool, dispatcher, memory, reducer, ctx
         self._names = list(inventory.trainable)
 
-    # -- hand-overs ----------------------------------------------------------------------------------------------
+    # -- switches ----------------------------------------------------------------------------------------------
 
     def bind(self, algorithm: Algorithm) -> None:
-        """Hand over now.
+        """Switch now.
 
         Raises:
             ValueError: the payload differs and the module has sparse gradients.
@@ -92,7 +92,7 @@ class Binding:
         self.start()
 
     def rebind(self, bound: str, fallback: Algorithm | None) -> None:
-        """Switch to the algorithm that ran when a state was saved: before or after a hand-over, or a guard's fallback.
+        """Switch to the algorithm that ran when a state was saved: scheduled, or a guard's fallback.
 
         Raises:
             ValueError: the algorithm given to `distribute` never switches to that one.

@@ -33,7 +33,7 @@ class Binder(Protocol):
     """Protocol of the part that switches to another algorithm."""
 
     def bind(self, algorithm: Algorithm) -> None:
-        """Hand over to `algorithm` now."""
+        """Switch to `algorithm` now."""
         ...
 
 
@@ -145,11 +145,11 @@ class EngineContext:
         self._state.notice(text, urgent)
 
     def at(self, step: int, algorithm: Algorithm) -> None:
-        """Schedule a hand-over."""
+        """Schedule a switch."""
         self._state.schedule[step] = algorithm
 
     def bind(self, algorithm: Algorithm) -> None:
-        """Hand over now."""
+        """Switch now."""
         binder = self._binder() if self._binder is not None else None
         assert binder is not None, "the engine is gone"
         binder.bind(algorithm)

@@ -65,7 +65,7 @@ class Failures:
     def pass_broke_off(self) -> None:
         """Record that an exception ended a backward pass. Must not raise: destructors call it too."""
         if self._breaks_together and not self._failed:
-            with suppress(RuntimeError, OSError):  # without a store the ranks cannot go on anyway
+            with suppress(RuntimeError, OSError):  # without a store the ranks cannot continue anyway
                 self._broken.post(self._reducer.count)
 
     def look_for_broken(self) -> None:

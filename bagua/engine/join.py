@@ -119,7 +119,7 @@ class _Announcer:
 
     def __init__(self, joining: _Joining, number: int) -> None:
         self._joining, self._number = joining, number
-        self.scale = 1.0  # of the gradients of the pass under way
+        self.scale = 1.0  # of the gradients of the pass in progress
 
     @property
     def early(self) -> bool:

@@ -1,4 +1,4 @@
-"""Steps of optimizers that are under way: one within another, with a closure, or broken off by an exception."""
+"""Steps of optimizers that are in progress: one within another, with a closure, or interrupted by an exception."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ _WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__  # 
 
 
 class Nesting:
-    """Steps of a module's optimizers that are under way.
+    """Steps of a module's optimizers that are in progress.
 
     An optimizer may step another one within its own step, and a class's `step` may call that of its base class; both
-    are one step. After an exception torch calls no hook: whether a step still is under way shows on the stack.
+    are one step. After an exception torch calls no hook: whether a step still is in progress shows on the stack.
     """
 
     def __init__(self) -> None:
         self._depth = 0
 
     def enter(self) -> bool:
-        """A step begins; returns whether no other is under way."""
+        """A step begins; returns whether no other is in progress."""
         if self._depth:
             self._depth = min(self._depth, _steps_on_stack() - 1)
         self._depth += 1
         return self._depth == 1
 
     def leave(self) -> bool:
-        """A step is over; returns whether no other is under way."""
+        """A step is over; returns whether no other is in progress."""
         self._depth = max(0, self._depth - 1)
         return self._depth == 0
 
     @property
     def within(self) -> bool:
-        """Asked from a hook before another step, whether one is under way."""
+        """Asked from a hook before another step, whether one is in progress."""
         if self._depth:
             self._depth = min(self._depth, _steps_on_stack() - 1)
         return self._depth > 0
 
     @property
     def inside(self) -> bool:
-        """Whether a step is under way."""
+        """Whether a step is in progress."""
         # A backward pass on a GPU runs in threads of its own, whose stacks show no step.
         if self._depth and torch._C._current_graph_task_id() == -1:
             self._depth = min(self._depth, _steps_on_stack())

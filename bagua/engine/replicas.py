@@ -17,7 +17,7 @@ __all__ = ["Replicas"]
 
 
 class Replicas:
-    """Makes the ranks' weights equal to their mean: when users ask for it, and before a hand-over or a switch."""
+    """Makes the ranks' weights equal to their mean: when users ask for it, and before a switch of the algorithm."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class StepTracker:
         hooks_ran: those of the module's forward pass, in this step.
         forward_seen, step_begun: in this step; the step was begun by the first optimizer.
         stepped: numbers of the optimizers that have stepped, in this step.
-        nesting: steps of optimizers that are under way.
+        nesting: steps of optimizers that are in progress.
     """
 
     def __init__(

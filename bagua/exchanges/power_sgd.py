@@ -182,7 +182,7 @@ class PowerSGD(Exchange):
             if self.error_feedback:
                 for matrix, left, right in zip(matrices, lefts, rights, strict=True):
                     matrix.addmm_(left, right, alpha=-1)
-                # An overflowed step is skipped by the GradScaler; its NaN must not come back for ever. What is not
+                # An overflowed step is skipped by the GradScaler; its NaN must not come back forever. What is not
                 # finite in a matrix is not finite in its P.
                 if overflowed or not bool(p_P.isfinite().all()):
                     state["error"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -38,7 +38,7 @@ def ddp_hook(
         ddp.register_comm_hook(None, bagua.interop.ddp_hook("bytegrad"))
 
     Exchanges run one after the other in a thread (on NCCL: a stream) with connections of its own, so any number of
-    buckets may be under way, and nothing that DDP sends in between can get into their way.
+    buckets may be in progress, and nothing that DDP sends in between can get into their way.
 
     Args:
         exchange: "gradient_allreduce", "bytegrad", "power_sgd" or an instance of these algorithms; or an exchange

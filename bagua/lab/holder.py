@@ -148,7 +148,7 @@ class Holder:
         self._stop(True)
 
     def do_resume(self) -> None:
-        """Lets them go on."""
+        """Lets them continue."""
         self.paused = False
         self._stop(False)
 

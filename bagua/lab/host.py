@@ -156,7 +156,7 @@ class Host:
         self._cluster.open_backend().ask(self.index, "pause")
 
     def resume(self) -> None:
-        """Lets them go on."""
+        """Lets them continue."""
         self._cluster.open_backend().ask(self.index, "resume")
 
     def kill(self) -> None:

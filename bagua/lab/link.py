@@ -77,7 +77,7 @@ def bits_per_second(value: str | float, name: str = "bandwidth") -> int:
     """Reads a rate: "250mbit", "1gbit", "1gbps", "10mbit/s", or bits per second as a number.
 
     Raises:
-        ValueError: if it is no positive rate of at least 1 kbit/s.
+        ValueError: if it is not a positive rate of at least 1 kbit/s.
     """
     number, unit = _split(value, name, "a rate like '100mbit' or '1gbit'")
     for ending in ("bit/s", "bits/s", "bit", "bits", "bps", "b/s"):

@@ -40,7 +40,7 @@ def command_for(
     it names a rendezvous, none is put in.
 
     Raises:
-        ValueError: if `nproc_per_node` is given and the command is no launcher.
+        ValueError: if `nproc_per_node` is given and the command is not a launcher.
     """
     words = [os.fspath(word) for word in argv]
     if words[:1] == ["bagua"] and shutil.which("bagua") is None:

@@ -90,7 +90,7 @@ class Supervisor:
         """Rate-limit in the hosts' kernels instead of the relay; false where that is impossible.
 
         A frame that waits in the relay has left the host for its sockets: they would fill it as far as their windows
-        go, megabytes on a slow link, where a network card lets each socket have a frame or two under way.
+        go, megabytes on a slow link, where a network card lets each socket have a frame or two in progress.
         """
         bandwidth, _ = self.config["limits"]
         for index, host in enumerate(self.config["hosts"]):

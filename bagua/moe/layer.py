@@ -165,7 +165,7 @@ class MoE(nn.Module):
 
     Raises:
         ValueError: an argument is wrong; names it.
-        TypeError: `expert` is no module.
+        TypeError: `expert` is not a module.
 
     Bytes: per step with T rows sent to other ranks: 4 T M elements, that is two of T M in the forward and two in the
         backward pass, on average each way; and 8 (R-1) (n + 2) of row counts.

@@ -55,7 +55,7 @@ class OneBitLamb(TwoStage):
     Source: arXiv:2104.06069 (1-bit LAMB), algorithm 2; the corrections of m and v as in LAMB itself,
         arXiv:1904.00962, algorithm 2.
     Differs: 1-bit LAMB leaves the corrections out. Within the warm-up that only matters to the bounds of c, but
-        after a warm-up that is not many times 1 / (1 - b2) steps long, v goes on growing for want of one, which f
+        after a warm-up that is not many times 1 / (1 - b2) steps long, v continues growing for want of one, which f
         takes for larger gradients; it then halves every step. a starts with the first c instead of 0. The paper
         scales layers to a common magnitude before it quantises them with one scale; codecs here have a scale for
         each block, so nothing is to be evened out.

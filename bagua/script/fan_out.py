@@ -25,7 +25,7 @@ class FanOut:
         specs: what, by node rank.
         options: of ssh.
         start_timeout_s: a host must have started its node within that time.
-        grace_s: how long the others may go on when one has failed, to say what they have to say.
+        grace_s: how long the others may continue when one has failed, to say what they have to say.
     """
 
     def __init__(

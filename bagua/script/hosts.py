@@ -50,7 +50,7 @@ def parse_hosts(text: str, port: int | None = None) -> list[Host]:
         port: of those that name none.
 
     Raises:
-        ValueError: a host is empty, is no name or address, or has an impossible port; names it.
+        ValueError: a host is empty, is not a name or address, or has an impossible port; names it.
     """
     words = [word.strip() for word in text.split(",")]
     found = [_parse_host(word, port) for word in words]

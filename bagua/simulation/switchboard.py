@@ -81,7 +81,7 @@ class LocalGroup:
         return _Work()
 
     def _all(self, x: Tensor) -> list[Tensor]:
-        """Everyone's tensor of this round, by rank."""
+        """Every rank's tensor of this round, by rank."""
         number, size = self._round, len(self._board.ranks)
         self._round += 1
         present = self._board.rounds[number]

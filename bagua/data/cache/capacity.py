@@ -16,7 +16,7 @@ def check_capacity(capacity_per_node: int | None) -> None:
     """Check that a capacity is an integer of at least 1 MiB.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: it is not an integer.
         ValueError: it is below 1 MiB.
     """
     if capacity_per_node is None:

@@ -66,7 +66,7 @@ class Client:
 
 
 _clients: dict[Backend, Client] = {}
-_inherited: list[dict[Backend, Client]] = []  # kept for ever: their sockets and files are the parent's to close
+_inherited: list[dict[Backend, Client]] = []  # kept forever: their sockets and files are the parent's to close
 _lock = threading.RLock()
 _arranged_pid = 0
 

@@ -150,7 +150,7 @@ def _join(path: Path) -> int | None:
 def _remove_if_left(path: Path) -> None:
     try:
         lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # another process is just making or removing it, or it is no directory of ours
+    except OSError:  # another process is just making or removing it, or it is not a directory of ours
         return
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

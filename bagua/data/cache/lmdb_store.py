@@ -143,7 +143,7 @@ class LmdbStore:
             self._env = None
 
     def abandon(self) -> None:
-        """In a forked child: nothing is open but where the fork could not wait; that is kept for ever, unused."""
+        """In a forked child: nothing is open but where the fork could not wait; that is kept forever, unused."""
         if self._env is not None:
             _inherited.append(self._env)
             self._env = None

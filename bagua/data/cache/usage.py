@@ -2,7 +2,7 @@
 
 Epochs read every sample once, in another order each time. With room for half of the samples, evicting the least
 recently used would keep some 15 % of them useful, keeping what is there keeps 50 %. So an entry is replaced only by
-one that is used more often. Lest the entries of a data set that nobody reads any more stay for ever, counts are
+one that is used more often. Lest the entries of a data set that nobody reads any more stay forever, counts are
 halved whenever the cache has turned away or evicted twice as many entries as it holds.
 """
 

@@ -153,5 +153,5 @@ class Writer:
             for _, frame in batch:
                 seal_frame(frame)
             self._store.mset(batch)
-        except Exception:  # a store that breaks its promise must not end the thread: putters would wait for ever
+        except Exception:  # a store that breaks its promise must not end the thread: putters would wait forever
             _log.warning("the cache could not write %d entries", len(batch), exc_info=True)

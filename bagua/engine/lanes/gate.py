@@ -46,12 +46,12 @@ class Gate:
         self.waited_s = 0.0
         self.closing = threading.Event()
         self.failing = False
-        self._alone_since: float | None = None  # no meeting has taken place since then, and not by anyone's wish
+        self._alone_since: float | None = None  # no round has taken place since then, though no rank cancelled one
         self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
         self._patience_s = patience_s
         self._next = 0
-        self._inside = False  # a meeting has been entered and has no verdict
-        self._oldest = 0  # first meeting whose keys are still in the store
+        self._inside = False  # a round has been entered and has no verdict
+        self._oldest = 0  # first round whose keys are still in the store
 
     def enter(self, give_up: Callable[[], bool]) -> bool:
         """Wait for the next round; returns whether it takes place. If it does, every rank must take part.
@@ -85,19 +85,19 @@ class Gate:
         if not self.over:
             try:
                 self._store.set(f"{self._prefix}/at/{self._rank}", _ENDED)
-                # Others may have called off meetings that this rank never came to.
+                # Others may have cancelled rounds that this rank never entered.
                 while not self._decide(self._next, self._farewell()).startswith((_LEFT, _LOST)):
                     self._next += 1
             except CommunicationError:
-                self.urgent = True  # there is no store left to tell it to
+                self.urgent = True  # the store is gone
             self.over = True
 
     def give_up_after(self, seconds: float) -> None:
-        """Limit how long this rank goes on without the others. Costs nothing while rounds take place.
+        """Limit how long this rank continues without the others. Costs nothing while rounds take place.
 
         Args:
-            seconds: that it may go on although a rank failed, is gone, or does not come. One that has left in order, or
-                calls meetings off, does not count.
+            seconds: longest time without a round because a rank failed, is gone or does not respond. A rank that exited
+                normally, or cancels rounds, does not count.
 
         Raises:
             CommunicationError: that time is over; names the ranks.
@@ -122,7 +122,7 @@ class Gate:
         if self.over and self.remark:
             return self.remark
         try:
-            number = self._next - self._inside  # the meeting under way, or the one that never came
+            number = self._next - self._inside  # the round in progress, or the one that never started
             late = [rank for rank in self._late(number, self._store.within(_GRACE_S)) if rank != self._rank]
         except CommunicationError as error:
             return str(error)

@@ -265,7 +265,7 @@ class StreamLane(Lane):
         return ticket
 
     def wait(self, ticket: Ticket) -> None:
-        """Make the current stream wait; the calling thread goes on. For a ticket of another lane, wait here."""
+        """Make the current stream wait; the calling thread continues. For a ticket of another lane, wait here."""
         if not isinstance(ticket, StreamTicket):
             ticket.wait()
         elif ticket.error is None:

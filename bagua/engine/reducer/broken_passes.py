@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["LOOK_S", "BrokenPasses"]
 
 LOOK_S = 0.5  # how long a rank waits for an exchange before it looks whether another has given the pass up
-_PATIENCE_S = 30.0  # of a rank that broke off for others that do not wait for it: they have made their last step, say
+_PATIENCE_S = 30.0  # after an interrupted pass, for ranks that may not wait for it: they have made their last step, say
 _POLL_S = (0.001, 0.05)
 _VOID = b"void"
 
@@ -30,8 +30,8 @@ class BrokenPasses:
     def __init__(self, store: Any, prefix: str, rank: int, size: int, timeout_s: float) -> None:
         self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
         self._patience_s = min(timeout_s, _PATIENCE_S)
-        self._posted = -1  # the last pass that this rank broke off
-        self._void = -1  # the last pass that all ranks broke off
+        self._posted = -1  # the last pass that was interrupted on this rank
+        self._void = -1  # the last pass that was interrupted on all ranks
 
     def post(self, number: int) -> None:
         """Post that pass `number` was interrupted on this rank."""
@@ -63,7 +63,7 @@ class BrokenPasses:
         return self._decide(number)
 
     def look(self, number: int) -> list[int]:
-        """On a rank that waits in pass `number`, or at its end: the ranks that broke off this one or the one before."""
+        """Return the ranks on which pass `number` or the one before was interrupted; called while this rank waits."""
         if self._size == 1 or not self._store.check([f"{self._prefix}/last"]):
             return []
         last = int(bytes(self._store.get(f"{self._prefix}/last")))

@@ -120,7 +120,7 @@ class Bucket:
 
     @torch.no_grad()
     def take(self, hook: ElementwiseHook | None) -> PayloadSource | None:
-        """Hand over to an exchange what `gather` left elsewhere; None if copying is better, or nothing is to be done.
+        """Pass what `gather` left elsewhere to an exchange; None if copying is better, or nothing is left.
 
         Until that exchange has run, `flat`, and so `.grad`, holds old values.
         """
@@ -187,7 +187,7 @@ def part_ranges(numel: int, element_bytes: int, part_bytes: int) -> tuple[tuple[
 
 
 def raise_moved(name: str) -> NoReturn:
-    """Refuse to go on with a parameter that has left its place.
+    """Refuse to continue with a parameter that has left its place.
 
     Raises:
         RuntimeError: always.

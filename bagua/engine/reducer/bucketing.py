@@ -38,7 +38,7 @@ def fitting_bucket_bytes(total_bytes: int) -> int:
     With a single bucket no exchange would overlap with the backward pass.
 
     Raises:
-        ValueError: the variable is no positive integer.
+        ValueError: the variable is not a positive integer.
     """
     if "BAGUA_DEFAULT_BUCKET_SIZE" in os.environ:
         return default_bucket_bytes()
@@ -49,7 +49,7 @@ def default_bucket_bytes() -> int:
     """`BAGUA_DEFAULT_BUCKET_SIZE` of the environment, or 10 MiB: what large models take.
 
     Raises:
-        ValueError: the variable is no positive integer.
+        ValueError: the variable is not a positive integer.
     """
     text = os.environ.get("BAGUA_DEFAULT_BUCKET_SIZE")
     if text is None:
@@ -63,7 +63,7 @@ def default_num_lanes() -> int:
     """`BAGUA_NUM_LANES` of the environment, or 4.
 
     Raises:
-        ValueError: the variable is no integer from 1 to 64.
+        ValueError: the variable is not an integer from 1 to 64.
     """
     text = os.environ.get("BAGUA_NUM_LANES")
     if text is None:

@@ -15,7 +15,7 @@ class GradientStreams:
 
     Autograd accumulates a gradient on the stream on which the forward pass first used the parameter, and runs the hook
     there. A bucket is launched in the hook of its last gradient. If the forward pass used several streams, the other
-    gradients may still be under way on theirs: nothing orders the streams before the end of the pass.
+    gradients may still be in progress on theirs: nothing orders the streams before the end of the pass.
 
     Args:
         device: of the parameters, a CUDA device.

@@ -95,7 +95,7 @@ class Reducer:
         self._listener = weakref.ref(listener)
 
     @property
-    def tell(self) -> PassListener:
+    def listener(self) -> PassListener:
         """The listener."""
         listener = self._listener()
         assert listener is not None, "the engine is gone"
@@ -172,18 +172,18 @@ class Reducer:
         """End the open pass: announce the remaining buckets, wait for exchanges, settle missing gradients."""
         self.open = self._callback_queued = False
         if not self._buckets:
-            self.tell.order_learned(self._order)
+            self.listener.order_learned(self._order)
         self._uncounted = False
         complete = 0 not in self._arrived
         kept = {} if complete or self._alone or not self.views_are_gradients else self._fill_missing()
         if self._next < len(self._buckets):
             self._waiting = [0] * len(self._buckets)
             self._announce()
-        self.tell.buckets_done()
+        self.listener.buckets_done()
         if kept and self._state.exchanged:
             self._settle(kept)
         if self._graphs:
-            self.tell.finish_exchanges()
+            self.listener.finish_exchanges()
             self._graphs.deliver(self._params, self._views)
         self._give_back()
         if self._static_graph and not self._shadow:
@@ -194,14 +194,14 @@ class Reducer:
     def _give_back(self) -> None:
         """Let `.grad` be a tensor of its own again, if it is to be one."""
         if self._own is not None and self.views_are_gradients:
-            self.tell.finish_exchanges(on_host=False)
+            self.listener.finish_exchanges(on_host=False)
             self._own.give_back(self._params, self._views)
 
     def _begin(self) -> None:
         if not self.open:
             if self._hook_order is not None and self.views_are_gradients:
                 self._hook_order.restore()
-            self.tell.pass_begins()
+            self.listener.pass_begins()
             self._open()
         self._callback_queued = True
         self._graphs.wanted = torch.is_grad_enabled() and self.views_are_gradients and not self._alone
@@ -223,10 +223,10 @@ class Reducer:
         """Complete a pass that was interrupted on all ranks, so that they are in step again; gradients become zero."""
         self.open = self._callback_queued = self._uncounted = False
         if not self._buckets:
-            self.tell.order_learned(self._order)
+            self.listener.order_learned(self._order)
         self._waiting = [0] * len(self._buckets)
         self._announce()
-        self.tell.finish_exchanges()
+        self.listener.finish_exchanges()
         self._graphs.clear()
         for bucket in self._buckets:
             bucket.flat.zero_()
@@ -269,7 +269,7 @@ class Reducer:
                 self.end()
             except BaseException:
                 self.failed_to_end = True
-                self.tell.pass_broke_off()
+                self.listener.pass_broke_off()
                 raise
 
     def _announce(self) -> None:
@@ -290,7 +290,7 @@ class Reducer:
                 self._mend(bucket, without)
             self._next += 1
             try:
-                self.tell.bucket_ready(bucket)
+                self.listener.bucket_ready(bucket)
             finally:
                 bucket.bring()  # if nothing was launched
 
@@ -348,19 +348,19 @@ class Reducer:
                 if not self._used[index]:
                     kept[index] = view.clone() if grad is view else grad
         if kept:
-            self.tell.params_missing(list(kept))
+            self.listener.params_missing(list(kept))
         return kept
 
     @torch.no_grad()
     def _settle(self, kept: dict[int, Tensor | None]) -> None:
         """Give the mean to parameters that other ranks used, and restore the gradient of those that no rank used."""
-        self.tell.finish_exchanges()
+        self.listener.finish_exchanges()
         union = self._static_union
         if union is None:
             union = self._usage.union(self.count, self._used_bits())
             if self._static_graph and not self._shadow:
                 self._static_union = union
-        self.tell.params_unused([index for index in kept if not union >> index & 1])
+        self.listener.params_unused([index for index in kept if not union >> index & 1])
         for index, grad in kept.items():
             if union >> index & 1:
                 self._params[index].grad = self._views[index]
@@ -383,7 +383,7 @@ class _EndOfPass:
     def __del__(self) -> None:
         reducer = self._ref()
         if not self._called and reducer is not None and reducer.open:
-            reducer.tell.pass_broke_off()
+            reducer.listener.pass_broke_off()
 
 
 def _bits(flags: bytearray) -> int:

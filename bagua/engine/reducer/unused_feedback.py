@@ -34,7 +34,7 @@ class Withheld:
         buckets: Sequence[Bucket],
         names: Collection[str],
     ) -> None:
-        """Copy what is kept of the parameters `names`. Nothing may be under way in their buckets."""
+        """Copy what is kept of the parameters `names`. Nothing may be in progress in their buckets."""
         self._held.clear()
         if not any(memory.states.values()):
             return

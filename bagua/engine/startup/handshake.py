@@ -62,7 +62,7 @@ def shake_hands(
                     f"{name} differs: rank {rank} has {other['options'].get(name)}, rank 0 has {value}"
                 )
     if any(other["digest"] != briefs[0]["digest"] for other in briefs):
-        # Rare and fatal, so a second, larger meeting is cheaper than sending every list every time.
+        # Rare and fatal, so a second, larger all-gather is cheaper than always sending every list.
         lists = [decode(message) for message in team.all_gather_bytes("comparison of parameters", full)]
         for rank, other in enumerate(lists):
             if other != lists[0]:

@@ -100,7 +100,7 @@ class TuningSession:
     def state_dict(self, engine: Tunable) -> tuple[Plan | None, Algorithm, dict[str, Any] | None]:
         """What the engine saves: plan, algorithm as it is without tuning, and the result if there is one.
 
-        While tuning is under way that is the plan of before, and not what is being tried just now.
+        While tuning is in progress that is the plan of before, and not what is being tried just now.
         """
         plan = engine.plan
         if not self.begun or self._algorithm is None:
@@ -214,7 +214,7 @@ class TuningSession:
         try:
             self._log = open_log(log)
             engine.notice(f"autotune: log in {self._log}")
-        except (OSError, ValueError) as error:  # on rank 0 only: the others must not be left alone
+        except (OSError, ValueError) as error:  # on rank 0 only: an exception here would leave the other ranks waiting
             engine.notice(f"autotune: the log cannot be written: {error}", urgent=True)
 
     def _write(self, engine: Tunable) -> None:
