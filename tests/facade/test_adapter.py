@@ -177,6 +177,7 @@ def _unused_and_accumulated() -> tuple[list[float], int]:
             _loss(model, step, dist.get_rank()).backward()
         _loss(model, step + 10, dist.get_rank()).backward()
         optimizer.step()
+        assert model.bagua_ddp.bagua_train_step_counter == step + 1, "two forward passes are one step"
     plain = pickle.loads(pickle.dumps(model))
     assert torch.equal(_weights(plain), _weights(model)) and not hasattr(copy.deepcopy(model), "bagua_algorithm")
     assert not plain.scale.is_bagua_tensor() and model.scale.is_bagua_tensor()
@@ -241,6 +242,44 @@ def _switch_and_load() -> None:
     model.with_bagua([adam], MomentaInEightBits(adam, hierarchical=True))
     _train(model, adam, steps=range(3))
     assert any("nothing is compressed" in notice for notice in bagua.stats(model).notices)
+
+
+def _reset() -> None:
+    from tests.facade.old_style import PeerWeights, PeerWeightsImpl
+
+    class Impl(PeerWeightsImpl):
+        """Marks nothing, so that ranks train apart."""
+
+        def need_reset(self) -> bool:
+            return self.ddp.bagua_train_step_counter == 3
+
+        def init_tensors(self, bagua_ddp: Any) -> Any:
+            self.ddp = bagua_ddp
+            return super().init_tensors(bagua_ddp)
+
+        def due(self, bagua_ddp: Any) -> bool:
+            return False
+
+    class Own(PeerWeights):
+        def reify(self, process_group: Any) -> Any:
+            return Impl(process_group, self)
+
+    model, rank = _model(), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer], Own())
+    for step in range(4):
+        mine = _train(model, optimizer, steps=[step])
+        ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, mine)
+        assert not torch.equal(ranks[0], ranks[1])
+        if step == 1:
+            _loss(model, 7, rank)
+            weights = _weights(model)
+            assert torch.equal(weights, ranks[0]), "the third step begins with a reset"
+
+
+def test_a_reset_gives_everyone_the_weights_of_rank_0(pool: RankPool) -> None:
+    pool.run(2, _reset)
 
 
 def test_switch_load_and_refusals(pool: RankPool) -> None:
