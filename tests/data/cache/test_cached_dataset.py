@@ -283,7 +283,7 @@ def test_get_and_num_keys() -> None:
         for key in ("a", 1, b"raw"):
             assert loader.get(key, lambda key: calls.append(key) or str(key)) == str(key)
     assert calls == ["a", 1, b"raw"] and loader.num_keys() == 3
-    with pytest.raises(ValueError, match="load_fn: 1 samples for 2 keys"):
+    with pytest.raises(ValueError, match="load_fn: returned 1 samples for 2 keys"):
         loader.get_many([5, 6], lambda keys: [1])
     loader.clear()
     assert loader.num_keys() == 0

@@ -141,5 +141,5 @@ def test_somebody_elses_directory_is_refused(tmp_path: Path, monkeypatch: pytest
     leave_job_directories()
     (tmp_path / "trap").mkdir()
     path.symlink_to(tmp_path / "trap")
-    with pytest.raises(PermissionError, match="somebody else's"):
+    with pytest.raises(PermissionError, match="belongs to another user"):
         job_directory()
