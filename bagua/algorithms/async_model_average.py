@@ -61,7 +61,7 @@ class AsyncModelAverage(Algorithm):
         copies of the weights.
     Source: Bagua 0.9's asynchronous model average (its documentation).
     Differs: no lock, so no wait for a round either; rounds that a rank cannot join are called off instead of
-        blocking; `abort` and `resume` are no barriers; warm-up counts training steps only.
+        blocking; `abort` and `resume` are not barriers; warm-up counts training steps only.
 
     Examples:
         >>> algorithm = bagua.algorithms.AsyncModelAverage(sync_interval_ms=200, warmup_steps=100)
@@ -125,7 +125,7 @@ class AsyncModelAverage(Algorithm):
         if rounds.pending is not None and all(ticket.done for ticket in rounds.pending.tickets):
             _take_over(ctx, rounds)
         if lane.gate.remark:
-            ctx.notice(f"async: {lane.gate.remark}; training goes on without averaging", lane.gate.urgent)
+            ctx.notice(f"async: {lane.gate.remark}; training continues without averaging", lane.gate.urgent)
         if not ctx.paused:
             lane.gate.give_up_after(lane.timeout_s if self.max_alone_s is None else self.max_alone_s)
         due = time.monotonic() >= rounds.ended + self.sync_interval_ms / 1000
@@ -244,7 +244,7 @@ def _take_over(ctx: Context, rounds: _Rounds) -> None:
             rounds.broken = True
             rounds.lane.abandon()
             reason = f"{type(ticket.error).__name__}: {ticket.error}"
-            ctx.notice(f"async: averaging failed, training goes on without it: {reason}", urgent=True)
+            ctx.notice(f"async: averaging failed, training continues without it: {reason}", urgent=True)
             return
     if not this.on:
         return

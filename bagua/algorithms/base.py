@@ -111,7 +111,7 @@ class Context(Protocol):
             passage: deprecated name of `hook`.
 
         Returns:
-            A ticket that tells whether it is done.
+            A ticket to wait for.
 
         Raises:
             ValueError: `hook` without `before` or `after`; both `hook` and `passage`.

@@ -31,7 +31,7 @@ __all__ = ["build_parser", "main"]
 _EPILOG = """\
 conditions: BANDWIDTH[/LATENCY][/jitterTIME][/slowSPEED][/tcpNAME][/wireNAME], e.g. 1gbit/5ms, 250mbit/0ms, nolimit,
   1gbit/0ms/slow0.5 (the last host at half speed), 1gbit/0ms/tcpbbr (congestion control; cubic if none is named),
-  1gbit/0ms/wirerelay (what carries the frames; docs/lab.md)
+  1gbit/0ms/wirerelay (how frames are carried; see docs/lab.md)
 contenders: {contenders}
   Options of an algorithm go behind a colon: bytegrad:bucket_bytes=1000000,average=True;next_contender
 models: {models}
@@ -45,18 +45,26 @@ def _split(text: str) -> tuple[str, ...]:
 
 def _add_measured(parser: argparse.ArgumentParser, quick: str) -> None:
     parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write figures (PNG and SVG) there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write figures (PNG and SVG) to this folder")
     parser.add_argument("--local", action="store_true", help="processes of this machine instead of emulated hosts")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--algorithms", metavar="NAMES", help="contenders; default: all that can run here")
+    parser.add_argument("--algorithms", metavar="NAMES", help="contenders to measure; default: all that can run here")
     parser.add_argument("--model", metavar="NAME", help="layer shapes; default: layers25m")
     parser.add_argument("--compute-ms", type=float, metavar="MS", help="forward and backward together; default: 300")
-    parser.add_argument("--forward-share", type=float, default=1 / 3, metavar="SHARE", help="part that is forward")
-    parser.add_argument("--steps", type=int, metavar="N", help="most steps that are timed; default: 10")
-    parser.add_argument("--budget-s", type=float, metavar="S", help="fewer are, if they would take longer; default: 20")
+    parser.add_argument(
+        "--forward-share",
+        type=float,
+        default=1 / 3,
+        metavar="SHARE",
+        help="share of the compute time that is the forward pass",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="maximum number of timed steps; default: 10")
+    parser.add_argument(
+        "--budget-s", type=float, metavar="S", help="time limit of the timed steps, seconds; default: 20"
+    )
     parser.add_argument(
         "--again",
         type=int,
@@ -68,10 +76,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         choices=("emulated", "real"),
         default="emulated",
-        help="emulated: optimizers of the Adam kind do the arithmetic of SGD, as if an accelerator did theirs",
+        help="emulated: Adam-like optimizers only do the arithmetic of SGD, as if they ran on an accelerator",
     )
-    parser.add_argument("--profile", metavar="NAME", default="", help="keep a timeline of two steps of this contender")
-    parser.add_argument("--profile-dir", type=Path, metavar="DIR", default=Path("profile"), help="where it is kept")
+    parser.add_argument(
+        "--profile", metavar="NAME", default="", help="record a timeline of two steps of this contender"
+    )
+    parser.add_argument(
+        "--profile-dir", type=Path, metavar="DIR", default=Path("profile"), help="folder of the timeline"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,24 +102,28 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--conditions", metavar="LIST", help=f"default: {tradeoff.FULL_CONDITIONS}")
     one.add_argument("--hosts", type=int, default=4, metavar="N", help="default: 4, with one rank each")
     _add_training(one)
-    two = commands.add_parser("scaling", help="the same with 2 to 16 hosts, with a model of a tenth", **raw)
+    two = commands.add_parser("scaling", help="the same with 2 to 16 hosts and a model of a tenth of the size", **raw)
     _add_measured(two, "2 and 4 hosts, few contenders, short")
     two.add_argument("--conditions", metavar="LIST", help=f"default: {scaling.CONDITIONS}")
     two.add_argument("--hosts", type=_numbers, metavar="LIST", help="default: 2,4,8,16")
     _add_training(two)
-    three = commands.add_parser("primitives", help="collectives against the wire", **raw)
+    three = commands.add_parser("primitives", help="speed of collectives relative to the link", **raw)
     _add_measured(three, "two small sizes, one condition")
     three.add_argument("--conditions", metavar="LIST", help=f"default: {wire.CONDITIONS}")
     three.add_argument("--hosts", type=int, default=4, metavar="N", help="default: 4")
     three.add_argument("--sizes", type=_numbers, metavar="LIST", help="bytes; default: 16 KB to 40 MB")
-    four = commands.add_parser("overhead", help="what the engine costs on a model of 300 parameters", add_help=False)
+    four = commands.add_parser("overhead", help="overhead of the engine on a model of 300 parameters", add_help=False)
     four.set_defaults(rest=[])
     net.add_arguments(commands.add_parser("net", help="Bagua-Net, the NCCL plugin, on shaped links, without a GPU"))
     five = commands.add_parser("report", help="a Markdown table and figures from results files")
-    five.add_argument("files", type=Path, nargs="+", metavar="FILE", help="written with --json; several become one")
-    five.add_argument("--json", type=Path, metavar="FILE", help="write what became of them there")
-    five.add_argument("--plots", type=Path, metavar="DIR", help="write figures (PNG and SVG) there")
-    five.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there instead of printing them")
+    five.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="results written with --json; several are combined"
+    )
+    five.add_argument("--json", type=Path, metavar="FILE", help="write the combined results to this file")
+    five.add_argument("--plots", type=Path, metavar="DIR", help="write figures (PNG and SVG) to this folder")
+    five.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the tables to this file instead of printing them"
+    )
     return parser
 
 

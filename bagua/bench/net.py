@@ -95,11 +95,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="measure nothing: print that file as Markdown tables"
-    )
-    parser.add_argument("--append", action="store_true", help="add to the runs that FILE has")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="do not measure: print this file as Markdown tables")
+    parser.add_argument("--append", action="store_true", help="add to the runs in FILE")
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="of each case, in turns; default: 1")
     parser.add_argument(
         "--budget-s", type=float, default=3600.0, metavar="S", help="no case begins after that time; default: 3600"

@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="bagua bench overhead", description="Cost of the engine on a model of 300 parameters."
     )
     parser.add_argument("--quick", action="store_true", help="few repeats: the figures are noise")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     machine = describe_machine()

@@ -46,12 +46,18 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
         env,
         type=_positive_bytes,
         metavar="BYTES",
-        help="size at which a bucket is closed; sets BAGUA_DEFAULT_BUCKET_SIZE for the workers",
+        help="bucket size in bytes; sets BAGUA_DEFAULT_BUCKET_SIZE for the workers",
     )
-    add("autotune_level", env, type=int, help="1: tune sizes and numbers of exchanges in the first steps; 0: do not")
-    add("autotune_max_samples", env, type=_positive_int, metavar="N", help="settings that are measured, at most")
-    add("autotune_sampling_confidence_time", env, type=_seconds, metavar="S", help="least time that one is measured")
-    add("autotune_warmup_time", env, type=_seconds, metavar="S", help="training time before tuning begins")
+    add("autotune_level", env, type=int, help="1: tune bucket size, lanes and the like in the first steps; 0: do not")
+    add("autotune_max_samples", env, type=_positive_int, metavar="N", help="maximum number of settings to measure")
+    add(
+        "autotune_sampling_confidence_time",
+        env,
+        type=_seconds,
+        metavar="S",
+        help="minimum time to measure one setting, seconds",
+    )
+    add("autotune_warmup_time", env, type=_seconds, metavar="S", help="seconds of training before tuning begins")
     add("is_output_autotune_log", check_env, help="write each measurement to a CSV file for temporary files")
     add("bagua_service_port", env, type=int, help="accepted, without effect: Bagua no longer runs a server")
     group.add_argument(
@@ -60,7 +66,7 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
         default=True,
         help="accepted: ranks find LOCAL_RANK in their environment in any case",
     )
-    add("enable_bagua_net", check_env, help="have NCCL load Bagua-Net, which uses several TCP flows a connection")
+    add("enable_bagua_net", check_env, help="have NCCL load Bagua-Net, which uses several TCP flows per connection")
 
 
 def apply_bagua_arguments(parser: ArgumentParser, args: Namespace) -> None:

@@ -38,19 +38,19 @@ class ZeroOneAdam(TwoStage):
     many, then 4, 8, ...; the last is not later than `var_freeze_step`. They take the exact mean gradient, other
     steps up to there a mean of quantised momenta.
 
-    After `var_freeze_step` the ranks meet in intervals of H steps: 1 for `local_step_scaler` steps, then 2 for as
+    After `var_freeze_step` the ranks synchronise every H steps: 1 for `local_step_scaler` steps, then 2 for as
     many, then 4, ..., at most `local_step_clipper`. Within an interval each rank steps alone and sums its drift
-    u += l_k m. Where they meet, with L the sum of l_k, M the mean of the quantised u / L, and x_0 the weights at
+    u += l_k m. At a synchronisation, with L the sum of l_k, M the mean of the quantised u / L, and x_0 the weights at
     the interval's start:
 
         m = M,   x = x_0 - L M / D
 
-    Decoupled, weight decay is no part of g: x *= s with s = 1 - lr weight_decay comes first in every step. Within an
-    interval, with S the product of the s so far, u += l_k m / S and L is the sum of l_k / S, and the ranks meet at
+    Decoupled, weight decay is not part of g: x *= s with s = 1 - lr weight_decay comes first in every step. Within an
+    interval, with S the product of the s so far, u += l_k m / S and L is the sum of l_k / S. At the end the ranks set
 
         x = S (x_0 - L M / D)
 
-    which is exactly where one rank alone would be. At a meeting weight decay counts for every step of the
+    which is exactly where one rank alone would be. At a synchronisation weight decay counts for every step of the
     interval, for parameters too that had a gradient in some of them only.
 
     Gradients within an interval are local:

@@ -27,17 +27,17 @@ def get_args_parser(prog: str) -> ArgumentParser:
     add("--batch-size", type=_positive, default=32, help="samples per rank and step")
     exact = f"with {', '.join(_OWN_OPTIMIZER)} all but the last are exact"
     add("--num-warmup-batches", type=_not_negative, default=10, help=f"steps before the measurement; {exact}")
-    add("--num-batches-per-iter", type=_positive, default=10, help="steps of an iteration, which is timed as one")
-    add("--num-iters", type=_positive, default=10, help="iterations that are measured")
-    add("--no-cuda", action="store_true", help="stay on the CPU")
+    add("--num-batches-per-iter", type=_positive, default=10, help="steps per timed iteration")
+    add("--num-iters", type=_positive, default=10, help="number of timed iterations")
+    add("--no-cuda", action="store_true", help="run on the CPU")
     add("--deterministic", action="store_true", help="deterministic kernels: the same loss in every run")
     add("--algorithm", choices=names, default="gradient_allreduce", metavar="NAME", help=f"one of {', '.join(names)}")
-    add("--async-sync-interval", type=_positive, default=500, help="of the algorithm async, milliseconds")
-    add("--async-warmup-steps", type=_not_negative, default=0, help="of the algorithm async, steps")
+    add("--async-sync-interval", type=_positive, default=500, help="sync_interval_ms of the algorithm async")
+    add("--async-warmup-steps", type=_not_negative, default=0, help="warmup_steps of the algorithm async")
     add("--amp", action="store_true", help="mixed precision: fp16 with loss scaling on a GPU, bf16 on a CPU")
     add("--fuse-optimizer", action="store_true", help="step on flat tensors with bagua.optim.fuse")
     add("--fp16-allreduce", action="store_true", help="gradient_allreduce: send and sum gradients in fp16")
-    add("--use-adasum", action="store_true", help="keep the learning rate from growing with the ranks, nothing else")
+    add("--use-adasum", action="store_true", help="do not scale the learning rate with the ranks; no other effect")
     group = parser.add_argument_group("scaling it down or up")
     group.add_argument("--image-size", type=_positive, default=224, help="side of the images, pixels")
     group.add_argument("--seq-length", type=_positive, default=128, help="tokens of a sequence, for BERT, 512 at most")
@@ -45,8 +45,8 @@ def get_args_parser(prog: str) -> ArgumentParser:
         "--scale", type=float, default=1.0, help="factor of the widths; other than 1: built-in definitions"
     )
     group.add_argument("--source", choices=SOURCES, default="auto", help="of the model's definition")
-    group.add_argument("--bucket-bytes", type=_positive, help="gradients exchanged at once; Bagua's default without")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    group.add_argument("--bucket-bytes", type=_positive, help="bucket size; default: Bagua's")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     return parser
 
 

@@ -72,7 +72,7 @@ def test_a_failed_exchange_is_told_and_training_goes_on(caplog: pytest.LogCaptur
 
     with caplog.at_level(logging.INFO, "bagua"):
         first, second = run_teams(2, rank_main)
-    assert "ZeroDivisionError: deliberate" in first[0][0] and "goes on without" in first[0][0]
+    assert "ZeroDivisionError: deliberate" in first[0][0] and "continues without" in first[0][0]
     assert second[0]
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert any("ZeroDivisionError" in record.getMessage() for record in warnings)
@@ -165,7 +165,7 @@ def test_ends_of_processes(scenarios: list[str]) -> None:
     assert list(trials) == scenarios
     for scenario in {"detach", "raise"} & trials.keys():
         how = "failed" if scenario == "raise" else "left"
-        assert f"rank 1 has {how}; training goes on" in trials[scenario]["stderr"][0]
+        assert f"rank 1 has {how}; training continues" in trials[scenario]["stderr"][0]
     if "raise" in trials:
-        assert "training goes on without" in trials["killed first"]["stderr"][1]
+        assert "training continues without" in trials["killed first"]["stderr"][1]
         assert "ValueError: boom" in trials["raise"]["stderr"][1]

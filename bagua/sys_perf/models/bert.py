@@ -49,7 +49,7 @@ class BertConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)!r}")
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size: {self.hidden_size} is no multiple of num_heads, {self.num_heads}")
+            raise ValueError(f"hidden_size: {self.hidden_size} is not a multiple of num_heads, {self.num_heads}")
 
     @classmethod
     def large(cls, scale: float = 1.0) -> BertConfig:

@@ -24,7 +24,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
     Raises:
         ValueError: an argument is wrong.
 
-    Differs: see `bagua.algorithms.AsyncModelAverage`; above all `abort` and `resume` are no barriers.
+    Differs: see `bagua.algorithms.AsyncModelAverage`; above all `abort` and `resume` are not barriers.
     """
 
     def __init__(self, peer_selection_mode: str = "all", sync_interval_ms: int = 500, warmup_steps: int = 0) -> None:
