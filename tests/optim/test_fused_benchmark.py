@@ -20,6 +20,7 @@ def test_shapes() -> None:
     assert len(MODELS["10,000 small"]) == 10_000 and elements("10,000 small") == 1_462_000
 
 
+@pytest.mark.process  # the description of the machine may start one
 def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(MODELS, "1,000 small", MODELS["1,000 small"][:20])
     file = tmp_path / "fused.json"
