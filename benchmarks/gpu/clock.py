@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+
+from bagua.bench import turns
 
 __all__ = ["pairs", "seconds_of"]
 
@@ -31,12 +34,5 @@ def seconds_of(call: Call, times: int, device: torch.device) -> float:
 
 def pairs(first: Call, second: Call, rounds: int, times: int, device: torch.device) -> list[tuple[float, float]]:
     """Seconds of both, `rounds` times in turn, the order changing; one round before that is not counted."""
-    found = []
-    for number in range(rounds + 1):
-        if number % 2:
-            b, a = seconds_of(second, times, device), seconds_of(first, times, device)
-        else:
-            a, b = seconds_of(first, times, device), seconds_of(second, times, device)
-        if number:
-            found.append((a, b))
-    return found
+    one, other = (partial(seconds_of, call, times, device) for call in (first, second))
+    return turns.pairs(one, other, rounds + 1)[1:]

@@ -24,7 +24,7 @@ class HookOrder:
 
     def restore(self) -> None:
         """Put the engine's hooks behind those that were registered since; before a backward pass."""
-        # Once per pass. Without hooks of the user's this takes 3 us for 300 parameters.
+        # Once per pass. Without hooks of the user's this takes 7 to 10 us for 300 parameters.
         if not self._tables or max(map(len, self._tables)) <= 1:
             return
         for table, key in zip(self._tables, self._keys, strict=True):
