@@ -21,7 +21,7 @@ ROWS = (
     ("int4", 'codec="int4" (4 bits)'),
     ("power_sgd", "power_sgd (rank 8)"),
     ("qadam_1bit", "qadam (1 bit), after warm-up"),
-    ("qadam_1bit exact warm-up", "the same, 20 % warm-up counted"),
+    ("qadam_1bit exact warm-up", "the same, 20 % warm-up"),
     ("diloco", "diloco (every 64 steps)"),
 )
 _LEFT, _BARS, _ROW, _SIZE = 242, 236, 27, 15  # narrow: a phone shows it whole, and it can still be read
@@ -49,8 +49,7 @@ def draw_hero(results: Tradeoff) -> Drawing:
     top = 42 + _ROW * len(ROWS) + 20
     model = f"{results.num_elements / 1e6:.0f} M fp32 parameters, 300 ms of emulated compute, {results.cpu}"
     drawing.text(12, top, "grey: torch; blue: Bagua; x: against the faster of DDP and gradient_allreduce", size=13)
-    drawing.text(12, top + 18, "* the machine (2 shared cores, a virtual host), not the link, may have been the limit",
-                 size=13)  # fmt: skip
+    drawing.text(12, top + 18, "* may be limited by the machine (2 shared virtual cores), not the link", size=13)
     drawing.text(12, top + 36, f"{model}, {results.date}", size=13, colour=GREY)
     return drawing
 
