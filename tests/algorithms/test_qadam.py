@@ -216,7 +216,8 @@ def test_within_warmup() -> None:
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.linears = [nn.Linear(4, 4) for _ in range(3)]
+        self.parts = nn.ModuleList(self.linears)
 
     def forward(self, x: torch.Tensor, use: list[int]) -> torch.Tensor:
         return torch.stack([self.parts[index](x) for index in use]).square().sum()
@@ -235,10 +236,10 @@ def branches(team: Team, codec: str) -> list[torch.Tensor]:
         model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step)), use).backward()
         own.step()
         if step == 2:
-            unused = model.parts[2].weight.detach().clone()
-    assert unused is not None and torch.equal(unused, model.parts[2].weight), "nobody used it: nobody moves it"
-    assert own.state[model.parts[2].weight]["step"] == 2
-    assert own.state[model.parts[1].weight]["step"] == 6, "late, on all ranks"
+            unused = model.linears[2].weight.detach().clone()
+    assert unused is not None and torch.equal(unused, model.linears[2].weight), "nobody used it: nobody moves it"
+    assert own.state[model.linears[2].weight]["step"] == 2
+    assert own.state[model.linears[1].weight]["step"] == 6, "late, on all ranks"
     weights = [p.detach().clone() for p in model.parameters()]
     bagua.detach(model)
     return weights
