@@ -52,7 +52,7 @@ def _register(backend: Any) -> None:
 
 def _creator(name: str) -> Any:
     def create(options: Any, pg_options: Any = None) -> Any:
-        from bagua.backend import create_process_group
+        from bagua.backend.process_group import create_process_group
 
         return create_process_group(name, options, pg_options)
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from bagua.backend.names import Backend
-from bagua.backend.process_group import CompressedProcessGroup, Traffic, create_process_group
+from bagua.backend.process_group import CompressedProcessGroup, Traffic
 
-__all__ = ["Backend", "CompressedProcessGroup", "Traffic", "create_process_group"]
+__all__ = ["Backend", "CompressedProcessGroup", "Traffic"]

@@ -38,7 +38,7 @@ class Backend(str):
         ValueError: a name or an option is unknown, or has a wrong value.
         TypeError: the codec is neither a name nor a codec.
 
-    Example:
+    Examples:
         >>> backend = bagua.Backend("int4", min_bytes=1_000_000, block=256)
         >>> str(backend)
         'bagua:int4:block=256:min_bytes=1000000'
@@ -74,7 +74,7 @@ class Backend(str):
         Raises:
             ValueError: it is no such name, or what it names is unknown.
 
-        Example:
+        Examples:
             >>> bagua.Backend.parse("bagua:int4:min_bytes=4096").min_bytes
             4096
         """

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from bagua import codecs, registration
 from bagua.backend import Backend
 from bagua.codecs import Int4, MinMaxUInt8
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_every_codec_has_a_name() -> None:
     assert set(registration.CODECS) == {"uint8", *codecs.available(builtin_only=True)}
@@ -25,6 +28,17 @@ def test_every_codec_has_a_name() -> None:
         long = {"uint8": "minmax_uint8"}
         wanted = words[1] if len(words) > 1 else "uint8"
         assert Backend.parse(name).codec == codecs.get(long.get(wanted, wanted))
+
+
+def test_entry_points() -> None:
+    """torch 2.14 and newer load the one of the name and call it. A colon in such a name is not recommended."""
+    section = (ROOT / "pyproject.toml").read_text().split('[project.entry-points."torch.distributed.backends"]')[1]
+    rows = dict(re.findall(r'^(\w+) = "([\w.:]+)"$', section.split("\n[")[0], re.MULTILINE))
+    names = [name for name in registration.NAMES if ":" not in name]
+    assert rows == dict.fromkeys(names, "bagua.registration:register")
+    before = list(dist.Backend.backend_list)
+    registration.register()
+    assert dist.Backend.backend_list == before
 
 
 def test_options_make_the_name() -> None:
