@@ -66,6 +66,11 @@ class _Session:
     Args:
         algorithm: the declaration, with `reify`.
         module: held weakly.
+
+    Attributes:
+        ddp: what the algorithm sees of the module.
+        impl: what `reify` returned.
+        exchanges_gradients: every gradient is replaced by one that all ranks share, and nothing else is done.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class _Session:
         self._ctx: Context | None = None
         self._after_step: Any = None
         self._forward_due = self._stale = False
+        self.exchanges_gradients = False
 
     # -- set up --------------------------------------------------------------------------------------------------
 
@@ -113,6 +119,7 @@ class _Session:
         ddp.backend.register_ordered_buckets(ddp.bagua_buckets)
         self._after_step = impl.init_post_optimizer_step_hook(ddp)
         self._stale = False
+        self.exchanges_gradients = self._takes_means_of_all_gradients()
 
     def _check_operations(self, bucket: BaguaBucket, ctx: Context) -> None:
         for operation in bucket.operations:
@@ -186,9 +193,7 @@ class _Session:
         """Weights were put back: make buckets and operations anew before the next forward pass."""
         self._stale = True
 
-    @property
-    def exchanges_gradients(self) -> bool:
-        """Whether every gradient is replaced by one that all ranks share, and nothing else is done."""
+    def _takes_means_of_all_gradients(self) -> bool:
         exchanged: set[int] = set()
         for bucket in self.ddp.bagua_buckets:
             if bucket.operations and all(isinstance(each, Centralized) for each in bucket.operations):

@@ -50,6 +50,7 @@ DIFFERENCES = {
 ERRORS = {
     "get_backend(model_name)": "bagua.torch_api.communication:get_backend",
     "get_communicator(group, name)": "bagua.torch_api.communication:get_communicator",
+    "DecentralizedAlgorithmImpl": "bagua.torch_api.algorithms.decentralized:DecentralizedAlgorithmImpl",
     "bagua.service": "bagua.service:AutotuneService",
     "BaguaDistributedDataParallel(...)": "bagua.torch_api.data_parallel.bagua_distributed:BaguaDistributedDataParallel",
     "start_redis_server_cli": "bagua.torch_api.contrib.utils.redis_store:start_redis_server_cli",

@@ -65,8 +65,14 @@ def _against(name: str, options: dict[str, Any], make: Callable[[], Any], seen: 
 
 
 def _the_same_bits() -> list[list[float]]:
-    from bagua.torch_api.algorithms import AlgorithmImpl
+    from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
+    from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
+    from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
     from tests.facade.old_style import MeanOfGradients, PeerWeights, RingOfDifferences
+
+    def reified(kind: Any) -> Any:
+        declared = type("Own", (Algorithm,), {"reify": lambda self, group: kind(group, hierarchical=False)})
+        return declared()
 
     impls: list[Any] = []
     weights = [
@@ -92,6 +98,8 @@ def _the_same_bits() -> list[list[float]]:
             impls,
         ),
     ]
+    _against("gradient_allreduce", {}, lambda: reified(GradientAllReduceAlgorithmImpl), impls)
+    _against("bytegrad", {"hierarchical": False}, lambda: reified(ByteGradAlgorithmImpl), impls)
     assert all(isinstance(impl, AlgorithmImpl) for impl in impls)
     return [each.tolist() for each in weights]
 

@@ -25,6 +25,8 @@ NAMES = {
     "bagua.torch_api.bucket": "BaguaBucket",
     "bagua.torch_api.distributed": "BaguaModule",
     "bagua.torch_api.tensor": "BaguaTensor",
+    "bagua.torch_api.algorithms.gradient_allreduce": "GradientAllReduceAlgorithmImpl",
+    "bagua.torch_api.algorithms.bytegrad": "ByteGradAlgorithmImpl",
     "bagua.torch_api.algorithms": "Algorithm AlgorithmImpl GlobalAlgorithmRegistry",
     "bagua.torch_api.data_parallel.bagua_distributed": "BaguaDistributedDataParallel",
     "bagua.torch_api.communication": "comm CommMember ReduceOp _rank_not_in_comm _rank_not_in_group",
@@ -48,6 +50,12 @@ GONE = {
     "bagua.service.bayesian_optimizer": ("IntParam FloatParam BoolParam BayesianOptimizer", "autotune=True"),
     "bagua.service.autotune_system": ("sysperf autotune_system_hyperparameters", "bagua bench net"),
     "bagua.torch_api.communication": ("get_communicator", "get_global_communicator"),
+    "bagua.torch_api.algorithms.decentralized": (
+        "DecentralizedAlgorithmImpl LowPrecisionDecentralizedAlgorithmImpl",
+        "AlgorithmImpl",
+    ),
+    "bagua.torch_api.algorithms.q_adam": ("QAdamAlgorithmImpl", "AlgorithmImpl"),
+    "bagua.torch_api.algorithms.async_model_average": ("AsyncModelAverageAlgorithmImpl", "AlgorithmImpl"),
     "bagua.torch_api.contrib.utils.redis_store": ("start_redis_server_cli", "RedisStore"),
 }
 

@@ -8,9 +8,10 @@ from torch import nn
 
 import bagua.algorithms
 from bagua.engine.distributed_module import pause, resume
+from bagua.gone import Gone
 from bagua.torch_api.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 
-__all__ = ["AsyncModelAverageAlgorithm"]
+__all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl"]
 
 
 class AsyncModelAverageAlgorithm(Algorithm):
@@ -54,6 +55,9 @@ def _distributed(module: Any) -> nn.Module:
 
     return module.module if isinstance(module, DistributedDataParallel) else module
 
+
+_INSTEAD = "derive from AlgorithmImpl, or write a bagua.Algorithm"
+AsyncModelAverageAlgorithmImpl = Gone("AsyncModelAverageAlgorithmImpl", _INSTEAD)
 
 GlobalAlgorithmRegistry.register(
     "async", AsyncModelAverageAlgorithm, "local gradients; weights averaged in the background"

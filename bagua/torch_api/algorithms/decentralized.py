@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import bagua.algorithms
+from bagua.gone import Gone
 from bagua.torch_api.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 
-__all__ = ["DecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithm"]
+__all__ = [
+    "DecentralizedAlgorithm",
+    "DecentralizedAlgorithmImpl",
+    "LowPrecisionDecentralizedAlgorithm",
+    "LowPrecisionDecentralizedAlgorithmImpl",
+]
 
 
 class DecentralizedAlgorithm(Algorithm):
@@ -54,6 +60,10 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         """`bagua.algorithms.LowPrecisionDecentralized` with the same options."""
         return self._core
 
+
+_INSTEAD = "derive from AlgorithmImpl, or write a bagua.Algorithm"
+DecentralizedAlgorithmImpl = Gone("DecentralizedAlgorithmImpl", _INSTEAD)
+LowPrecisionDecentralizedAlgorithmImpl = Gone("LowPrecisionDecentralizedAlgorithmImpl", _INSTEAD)
 
 GlobalAlgorithmRegistry.register(
     "decentralized", DecentralizedAlgorithm, "local gradients; weights averaged with peers"

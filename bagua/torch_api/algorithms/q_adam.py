@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bagua.algorithms
+from bagua.gone import Gone
 from bagua.optim import QAdam as QAdamOptimizer
 from bagua.torch_api.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 
-__all__ = ["QAdamAlgorithm", "QAdamOptimizer"]
+__all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
 
 class QAdamAlgorithm(Algorithm):
@@ -37,5 +38,8 @@ class QAdamAlgorithm(Algorithm):
         """`bagua.algorithms.QAdam` with the same options."""
         return self._core
 
+
+_INSTEAD = "derive from AlgorithmImpl, or write a bagua.Algorithm"
+QAdamAlgorithmImpl = Gone("QAdamAlgorithmImpl", _INSTEAD)
 
 GlobalAlgorithmRegistry.register("qadam", QAdamAlgorithm, "Adam with momenta averaged in 8 bits after a warm-up")
