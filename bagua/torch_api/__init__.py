@@ -12,8 +12,7 @@ does nothing else. New scripts use `bagua.distribute`. The packages `checkpoint`
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -57,10 +56,14 @@ from bagua.torch_api.tensor import patch_tensor
 
 if TYPE_CHECKING:
     from bagua.torch_api import checkpoint, contrib, model_parallel
+    from bagua.torch_api.distributed import BaguaModule
     from bagua.torch_api.model_parallel import moe
+    from bagua.torch_api.tensor import BaguaTensor
 
 __all__ = [
+    "BaguaModule",
     "BaguaProcessGroup",
+    "BaguaTensor",
     "ReduceOp",
     "algorithms",
     "allgather",
@@ -107,10 +110,13 @@ __all__ = [
 ]
 
 version = torch.__version__  # as the original: torch's; this package's is `bagua.__version__`
+_CLASSES = {"BaguaModule": "distributed", "BaguaTensor": "tensor"}
 _LAZY = {name: name for name in ("checkpoint", "contrib", "model_parallel")} | {"moe": "model_parallel.moe"}
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
+    if name in _CLASSES:
+        return getattr(import_module(f"{__name__}.{_CLASSES[name]}"), name)
     if name in _LAZY:
         return import_module(f"{__name__}.{_LAZY[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

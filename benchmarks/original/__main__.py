@@ -3,7 +3,7 @@
 PATH is a checkout of github.com/BaguaSys/bagua; nothing of it is copied. Each of its examples runs with each algorithm
 that it offers, started by this package's launchers, on CPU ranks over gloo. Changed is the device, in memory, by the
 list of `benchmarks.original.device`; data sets and the BERT are synthetic and small. Wants torchvision, and for squad
-transformers 4.40 with tensorboardX. A run is passed when all ranks exit with 0.
+transformers 4.40 with NumPy 2.0 and tensorboardX. A run is passed when all ranks exit with 0.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def facts(checkout: Path) -> dict[str, Any]:
     """What the results depend on: when, where, which versions, which changes."""
     commit = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     packages = {}
-    for name in ("torchvision", "transformers", "tensorboardX"):
+    for name in ("numpy", "torchvision", "transformers", "tensorboardX"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
     return {
