@@ -23,16 +23,19 @@ class Doubling(GradientAllReduce):
 
 
 def gradients(team: Team, algorithm: GradientAllReduce | None) -> list[list[Tensor]]:
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    # Ranks are threads, so the global generator is everybody's.
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator))
     optimizer = torch.optim.SGD(net.parameters(), 0.0)
     if algorithm is not None:
         bagua.distribute(net, optimizer, algorithm, process_group=team, bucket_bytes=64)
     found: list[list[Tensor]] = []
     for step in range(3):
         optimizer.zero_grad(set_to_none=step != 1)
-        torch.manual_seed(step)
-        net(torch.randn(4, 5)).square().mean().backward()
+        net(torch.randn(4, 5, generator=generator)).square().mean().backward()
         found.append([param.grad.clone() for param in net.parameters() if param.grad is not None])
         optimizer.step()
     return found
