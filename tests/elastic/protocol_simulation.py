@@ -146,10 +146,13 @@ class Cluster:
             host.leaving = True
             self.act(host, lambda agent: agent.leave(self.now))
         elif kind == "ranks" and host.agent is not None:  # the host's ranks are killed and started again
-            host.log, host.group, host.ended, host.wanted = (f"fresh {host.agent.name}",), -1, None, -1
-            self.act(host, lambda agent: agent.weights_lost(self.now, f"again at {self.now:.3f}"))
+            self.act(host, lambda agent: self._lose_ranks(host, agent))
         elif kind == "link" and host.agent is not None:
             self.act(host, lambda agent: agent.exchange_failed(self.now, host.group))
+
+    def _lose_ranks(self, host: Host, agent: Agent) -> None:
+        host.log, host.group, host.ended, host.wanted = (f"fresh {agent.name}",), -1, None, -1
+        agent.weights_lost(self.now, f"again at {self.now:.3f}")
 
     def sever(self, links: set[tuple[str, str]], lasts: float) -> None:
         """Cut one-way links for a while."""

@@ -1,0 +1,251 @@
+"""Runs an agent over TCP: one thread with connections of its own, which no data of the training can hold up."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from bagua.membership.actions import Action, Persist, Send
+from bagua.membership.agent import Agent
+from bagua.membership.frames import FrameReader, pack
+from bagua.membership.messages import MessageError, decode, encode
+
+__all__ = ["Transport"]
+
+_MAX_UNSENT = 1 << 20  # bytes for one peer; what is more is dropped, as a network would
+_MAX_INCOMING = 1024  # connections
+_RETRY_S = 0.2
+_READ = 1 << 16
+_log = logging.getLogger("bagua")
+_T = TypeVar("_T")
+
+
+class _Incoming:
+    """A connection that a peer opened, and by which it is heard."""
+
+    def __init__(self, sock: socket.socket, token: bytes) -> None:
+        self.sock, self.frames, self.name = sock, FrameReader(token), ""
+
+
+class _Outgoing:
+    """A connection to a peer's listener."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.unsent = sock, bytearray()
+
+
+class Transport:
+    """The driver of one agent.
+
+    A message that cannot be delivered soon is dropped: the protocol repeats what matters. A frame without the token's
+    HMAC closes its connection.
+
+    Args:
+        agent: on the clock `time.monotonic`.
+        listener: a listening socket at the agent's address; this object closes it. Bind it to the interface of the job.
+        token: a secret that all hosts of the job share, at least 16 bytes.
+        record: file for the agent's record; None if the host comes back under another name.
+
+    Attributes:
+        events: actions for the engine, in order: all but `Send` and `Persist`.
+
+    Raises:
+        ValueError: the token is too short.
+    """
+
+    def __init__(self, agent: Agent, listener: socket.socket, token: bytes, record: Path | None = None) -> None:
+        if len(token) < 16:
+            raise ValueError(f"token: {len(token)} bytes, at least 16 are needed")
+        self.events: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        self._agent, self._listener, self._token, self._record = agent, listener, token, record
+        self._lock = threading.Lock()  # of the agent and of `_outbox`
+        self._outbox: list[Send] = []
+        self._outgoing: dict[str, _Outgoing] = {}
+        self._retry: dict[str, float] = {}
+        self._incoming: set[_Incoming] = set()
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = socket.socketpair()
+        for sock in (listener, self._wake_read, self._wake_write):
+            sock.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="bagua-membership", daemon=True)
+        self._thread.start()
+
+    def call(self, what: Callable[[Agent, float], _T]) -> _T:
+        """Give the agent a local event, or ask it: `call(lambda agent, now: agent.finish_step(group, step))`."""
+        with self._lock:
+            result = what(self._agent, time.monotonic())
+            self._drain()
+        self._wake()
+        return result
+
+    @property
+    def connected(self) -> list[str]:
+        """Hosts that have a connection to this one."""
+        return sorted({peer.name for peer in self._incoming.copy() if peer.name})
+
+    def close(self) -> None:
+        """Stop. Peers see the connections close, so they count this host as lost unless it left before."""
+        self._closing = True
+        self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it will wake anyway; closed: it has ended
+            self._wake_write.send(b"x")
+
+    def _drain(self) -> None:
+        """Carry out the agent's actions. With the lock held, since their order matters."""
+        for action in self._agent.take():
+            if isinstance(action, Persist):
+                if self._record is not None:
+                    _write(self._record, action.record)
+            elif isinstance(action, Send):
+                self._outbox.append(action)
+            else:
+                self.events.put(action)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                with self._lock:
+                    now = time.monotonic()
+                    if now >= self._agent.next_tick:
+                        self._agent.tick(now)
+                    self._drain()
+                    outbox, self._outbox = self._outbox, []
+                    due = self._agent.next_tick
+                for send in outbox:
+                    self._post(send, now)
+                for key, _ in self._selector.select(max(0.001, min(due - time.monotonic(), 1.0))):
+                    self._ready(key.fileobj, key.data)
+        except Exception:
+            _log.exception("membership: the thread of this host's agent has failed; others will count the host as lost")
+        finally:
+            for each in (*self._incoming, *self._outgoing.values()):
+                each.sock.close()
+            for sock in (self._listener, self._wake_read, self._wake_write):
+                sock.close()
+            self._selector.close()
+
+    def _ready(self, sock: object, peer: object) -> None:
+        if isinstance(peer, _Incoming):
+            self._read(peer)
+        elif isinstance(peer, _Outgoing):
+            self._flush(peer)
+        elif sock is self._listener:
+            with contextlib.suppress(OSError):
+                accepted, _ = self._listener.accept()
+                accepted.setblocking(False)
+                if len(self._incoming) >= _MAX_INCOMING:
+                    accepted.close()
+                    return
+                incoming = _Incoming(accepted, self._token)
+                self._incoming.add(incoming)
+                self._selector.register(accepted, selectors.EVENT_READ, incoming)
+        else:
+            with contextlib.suppress(OSError):
+                self._wake_read.recv(_READ)
+
+    def _read(self, peer: _Incoming) -> None:
+        try:
+            data = peer.sock.recv(_READ)
+            envelopes = [decode(frame) for frame in peer.frames.feed(data)]
+        except BlockingIOError:
+            return
+        except MessageError as error:
+            _log.warning("membership: a connection was closed: %s", error)
+            return self._end(peer)
+        except OSError:
+            return self._end(peer)
+        if not data:
+            return self._end(peer)
+        with self._lock:
+            for envelope in envelopes:
+                peer.name = envelope.sender
+                self._agent.receive(time.monotonic(), envelope)
+            self._drain()
+
+    def _end(self, peer: _Incoming) -> None:
+        """A connection has ended at its other end. Its host is lost, unless another connection of it is there."""
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+        self._incoming.discard(peer)
+        if peer.name and all(other.name != peer.name for other in self._incoming):
+            with self._lock:
+                self._agent.closed(time.monotonic(), peer.name)
+                self._drain()
+
+    def _post(self, send: Send, now: float) -> None:
+        peer = self._outgoing.get(send.address) or self._connect(send.address, now)
+        if peer is not None and len(peer.unsent) < _MAX_UNSENT:
+            peer.unsent += pack(encode(send.envelope), self._token)
+            self._flush(peer)
+
+    def _connect(self, address: str, now: float) -> _Outgoing | None:
+        if now < self._retry.get(address, 0.0):
+            return None
+        if len(self._retry) > 4 * _MAX_INCOMING:
+            self._retry.clear()
+        self._retry[address] = now + _RETRY_S
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A connection over a link that was cut would stay silent long after the link is back.
+        silent_ms = int(1000 * self._agent.options.detect_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_ms)
+        try:
+            sock.connect((host, int(port)))
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError):
+            sock.close()
+            return None
+        peer = self._outgoing[address] = _Outgoing(sock)
+        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+        return peer
+
+    def _flush(self, peer: _Outgoing) -> None:
+        try:
+            if peer.unsent:
+                del peer.unsent[: peer.sock.send(peer.unsent)]
+            with contextlib.suppress(BlockingIOError):
+                if not peer.sock.recv(_READ):  # nothing is ever sent this way, so this is its end
+                    raise ConnectionResetError
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._selector.unregister(peer.sock)
+            peer.sock.close()
+            self._outgoing = {address: each for address, each in self._outgoing.items() if each is not peer}
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        self._selector.modify(peer.sock, wanted, peer)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Replace a file, durably."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
