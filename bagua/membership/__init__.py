@@ -1,7 +1,8 @@
-"""Agreement on the members of a job: epochs, the step they begin at, losses and arrivals. No I/O, no torch.
+"""Agreement on the members of a job: epochs, the step they begin at, losses and arrivals. Without torch.
 
-`Agent` is the state machine that each host runs; a driver gives it messages, time and local events, and carries out the
-actions it returns. The design and its proofs: docs/design/0008-membership.md.
+`Agent` is the state machine that each host runs, without I/O. A driver gives it messages, time and local events, and
+carries out the actions it returns; `bagua.membership.transport` is one, over TCP. The design, and how it is checked:
+docs/design/0008-membership.md.
 """
 
 from __future__ import annotations

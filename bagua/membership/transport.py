@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import queue
@@ -50,7 +51,7 @@ class Transport:
     HMAC closes its connection.
 
     Args:
-        agent: on the clock `time.monotonic`.
+        agent: on the clock `time.monotonic`. Addresses are numeric: a name would be looked up in the thread.
         listener: a listening socket at the agent's address; this object closes it. Bind it to the interface of the job.
         token: a secret that all hosts of the job share, at least 16 bytes.
         record: file for the agent's record; None if the host comes back under another name.
@@ -59,12 +60,13 @@ class Transport:
         events: actions for the engine, in order: all but `Send` and `Persist`.
 
     Raises:
-        ValueError: the token is too short.
+        ValueError: the token is too short, or the agent's address is not numeric.
     """
 
     def __init__(self, agent: Agent, listener: socket.socket, token: bytes, record: Path | None = None) -> None:
         if len(token) < 16:
             raise ValueError(f"token: {len(token)} bytes, at least 16 are needed")
+        _numeric(agent.record.address)
         self.events: queue.SimpleQueue[Action] = queue.SimpleQueue()
         self._agent, self._listener, self._token, self._record = agent, listener, token, record
         self._lock = threading.Lock()  # of the agent and of `_outbox`
@@ -78,7 +80,7 @@ class Transport:
             sock.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._closing = False
+        self._closing = self._ended = False
         self._thread = threading.Thread(target=self._run, name="bagua-membership", daemon=True)
         self._thread.start()
 
@@ -112,7 +114,8 @@ class Transport:
                 if self._record is not None:
                     _write(self._record, action.record)
             elif isinstance(action, Send):
-                self._outbox.append(action)
+                if not self._ended:
+                    self._outbox.append(action)
             else:
                 self.events.put(action)
 
@@ -133,6 +136,7 @@ class Transport:
         except Exception:
             _log.exception("membership: the thread of this host's agent has failed; others will count the host as lost")
         finally:
+            self._ended = True
             for each in (*self._incoming, *self._outgoing.values()):
                 each.sock.close()
             for sock in (self._listener, self._wake_read, self._wake_write):
@@ -199,8 +203,11 @@ class Transport:
         if len(self._retry) > 4 * _MAX_INCOMING:
             self._retry.clear()
         self._retry[address] = now + _RETRY_S
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]")
+        try:
+            host, port = _numeric(address)
+        except ValueError as error:
+            _log.warning("membership: %s", error)
+            return None
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -208,10 +215,10 @@ class Transport:
         silent_ms = int(1000 * self._agent.options.detect_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_ms)
         try:
-            sock.connect((host, int(port)))
+            sock.connect((host, port))
         except BlockingIOError:
             pass
-        except (OSError, ValueError):
+        except OSError:
             sock.close()
             return None
         peer = self._outgoing[address] = _Outgoing(sock)
@@ -234,6 +241,14 @@ class Transport:
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         self._selector.modify(peer.sock, wanted, peer)
+
+
+def _numeric(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    try:
+        return str(ipaddress.ip_address(host.strip("[]"))), int(port)
+    except ValueError:
+        raise ValueError(f"address {address!r}: it must be a numeric host and a port") from None
 
 
 def _write(path: Path, data: bytes) -> None:

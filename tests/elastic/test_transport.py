@@ -115,7 +115,9 @@ def test_frames_are_bounded_and_authenticated() -> None:
     with pytest.raises(MessageError, match="token"):
         FrameReader(TOKEN).feed(pack(b"one", TOKEN)[:-1] + b"x")
     with listener() as sock, pytest.raises(ValueError, match="token: 5 bytes"):
-        Transport(Agent(Record("job", "n0", 0, "h:1"), Options(), 0.0), sock, b"short")
+        Transport(Agent(Record("job", "n0", 0, "127.0.0.1:1"), Options(), 0.0), sock, b"short")
+    with listener() as sock, pytest.raises(ValueError, match="address 'h:1': it must be a numeric host"):
+        Transport(Agent(Record("job", "n0", 0, "h:1"), Options(), 0.0), sock, TOKEN)
 
 
 SCRIPT = """
