@@ -7,7 +7,7 @@ docs/design/0008-membership.md.
 
 from __future__ import annotations
 
-from bagua.membership.actions import Action, Blocked, EpochBegan, Excluded, Persist, Send, Slow, Verdict
+from bagua.membership.actions import Action, Blocked, EpochBegan, Excluded, Left, Persist, Send, Slow, Verdict
 from bagua.membership.agent import Agent
 from bagua.membership.epoch import Ballot, Epoch, Member
 from bagua.membership.messages import Envelope, MessageError, decode, encode
@@ -23,6 +23,7 @@ __all__ = [
     "Epoch",
     "EpochBegan",
     "Excluded",
+    "Left",
     "Member",
     "MessageError",
     "Options",

@@ -8,7 +8,7 @@ from enum import Enum
 from bagua.membership.epoch import Epoch
 from bagua.membership.messages import Envelope
 
-__all__ = ["Action", "Blocked", "EpochBegan", "Excluded", "Persist", "Send", "Slow", "Verdict"]
+__all__ = ["Action", "Blocked", "EpochBegan", "Excluded", "Left", "Persist", "Send", "Slow", "Verdict"]
 
 
 class Verdict(Enum):
@@ -56,7 +56,17 @@ class EpochBegan:
 
 @dataclass(frozen=True)
 class Excluded:
-    """An epoch was decided without this host: what it trained since does not count. It asks to join unless it left."""
+    """An epoch was decided without this host: what it trained since does not count.
+
+    The agent asks to join, unless it leaves.
+    """
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class Left:
+    """This host has left in order, and a quorum of the epoch's voters know of it. The agent may end."""
 
     epoch: Epoch
 
@@ -76,4 +86,4 @@ class Slow:
     waited_s: float
 
 
-Action = Send | Persist | EpochBegan | Excluded | Blocked | Slow
+Action = Send | Persist | EpochBegan | Excluded | Left | Blocked | Slow

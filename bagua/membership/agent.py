@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from bagua.membership.actions import Action, EpochBegan, Excluded, Persist, Send, Slow, Verdict
+from bagua.membership.actions import Action, EpochBegan, Excluded, Left, Persist, Send, Slow, Verdict
+from bagua.membership.departure import Departure
 from bagua.membership.detector import Detector
 from bagua.membership.epoch import NO_MODEL, Epoch, Member
 from bagua.membership.messages import (
     MAX_ADDRESS,
-    MAX_NAME,
     MAX_PAYLOAD,
     Accept,
     Accepted,
@@ -24,6 +24,7 @@ from bagua.membership.messages import (
     Rejected,
     Report,
     Request,
+    checked_argument,
     checked_text,
 )
 from bagua.membership.options import Options
@@ -71,13 +72,9 @@ class Agent:
         payload: str = "",
         seed: int = 0,
     ) -> None:
-        for what, text, limit in (
-            *(("job", record.job, MAX_NAME), ("name", record.name, MAX_NAME), ("address", record.address, MAX_ADDRESS)),
-            *(("payload", payload, MAX_PAYLOAD), *(("contacts", contact, MAX_ADDRESS) for contact in contacts)),
-        ):
-            checked_text(text, limit) if text else None
-            if not text and what != "payload":
-                raise ValueError(f"{what}: must not be empty")
+        for contact in contacts:
+            checked_argument("contacts", contact, MAX_ADDRESS)
+        checked_text(payload, MAX_PAYLOAD)
         self.options, self.payload = options, payload
         self._record, self._contacts = record, tuple(contacts)
         self._random = random.Random(f"{seed}/{record.name}/{record.incarnation}")
@@ -88,7 +85,7 @@ class Agent:
         self._progress = Progress()
         self._pending = Pending()
         self._recovered: set[str] = set()  # members that answer with a later incarnation
-        self._leaving = False
+        self._departure = Departure()
         if record.epoch is not None:
             self._enter(record.epoch)
             self._progress.fenced = record.promised is not None
@@ -200,11 +197,12 @@ class Agent:
         self._wake(now)
 
     def leave(self, now: float) -> None:
-        """Leave the job in order. Go on training and serving this agent until `Excluded`.
+        """Leave the job in order. Train on until `Excluded`, and serve this agent until `Left`: its vote may be needed
+        until the others know that they are a quorum without it.
 
         The last host that has the weights stays until another has fetched them. At the end of a job nobody leaves.
         """
-        self._leaving = True
+        self._departure.begun = True
         self._wake(now)
 
     def closed(self, now: float, name: str) -> None:
@@ -238,18 +236,20 @@ class Agent:
         listed = None if self.epoch is None else self.epoch.by_name.get(sender)
         if listed is not None and envelope.incarnation > listed.incarnation:
             self._recovered.add(sender)
+        if isinstance(body, Join):
+            self._note_join(envelope, body)
         if isinstance(body, Decided):
             self.learn(body.value)
+            if self._has_left and body.value == self.epoch and self._departure.confirm(body.value, sender):
+                self._out.append(Left(body.value))
         elif self.epoch is not None and body.epoch < self.epoch.number:
             self.send(envelope.address, sender, Decided(self.epoch))
-            if isinstance(body, Join):
-                self._note_join(envelope, body)
-        elif isinstance(body, Join):
-            self._note_join(envelope, body)
         elif self.epoch is None or body.epoch > self.epoch.number:
             self.send(envelope.address, sender, Heartbeat(self._number, 0))  # the answer is the newer epoch
         elif self.epoch.by_name.get(self.name) is not None and listed is not None:
             self._in_epoch(envelope, body)
+        elif isinstance(body, Heartbeat) and listed is None:
+            self.send(envelope.address, sender, Decided(self.epoch))  # to one that leaves
         self._proposer.advance()
 
     def _in_epoch(self, envelope: Envelope, body: Body) -> None:
@@ -261,11 +261,9 @@ class Agent:
         elif isinstance(body, Prepare | Accept):
             if self._record.promised is not None and body.ballot < self._record.promised:
                 self.send(envelope.address, envelope.sender, Rejected(body.epoch, self._record.promised))
-            elif isinstance(body, Prepare):
-                self.send(envelope.address, envelope.sender, self.promise(body))
-                self._proposer.give_way(body.ballot)
             else:
-                self.send(envelope.address, envelope.sender, self.accept(body))
+                answer = self.promise(body) if isinstance(body, Prepare) else self.accept(body)
+                self.send(envelope.address, envelope.sender, answer)
                 self._proposer.give_way(body.ballot)
         elif isinstance(body, Promise):
             self._proposer.on_promise(envelope.sender, envelope.incarnation, body)
@@ -278,8 +276,8 @@ class Agent:
         """Promise, durably, and report."""
         self._progress.fenced = True
         self._keep(self._record.promise(prepare.ballot))
-        record = self._record
-        return Promise(prepare.epoch, prepare.ballot, self._report(), record.accepted_ballot, record.accepted)
+        kept = self._record
+        return Promise(prepare.epoch, prepare.ballot, self._report(), kept.accepted_ballot, kept.accepted)
 
     def accept(self, accept: Accept) -> Accepted:
         """Accept a value, durably."""
@@ -313,10 +311,8 @@ class Agent:
 
     def send(self, address: str, receiver: str, body: Body) -> None:
         """Put a message among the actions."""
-        record = self._record
-        self._out.append(
-            Send(address, Envelope(record.job, record.name, record.incarnation, record.address, receiver, body))
-        )
+        me = self._record
+        self._out.append(Send(address, Envelope(me.job, me.name, me.incarnation, me.address, receiver, body)))
 
     def broadcast(self, body: Body, but: Sequence[str] = ()) -> None:
         """Send a message to all other members of the epoch."""
@@ -338,6 +334,10 @@ class Agent:
         return self._pending.request or ("a ballot was begun" if self.fenced else "")
 
     @property
+    def _has_left(self) -> bool:
+        return self._departure.begun and self.epoch is not None and self.name not in self.epoch.by_name
+
+    @property
     def _number(self) -> int:
         return 0 if self.epoch is None else self.epoch.number
 
@@ -345,14 +345,13 @@ class Agent:
         epoch, me = self.epoch, self.member
         if epoch is None or epoch.by_name.get(self.name) is None:
             return ""
-        lost = self.suspected
-        if lost:
+        if lost := self.suspected:
             return "; ".join(f"{name} is lost: {why}" for name, why in sorted(lost.items()))[:MAX_PAYLOAD]
         if self._recovered:
             return f"{', '.join(sorted(self._recovered))} restarted"[:MAX_PAYLOAD]
         if me is None:
             return f"{self.name} restarted"
-        if self._leaving and any(m.trains and m.name != self.name for m in epoch.members):
+        if self._departure.begun and any(m.trains and m.name != self.name for m in epoch.members):
             return f"{self.name} leaves"
         if me.trains and self._progress.broken == epoch.group:
             return f"{self.name} lost a connection of its group"
@@ -363,11 +362,9 @@ class Agent:
         return ""
 
     def _report(self) -> Report:
-        epoch = self.epoch
-        assert epoch is not None
-        lost = self.suspected
-        unheard = tuple(place for place, member in enumerate(epoch.members) if member.name in lost)
-        return Report(self.held, self.payload, self._progress.broken == epoch.group, self._leaving, unheard)
+        members, group = ((), -1) if self.epoch is None else (self.epoch.members, self.epoch.group)
+        unheard = tuple(place for place, member in enumerate(members) if self._detector.why(member.name))
+        return Report(self.held, self.payload, self._progress.broken == group, self._departure.begun, unheard)
 
     def _beat(self) -> None:
         epoch = self.epoch
@@ -375,7 +372,9 @@ class Agent:
             self.broadcast(Heartbeat(epoch.number, self._progress.started))
             if reason := self._own_cause():
                 self.broadcast(Request(epoch.number, reason))
-        if self.member is None and not self._leaving:
+        if self._has_left and epoch is not None:
+            self.broadcast(Heartbeat(epoch.number, 0), but=tuple(self._departure.confirmed))
+        elif self.member is None:
             members = {m.address: m.name for m in epoch.members if m.name != self.name} if epoch is not None else {}
             for address in (*members, *(c for c in self._contacts if c not in members)):
                 if address != self._record.address:

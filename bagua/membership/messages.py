@@ -32,6 +32,7 @@ __all__ = [
     "Rejected",
     "Report",
     "Request",
+    "checked_argument",
     "checked_text",
     "decode",
     "encode",
@@ -185,6 +186,20 @@ def checked_text(value: Any, limit: int) -> str:
     if type(value) is not str or len(value) > limit or not (value.isascii() and (value.isprintable() or not value)):
         raise MessageError(f"expected printable ASCII of at most {limit} characters, got {value!r:.80}")
     return value
+
+
+def checked_argument(what: str, value: str, limit: int) -> str:
+    """`value` if it fits and is not empty.
+
+    Raises:
+        ValueError: it does not; names the argument `what`.
+    """
+    try:
+        if checked_text(value, limit):
+            return value
+    except MessageError as error:
+        raise ValueError(f"{what}: {error}") from None
+    raise ValueError(f"{what}: must not be empty")
 
 
 def _integer(low: int) -> Callable[[Any], int]:

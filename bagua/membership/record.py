@@ -11,7 +11,7 @@ from bagua.membership.messages import (
     MAX_FRAME,
     MAX_NAME,
     MessageError,
-    checked_text,
+    checked_argument,
     epoch_from_wire,
     epoch_to_wire,
 )
@@ -34,6 +34,9 @@ class Record:
         promised: no smaller ballot for the next epoch will be accepted. While it is set, no step is completed.
         accepted_ballot: under which `accepted` was accepted.
         accepted: the value accepted last for the next epoch.
+
+    Raises:
+        ValueError: names the text that is empty or exceeds a limit of the messages.
     """
 
     job: str
@@ -44,6 +47,11 @@ class Record:
     promised: Ballot | None = None
     accepted_ballot: Ballot | None = None
     accepted: Epoch | None = None
+
+    def __post_init__(self) -> None:
+        for what, text, limit in (("job", self.job, MAX_NAME), ("name", self.name, MAX_NAME)):
+            checked_argument(what, text, limit)
+        checked_argument("address", self.address, MAX_ADDRESS)
 
     def promise(self, ballot: Ballot) -> Record:
         """The record after a promise."""
@@ -75,10 +83,10 @@ class Record:
                 raise MessageError(f"a record of {len(data)} bytes")
             job, name, incarnation, address, epoch, promised, accepted_ballot, accepted = json.loads(data)
             return cls(
-                checked_text(job, MAX_NAME),
-                checked_text(name, MAX_NAME),
+                job,
+                name,
                 int(incarnation) + 1,
-                checked_text(address, MAX_ADDRESS),
+                address,
                 None if epoch is None else epoch_from_wire(epoch),
                 None if promised is None else Ballot(int(promised[0]), str(promised[1])),
                 None if accepted_ballot is None else Ballot(int(accepted_ballot[0]), str(accepted_ballot[1])),

@@ -22,6 +22,7 @@ from bagua.membership import (
     Epoch,
     EpochBegan,
     Excluded,
+    Left,
     Member,
     Options,
     Persist,
@@ -86,6 +87,7 @@ class Cluster:
         self.trace: deque[str] = deque(maxlen=60)
         self.cut: set[tuple[str, str]] = set()  # one-way links that are down
         self.decided: dict[int, Epoch] = {}
+        self.known: dict[str, int] = {}  # the newest epoch that each host has learned
         self.struck: set[int] = set()  # epochs whose first host to know of was cut off, or could have been
         self.bases: dict[int, Log] = {}  # group -> the weights that it began with
         self.steps: dict[tuple[int, int], tuple[str, ...]] = {}  # (group, step) -> what was averaged
@@ -247,6 +249,7 @@ class Cluster:
         actions = agent.take()
         if (epoch := agent.epoch) is not None and epoch is not host.checked:
             host.checked = epoch
+            self.known[agent.name] = epoch.number
             self.check_decision(agent, epoch)
         dies = self.faulty and self.now < FAULTS_END_S and actions and self.random.random() < 0.0005
         for action in actions[: self.random.randint(0, len(actions)) if dies else None]:
@@ -283,8 +286,9 @@ class Cluster:
         elif isinstance(action, Excluded):
             self.note(f"{agent.name} is excluded by {describe(action.epoch)}")
             host.group, host.ended, host.wanted, host.log = -1, None, -1, (f"fresh {agent.name}, excluded",)
-            if host.leaving:
-                self.kill(host, told=False)
+        elif isinstance(action, Left):
+            self.check_left(host, action.epoch)
+            self.kill(host, told=False)
         elif isinstance(action, Blocked):
             self.note(f"{agent.name} is blocked: {action.reason}")
 
@@ -442,6 +446,12 @@ class Cluster:
         if len(agent.record.to_bytes()) > MAX_RECORD:
             raise Violation("a record is too long")
 
+    def check_left(self, host: Host, epoch: Epoch) -> None:
+        """Who leaves in order is not needed any more: a quorum knows, or has known before it was lost."""
+        know = {name for name, number in self.known.items() if number >= epoch.number}
+        if not is_quorum(epoch, know):
+            raise Violation(f"{host.address} leaves, but only {sorted(know)} know of {describe(epoch)}")
+
     def check_lineage(self, host: Host, epoch: Epoch, me: Member) -> None:
         """Who trains holds what the epoch says, and it is the job's."""
         self.check_held(host)
@@ -495,11 +505,13 @@ class Cluster:
         raise Violation(f"not together after {LIMIT_S - FAULTS_END_S:.0f} s without faults: {self.state()}")
 
     def can_go_on(self, live: list[Host]) -> bool:
-        """Whether a quorum of the newest epoch lives, and a live member of it holds weights."""
-        if not self.decided:
-            return False
-        newest = self.decided[max(self.decided)]
+        """Whether a quorum of the newest epoch known lives, and a live member of it holds weights."""
         agents = [h.agent for h in live if h.agent is not None]
+        epochs = [a.epoch for a in agents if a.epoch is not None]
+        if not epochs:
+            return False
+        # A decision that no live host has learned needs a quorum of the epoch before it, as if it were not made.
+        newest = max(epochs, key=lambda epoch: epoch.number)
         # A recovered host votes, so names count, not incarnations.
         quorum = is_quorum(newest, {a.name for a in agents})
         return quorum and any(

@@ -15,6 +15,7 @@ from bagua.membership import (
     Epoch,
     EpochBegan,
     Excluded,
+    Left,
     Member,
     MessageError,
     Options,
@@ -202,6 +203,28 @@ def test_the_last_host_with_weights_leaves_when_another_has_them() -> None:
     assert sent(agent, Prepare)
     agent.receive(1.1, from_("n1", Promise(1, Ballot(1, "n0"), Report(0), None, None)))
     assert agent.record.accepted is not None and names(agent.record.accepted) == ["n1"]
+
+
+def test_a_host_that_leaves_stays_until_a_quorum_knows() -> None:
+    epoch = first(3)
+    agent = an_agent(epoch)
+    agent.leave(0.1)
+    value = composed(epoch, {"n0": Report(0, leaving=True), "n1": Report(0), "n2": Report(0)})
+    assert value is not None and names(value) == ["n1", "n2"]
+    agent.receive(0.2, from_("n1", Decided(value)))
+    assert not any(isinstance(a, Left) for a in agent.take())
+    agent.tick(1.0)
+    assert [s.envelope.receiver for s in sent(agent, Heartbeat)] == ["n2"]  # n1 knows
+    for name, knows in (("n2", False), ("n2", True)):
+        other = an_agent(epoch, name)
+        if knows:
+            other.receive(0.3, from_("n0", Decided(value), name))
+            other.take()
+        other.receive(1.1, from_("n0", Heartbeat(2, 0), name))
+        answer = next(a for a in other.take() if isinstance(a, Send) and a.envelope.receiver == "n0")
+        agent.receive(1.2, answer.envelope)
+        left = any(isinstance(a, Left) for a in agent.take())
+        assert left == (name == "n2" and knows)
 
 
 def test_a_member_that_is_left_out_gives_its_weights_up_and_asks_to_join() -> None:
