@@ -38,7 +38,7 @@ def boundary(reports: Iterable[Report]) -> int:
     return max((report.held for report in reports), default=NO_MODEL)
 
 
-def survivors(epoch: Epoch, promises: Mapping[str, Reported]) -> list[Member]:
+def survivors(epoch: Epoch, promises: Mapping[str, Reported], newcomers: bool) -> list[Member]:
     """Members that have reported and can hear each other.
 
     A member that has been recovered since is none: it comes back as a newcomer. Of two that cannot hear each other, one
@@ -51,7 +51,7 @@ def survivors(epoch: Epoch, promises: Mapping[str, Reported]) -> list[Member]:
         if m.name in promises and promises[m.name].incarnation == m.incarnation
     }
     staying = {name: report for name, report in kept.items() if not report.leaving}
-    if not staying or boundary(staying.values()) != NO_MODEL:
+    if boundary(staying.values()) != NO_MODEL or not (staying or newcomers):
         kept = staying  # else those that leave have the only weights: they stay until another host has fetched them
     misses = {name: _unheard(epoch, report) - {name} for name, report in kept.items()}
     while True:
@@ -77,7 +77,8 @@ def compose(epoch: Epoch, promises: Mapping[str, Reported], joins: Iterable[Memb
         joins: hosts that want to take part. They begin as learners, without a vote.
         reason: for the log.
     """
-    stay = survivors(epoch, promises)
+    joins = list(joins)
+    stay = survivors(epoch, promises, newcomers=bool(joins))
     step = boundary(promises[m.name].promise.report for m in stay)
     if step == NO_MODEL:
         return None

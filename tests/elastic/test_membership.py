@@ -196,7 +196,9 @@ def test_the_last_host_with_weights_leaves_when_another_has_them() -> None:
     assert second is not None
     third = composed(second, {"n0": Report(5, leaving=True), "n5": Report(NO_MODEL)})
     assert names(third) == ["n0", "n5"]
-    assert composed(first(2), {"n0": Report(5, leaving=True), "n1": Report(5, leaving=True)}) is None
+    all_leave = {"n0": Report(5, leaving=True), "n1": Report(5, leaving=True)}
+    assert composed(first(2), all_leave) is None
+    assert names(composed(first(2), all_leave, [Member("n5", 0, "host5:1")])) == ["n0", "n1", "n5"]
     agent = an_agent(first(2))
     agent.leave(1.0)
     agent.tick(1.0)
