@@ -83,8 +83,16 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
         prefix = dist.PrefixStore(f"bagua/{attempt}/{_generation}", store)
         dist.init_process_group(backend, store=prefix, rank=rank, world_size=world_size, **kw)
+    _await_connections()
     shutdown.install()
     _log.debug("rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
+
+
+def _await_connections() -> None:
+    """Return when all ranks have made their connections over gloo: one that left before would break the others'."""
+    if dist.get_world_size() > 1 and "cpu:gloo" in dist.get_backend_config().lower():
+        group: Any = dist.group.WORLD
+        group._get_backend(torch.device("cpu")).barrier().wait()
 
 
 def destroy_process_group() -> None:

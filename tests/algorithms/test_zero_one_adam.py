@@ -213,7 +213,7 @@ def test_a_decay_that_leaves_nothing_is_refused() -> None:
     weight = nn.Parameter(torch.ones(2))
     own = optimizer([weight], lr=1.0, weight_decay=1.0, decoupled_weight_decay=True, local_step_scaler=1)
     weight.grad = torch.ones(2)
-    with pytest.raises(ValueError, match="weight_decay: decoupled, 1 at a learning rate of 1"):
+    with pytest.raises(ValueError, match="weight_decay: decoupled decay of 1 at a learning rate of 1"):
         for _ in range(STEPS):
             own.step()
 

@@ -229,7 +229,7 @@ def test_a_class_may_say_what_becomes_of_its_state(tmp_path: Path) -> None:
     assert all((each == 0.5).all() for tensors in parts(loaded, "secret").values() for each in tensors)
     run_teams(2, before, Case(Own(kind=Mistold)), tmp_path / "mistold")
     for said in run_teams(3, refused, Case(Own(kind=Mistold)), tmp_path / "mistold"):
-        assert "Mistold.resharding['secret']: 'guess' is no rule" in said
+        assert "Mistold.resharding['secret']: 'guess' is not a rule" in said
 
 
 def test_another_algorithm_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +84,7 @@ def again_and_again(port: int) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         bagua.distribute(model, optimizer, "bytegrad")
         model(torch.full((1, 2), float(dist.get_rank() + number))).sum().backward()
+        assert model.weight.grad is not None
         found.append(model.weight.grad[0, 0].item())
         bagua.destroy_process_group()
     return found
@@ -110,6 +114,7 @@ def subgroups() -> list[float]:
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.full((1, 2), float(rank))).sum().backward()
+        assert model.weight.grad is not None
         found.append(model.weight.grad[0, 0].item())
     return found
 
@@ -141,6 +146,7 @@ def over_a_mesh() -> list[float]:
         model = nn.Linear(2, 1)
         bagua.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=mesh[name])
         model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+        assert model.weight.grad is not None
         found.append(model.weight.grad[0, 0].item())
     with pytest.raises(ValueError, match="one dimension"):
         bagua.distribute(nn.Linear(2, 1), [], process_group=mesh)
@@ -149,3 +155,44 @@ def over_a_mesh() -> list[float]:
 
 def test_device_mesh(pool: RankPool) -> None:
     assert pool.run(4, over_a_mesh) == [[1.0, 0.5], [2.0, 0.5], [1.0, 2.5], [2.0, 2.5]]
+
+
+class Late(dist.Store):
+    """Hands every call on; rank 1 learns late where rank 2 listens."""
+
+    def __init__(self, store: dist.Store, rank: int, first_left: Path) -> None:
+        super().__init__()
+        self._store, self._rank, self._first_left = store, rank, first_left
+
+    def set(self, key: str, value: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
+        deadline = time.monotonic() + 0.4  # in vain, if rank 0 waits for rank 1
+        while self._rank == 1 and key.endswith("/2") and time.monotonic() < deadline and not self._first_left.exists():
+            time.sleep(0.005)
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._store.check(keys)
+
+    def add(self, key: str, amount: int) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._store.add(key, amount)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._store.wait(keys, timeout)
+
+
+def begin_and_end(path: str) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    for number in range(6):  # who connects to whom is drawn anew in each round
+        left = Path(path, f"left{number}")
+        store = Late(dist.FileStore(f"{path}/{number}", 3), rank, left)
+        bagua.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
+        bagua.destroy_process_group()
+        if rank == 0:
+            left.touch()
+
+
+def test_a_rank_that_ends_at_once_does_not_break_one_that_still_connects(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(3, begin_and_end, str(tmp_path), init=False)

@@ -133,7 +133,7 @@ def test_endpoints_are_parsed() -> None:
     for wrong in ("a", "a:1,", "a:x,b:1", "a:70000,b:1", ":1,b:1"):
         with pytest.raises(ValueError, match="is not HOST:PORT"):
             parse_endpoints(wrong)
-    with pytest.raises(ValueError, match="comes twice"):
+    with pytest.raises(ValueError, match="is listed twice"):
         parse_endpoints("a:1,a:1")
 
 

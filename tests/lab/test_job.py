@@ -39,7 +39,7 @@ def test_one_hosts_failure_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--hosts", "2", "--grace", "0.5", "--only", "0", "--", "sh", "-c", script]) == 3
     out, err = capfd.readouterr()
     assert out == "asked\n"
-    assert "the others are ended" in err
+    assert "stopping the others" in err
 
 
 def test_events_and_timeout(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -90,4 +90,4 @@ def test_another_number_of_ranks_is_refused_by_name(pool: RankPool) -> None:
         ((untouched, message),) = pool.run(1, refused, memory.address)
     finally:
         memory.close()
-    assert untouched and "'optimizer' holds experts" in message and "2 ranks" in message
+    assert untouched and "'optimizer' holds state of expert" in message and "2 ranks" in message
