@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process, util
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -128,7 +128,7 @@ def _shut_down() -> None:
     if not failed and not all_arrived:
         # A peer that still trains may yet join what is in flight: it would be wrong to cut that short.
         faulthandler.cancel_dump_traceback_later()
-    if dist.is_initialized() and (all_arrived or "nccl" not in dist.get_backend_config()):
+    if dist.is_initialized() and (all_arrived or not carries_nccl(dist.group.WORLD)):
         dist.destroy_process_group()
     if all_arrived:
         _host_leaves_last(shutdown)
@@ -143,6 +143,12 @@ def script_failed() -> bool:
     # In a multiprocessing child the exception is still on its way when the finalizers run.
     current = sys.exc_info()[1]
     return current is not None and not (isinstance(current, SystemExit) and current.code in (None, 0))
+
+
+def carries_nccl(process_group: Any) -> bool:
+    """Whether NCCL carries tensors of some device for the group, whatever the name of its backend is."""
+    backends = [process_group._get_backend(device) for device in process_group._device_types]
+    return any(str(backend.name()).lower() == "nccl" for backend in backends)
 
 
 def _end_within(seconds: float, quiet: bool) -> None:

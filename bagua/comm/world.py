@@ -43,7 +43,8 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
         **kw: further arguments of `torch.distributed.init_process_group` (`timeout`, `device_id`, `init_method`, ...).
 
     Raises:
-        ValueError: the environment is incomplete, or a second call asks for another backend.
+        ValueError: the environment is incomplete, a name of Bagua's backend is unknown, or a second call asks for
+            another backend.
 
     Examples:
         >>> from datetime import timedelta
@@ -59,6 +60,8 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
             )
         shutdown.install()
         return
+    if backend is not None:
+        _check_ours(backend)
     error_file.install()  # first, so that the launcher learns of a failure below too
     backend = backend or default_backend()
     explicit = {"init_method", "store", "rank", "world_size"} & {k for k, v in kw.items() if v is not None}
@@ -114,6 +117,14 @@ def _has_backend(backend: str) -> bool:
     wanted = set(backend.lower().replace("cpu:", "").replace("cuda:", "").split(","))
     config = dist.get_backend_config().lower()
     return wanted <= set(config.replace("cpu:", "").replace("cuda:", "").split(","))
+
+
+def _check_ours(backend: str) -> None:
+    """torch takes an unknown name that holds a colon for a device and its backend."""
+    name = backend.lower()
+    if name.startswith("bagua") and name not in dist.Backend.backend_list:
+        known = ", ".join(each for each in dist.Backend.backend_list if each.startswith("bagua:"))
+        raise ValueError(f"backend: {backend!r} is unknown; known are bagua, {known}; bagua.Backend makes others")
 
 
 def _rendezvous(timeout: timedelta | None) -> dist.Store:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import bagua
 from bagua import codecs, registration
 from bagua.backend import Backend
 from bagua.codecs import Int4, MinMaxUInt8
+from bagua.comm.shutdown import carries_nccl
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,6 +91,23 @@ def test_two_codecs_of_one_name_are_refused() -> None:
     bagua.Backend(Shouting(mark="B"))
     with pytest.raises(ValueError, match="would both be called .bagua:int4:mark='b'"):
         bagua.Backend(Shouting(mark="b"))
+
+
+@pytest.mark.parametrize("name", ["bagua:unit8", "bagua_unit8", "BAGUA:unit8", "bagua:int4:block=64"])
+def test_a_name_that_was_never_made(name: str) -> None:
+    with pytest.raises(ValueError, match=f"backend: '{name}' is unknown; known are bagua, bagua:uint8, bagua:bf16"):
+        bagua.init_process_group(name)
+    assert not dist.is_initialized()
+
+
+def test_nccl_is_found_behind_the_name() -> None:
+    def group(**names: str) -> Any:
+        return SimpleNamespace(
+            _device_types=list(names), _get_backend=lambda device: SimpleNamespace(name=lambda: names[device])
+        )
+
+    assert carries_nccl(group(cpu="gloo", cuda="nccl"))
+    assert not carries_nccl(group(cpu="gloo", cuda="gloo"))
 
 
 def test_options_that_are_not_nccls_are_refused() -> None:
