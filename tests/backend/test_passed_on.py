@@ -137,3 +137,18 @@ def by_device() -> str:
 
 def test_a_name_for_one_device(pool: RankPool) -> None:
     assert pool.run(2, by_device, backend="cpu:bagua_fp16") == ["fp16"] * 2
+
+
+NO_COLLECTIVES = {
+    *("abort", "boxed", "bound_device_id", "get_group_store", "group_desc", "group_name", "merge_remote_group", "name"),
+    *("rank", "set_timeout", "shutdown", "size", "split_group", "unbox", "use_pg_for_symm_mem_rendezvous"),
+}
+
+
+def test_no_collective_runs_in_the_base_class() -> None:
+    """There it would hold the GIL, which a thread of gloo that frees a tensor waits for."""
+    kinds = set(dist.ProcessGroup.BackendType.__members__)
+    public = {name for name in dir(dist.ProcessGroup) if name[0] != "_"} - kinds - {"BackendType"} - NO_COLLECTIVES
+    public |= {"_allgather_base", "_reduce_scatter_base"}
+    assert {"allreduce", "allgather", "alltoall_base", "barrier", "send"} <= public
+    assert public <= set(vars(CompressedProcessGroup)), public - set(vars(CompressedProcessGroup))
