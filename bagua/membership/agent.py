@@ -301,6 +301,7 @@ class Agent:
         """Begin anew what belongs to one epoch."""
         self._proposer.reset()
         self._recovered.clear()
+        self._departure.confirmed.clear()
         self._pending.settle(epoch)
         others = [m for m in epoch.members if m.name != self.name]
         self._detector.watch({m.name: m.trains for m in others})

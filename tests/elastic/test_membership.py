@@ -227,6 +227,11 @@ def test_a_host_that_leaves_stays_until_a_quorum_knows() -> None:
         agent.receive(1.2, answer.envelope)
         left = any(isinstance(a, Left) for a in agent.take())
         assert left == (name == "n2" and knows)
+    # Who knew of an epoch need not know of the next.
+    following = composed(value, {"n1": Report(0), "n2": Report(0)})
+    assert following is not None
+    agent.receive(2.0, from_("n1", Decided(following)))
+    assert not any(isinstance(a, Left) for a in agent.take())
 
 
 def test_a_member_that_is_left_out_gives_its_weights_up_and_asks_to_join() -> None:
