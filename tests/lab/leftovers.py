@@ -65,7 +65,7 @@ def devices() -> list[tuple[int, str]]:
 def assert_nothing_left(namespaces: set[str], folder: Path) -> None:
     """No process of the cluster, hence none of its namespaces and devices; no folder. Waits up to 10 s."""
     assert namespaces, "the cluster had namespaces to look for"
-    within(10, lambda: not processes_in(namespaces) and not folder.exists())
+    within(60, lambda: not processes_in(namespaces) and not folder.exists())
     assert processes_in(namespaces) == []
     assert not folder.exists()
     assert not supervisors(folder)

@@ -92,7 +92,7 @@ def test_interrupted(number: int, code: int, ignored: bool) -> None:
         process.kill()
         process.communicate()
     assert process.returncode == code
-    assert within(10, lambda: not any(_in(pid, spaces) for pid in os.listdir("/proc") if pid.isdigit()))
+    assert within(60, lambda: not any(_in(pid, spaces) for pid in os.listdir("/proc") if pid.isdigit()))
 
 
 def ignoring(command: list[str]) -> list[str]:

@@ -33,7 +33,7 @@ def test_pause_and_kill() -> None:
     with Cluster(2, mode="pacing") as cluster:
         a, b = cluster.hosts
         processes = [host.popen(["sleep", "100"]) for host in (a, b)]
-        assert within(5, lambda: all(len(descendants(process.pid)) == 2 for process in processes))
+        assert within(60, lambda: all(len(descendants(process.pid)) == 2 for process in processes))
         a.pause()
         a.resume()
         a.slow(0.5)

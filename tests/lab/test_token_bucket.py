@@ -108,7 +108,7 @@ def test_another_bandwidth() -> None:
         time.sleep(0.1)
         assert settles_at(cluster, b, 200)
         a.set_link(Link())
-        assert within(5, lambda: received_mbit(cluster, b, 0.1) > 1500), "no limit"
+        assert within(60, lambda: received_mbit(cluster, b, 0.1) > 1500), "no limit"
         for link in (Link("1gbit", "1ms"), Link(jitter="1ms"), Link(loss=0.1), Link("1gbit", flow_bandwidth="1mbit")):
             with pytest.raises(LabError, match='wire "tbf" emulates only a bandwidth.*wire="relay"'):
                 a.set_link(link)
@@ -123,16 +123,16 @@ def test_cut_and_restore() -> None:
         assert settles_at(cluster, b, 100)
         a.cut()
         a.cut()
-        assert within(2, lambda: received_mbit(cluster, b, 0.1) == 0), "what a sends is lost"
+        assert within(60, lambda: received_mbit(cluster, b, 0.1) == 0), "what a sends is lost"
         stream(a, c)
-        assert within(5, lambda: cluster.report().hosts[0].cut_drops > 1)
+        assert within(60, lambda: cluster.report().hosts[0].cut_drops > 1)
         assert c.run(python(SOURCE.replace("while True: ", ""), b.address, 1), timeout=60).returncode == 0, (
             "others talk"
         )
         lost = cluster.report().hosts[0].cut_drops
         a.restore()
-        assert within(10, lambda: received_mbit(cluster, b, 0.1) > 50), "the connection goes on"
-        assert within(10, lambda: received_mbit(cluster, a, 0.1) > 50), "the other one is made at last"
+        assert within(60, lambda: received_mbit(cluster, b, 0.1) > 50), "the connection goes on"
+        assert within(60, lambda: received_mbit(cluster, a, 0.1) > 50), "the other one is made at last"
         assert cluster.report().hosts[0].cut_drops >= lost > 0
         assert cluster.report().hosts[1].cut_drops == 0
 
@@ -162,7 +162,7 @@ def test_what_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cluster.wire in ("tap", "packet"), "the kernel refuses"
         listen(b)
         stream(b, a)
-        assert within(5, lambda: received_mbit(cluster, b, 0.1) > 50)
+        assert within(60, lambda: received_mbit(cluster, b, 0.1) > 50)
     with pytest.raises(LabError, match='the kernel cannot limit links here .*wire="tbf"'):
         Cluster(2, Link("100mbit"), mode="namespaces", wire="tbf")
 

@@ -53,7 +53,7 @@ def test_a_vanished_host_is_an_error(vanishing: str) -> None:
         vanish(hosts, 1 if vanishing == "receiver" else 0)
         begin = time.monotonic()
         survivor = sender if vanishing == "receiver" else receiver
-        ended = survivor.wait(TIMEOUT_S + 8)
+        ended = survivor.wait(TIMEOUT_S + 60)
         assert ended.status == 3 and ended.results[-1]["result"] == 6, ended
         assert any(text in ended.errors for text in SAYS[vanishing]), ended.errors
         assert time.monotonic() - begin > 0.5 * TIMEOUT_S, "a short loss is none of a host"
@@ -65,7 +65,7 @@ def test_a_host_that_vanishes_behind_a_full_buffer() -> None:
         os.kill(receiver.pid, signal.SIGSTOP)
         time.sleep(1)
         vanish(hosts, 1)
-        ended = sender.wait(4 * TIMEOUT_S + 8)
+        ended = sender.wait(4 * TIMEOUT_S + 60)
         assert ended.status == 3 and ended.results[-1]["result"] == 6, ended
         assert any(text in ended.errors for text in SAYS["receiver"]), ended.errors
 
