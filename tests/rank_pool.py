@@ -63,7 +63,7 @@ class RankPool:
             dies: ranks that are expected to vanish; their result is None.
             backend: of the process group; default Bagua's own, but gloo where ranks share a GPU, which NCCL refuses.
             stops: ranks that stop themselves with SIGSTOP; they go on when all others are done.
-            fresh: on new processes, which have no threads of earlier jobs; for functions that fork.
+            fresh: on new processes, without threads or objects of earlier jobs; to fork, or to look for leaks.
         """
         if fresh:
             self._kill()

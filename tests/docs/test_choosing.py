@@ -104,15 +104,16 @@ def mean_loss(team: Team, model: nn.Module, optimizer: torch.optim.Optimizer, st
 
 def train(team: Team, name: str, algorithm: str) -> tuple[float, float]:
     """Loss on a batch apart, before and after."""
-    torch.manual_seed(0)
-    model = nn.Linear(6, 2)
+    model, generator = nn.Linear(6, 2), torch.Generator().manual_seed(0)  # ranks are threads: torch's own is shared
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.3, generator=generator)
     optimizers = OPTIMIZERS[name](list(model.parameters()))
     bagua.distribute(model, optimizers, algorithm, process_group=team)
     before = loss_of(model.eval(), 1000, 0).item()
     model.train()
     for step in range(16):
         if isinstance(optimizers[0], torch.optim.LBFGS):
-            optimizers[0].step(lambda step=step: mean_loss(team, model, optimizers[0], step))
+            optimizers[0].step(lambda: mean_loss(team, model, optimizers[0], 0))  # its curvature is of one batch
             continue
         model.zero_grad()
         loss_of(model, step, team.rank).backward()

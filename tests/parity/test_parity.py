@@ -42,7 +42,7 @@ class Outcomes:
         found: dict[str, Cell] = {}
         while names:
             try:
-                ranks = self._pool.run(2, run_features, algorithm, names, timeout_s=120, group_timeout_s=15)
+                ranks = self._pool.run(2, run_features, algorithm, names, timeout_s=120, group_timeout_s=15, fresh=True)
             except AssertionError as error:  # ranks that are stuck or gone: which feature it was is in their stacks
                 found |= dict.fromkeys(names, Cell("failed", str(error)))
                 break
