@@ -76,10 +76,16 @@ class Epoch:
     def first(cls, members: Collection[Member], tie_break: bool = False) -> Epoch:
         """The epoch that a job begins with: all members train and vote, from step 0. Alike on all of them.
 
+        Raises:
+            ValueError: there are no members, or two of the same name.
+
         Example:
             >>> Epoch.first([Member("a", 0, "10.0.0.1:7000"), Member("b", 0, "10.0.0.2:7000")]).voters
             ('a', 'b')
         """
+        names = [member.name for member in members]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"members: expected one or more, each with a name of its own, got {names}")
         founders = tuple(Member(m.name, m.incarnation, m.address, m.payload, held=0, votes=True) for m in members)
         return cls(number=1, step=0, group=1, group_step=0, members=founders, tie_break=tie_break, reason="start")
 

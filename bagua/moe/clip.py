@@ -48,6 +48,7 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: `max_norm` or `norm_type` is out of range.
+        TypeError: an argument of another type, named.
         RuntimeError: the norm is not finite and `error_if_nonfinite`; on every rank.
         CommunicationError: a rank did not come; names it.
 
@@ -58,6 +59,9 @@ def clip_grad_norm_(
         >>> norm = bagua.moe.clip_grad_norm_(model, max_norm=1.0)
         >>> optimizer.step()
     """
+    for option, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not isinstance(value, int | float | Tensor):
+            raise TypeError(f"{option}: expected a number, got {type(value).__name__}")
     if not max_norm >= 0:
         raise ValueError(f"max_norm: expected a number >= 0, got {max_norm!r}")
     if not norm_type > 0:
@@ -82,7 +86,11 @@ def _split(parameters: nn.Module | Tensor | Iterable[Tensor]) -> tuple[list[Tens
         local = rank_local_names(parameters)
         params = list(parameters.named_parameters())
         return [p for name, p in params if name in local], [p for name, p in params if name not in local]
-    found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    one = isinstance(parameters, Tensor) or not isinstance(parameters, Iterable)
+    found: list[Any] = [parameters] if one else list(parameters)  # pyright: ignore[reportArgumentType]
+    for each in found:
+        if not isinstance(each, Tensor):
+            raise TypeError(f"parameters: expected a module or its parameters, got {type(each).__name__}")
     return [p for p in found if is_rank_local(p)], [p for p in found if not is_rank_local(p)]
 
 

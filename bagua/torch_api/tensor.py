@@ -142,8 +142,12 @@ class BaguaTensor:
 
         Raises:
             ValueError: it is registered under another name already, or has a setter without a getter.
+            TypeError: a name that is no string.
         """
         tensor: Any = self
+        for option, value in (("name", name), ("module_name", module_name)):
+            if not isinstance(value, str | None):
+                raise TypeError(f"{option}: expected a string or None, got {type(value).__name__}")
         if setter_closure is not None and getter_closure is None:
             raise ValueError("setter_closure: goes with a getter_closure, which is None")
         record = record_of(tensor)

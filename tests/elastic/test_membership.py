@@ -85,6 +85,12 @@ def test_two_quorums_share_a_voter(size: int) -> None:
         assert tie_break <= any(2 * len(q) <= size for q in quorums) or size % 2
 
 
+@pytest.mark.parametrize("names", [[], ["a", "b", "a"]])
+def test_founders_have_names_of_their_own(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="members: expected one or more"):
+        Epoch.first([Member(name, 0, "host:1") for name in names])
+
+
 def test_a_host_that_has_promised_completes_no_step() -> None:
     agent = an_agent(first(3))
     assert agent.start_step(1, 0) is Verdict.GRANTED

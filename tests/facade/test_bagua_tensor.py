@@ -33,6 +33,8 @@ def test_a_tensor_stands_for_itself_or_for_what_the_getter_returns() -> None:
     assert plain.ensure_bagua_tensor("a", "model") is plain.ensure_bagua_tensor() and plain.bagua_tensor_name == "a"
     with pytest.raises(ValueError, match="registered as 'a' of 'model' already, got 'b' of 'model'"):
         plain.ensure_bagua_tensor("b", "model")
+    with pytest.raises(TypeError, match="name: expected a string or None, got int"):
+        torch.zeros(2).ensure_bagua_tensor(3)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="setter_closure"):
         torch.ones(1).ensure_bagua_tensor("c", "model", None, lambda tensor, other: None)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="without a setter_closure"):

@@ -106,3 +106,12 @@ def test_without_a_process_group_it_is_torchs() -> None:
 def test_bad_arguments(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         clip_grad_norm_(nn.Linear(2, 2), **options)
+
+
+def test_arguments_of_another_type() -> None:
+    for options in ({"max_norm": "1"}, {"max_norm": 1.0, "norm_type": "inf"}):
+        with pytest.raises(TypeError, match=f"{list(options)[-1]}: expected a number, got str"):
+            clip_grad_norm_(nn.Linear(2, 2), **options)
+    for wrong in (3, [torch.zeros(1), "weight"]):
+        with pytest.raises(TypeError, match="parameters: expected a module or its parameters, got (int|str)"):
+            clip_grad_norm_(wrong, 1.0)  # pyright: ignore[reportArgumentType]
