@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bagua.membership.actions import Action, Blocked, EpochBegan, Excluded, Left, Persist, Send, Slow, Verdict
 from bagua.membership.agent import Agent
+from bagua.membership.encoding import decode, encode
 from bagua.membership.epoch import Ballot, Epoch, Member
-from bagua.membership.messages import Envelope, MessageError, decode, encode
+from bagua.membership.messages import Envelope, MessageError
 from bagua.membership.options import Options
 from bagua.membership.record import Record
 

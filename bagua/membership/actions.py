@@ -44,31 +44,33 @@ class Persist:
 
 
 @dataclass(frozen=True)
-class EpochBegan:
+class _EpochAction:
+    """Tells the driver of a decided epoch."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class EpochBegan(_EpochAction):
     """An epoch is decided and this host is a member.
 
     Groups are opened anew if `epoch.group` changed, for `epoch.trainers`. Exchanges in flight go on if it did not.
     """
 
-    epoch: Epoch
     previous: Epoch | None
 
 
 @dataclass(frozen=True)
-class Excluded:
+class Excluded(_EpochAction):
     """An epoch was decided without this host: what it trained since does not count.
 
     The agent asks to join, unless it leaves.
     """
 
-    epoch: Epoch
-
 
 @dataclass(frozen=True)
-class Left:
+class Left(_EpochAction):
     """This host has left in order, and a quorum of the epoch's voters know of it. The agent may end."""
-
-    epoch: Epoch
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from bagua.membership.actions import Action, EpochBegan, Excluded, Left, Persist, Send, Slow, Verdict
+from bagua.membership.acceptor import Acceptor
+from bagua.membership.actions import Action, EpochBegan, Excluded, Left, Verdict
 from bagua.membership.departure import Departure
-from bagua.membership.detector import Detector
+from bagua.membership.encoding import checked_argument, checked_text
 from bagua.membership.epoch import NO_MODEL, Epoch, Member
 from bagua.membership.messages import (
     MAX_ADDRESS,
@@ -24,11 +25,10 @@ from bagua.membership.messages import (
     Rejected,
     Report,
     Request,
-    checked_argument,
-    checked_text,
 )
 from bagua.membership.options import Options
-from bagua.membership.pending import Pending
+from bagua.membership.outbox import Outbox
+from bagua.membership.peers import Peers
 from bagua.membership.progress import Progress
 from bagua.membership.proposer import Proposer
 from bagua.membership.record import Record
@@ -76,15 +76,13 @@ class Agent:
             checked_argument("contacts", contact, MAX_ADDRESS)
         checked_text(payload, MAX_PAYLOAD)
         self.options, self.payload = options, payload
-        self._record, self._contacts = record, tuple(contacts)
-        self._random = random.Random(f"{seed}/{record.name}/{record.incarnation}")
+        self._contacts = tuple(contacts)
         self._now, self._next_beat = now, now
-        self._out: list[Action] = []
-        self._detector = Detector(options.detect_s, options.max_wait_s, now)
-        self._proposer = Proposer(self)
+        self._outbox = Outbox(record)
+        self._acceptor = Acceptor(record, self._outbox)
+        self._peers = Peers(record.name, options, now)
+        self._proposer = Proposer(self, self._outbox, random.Random(f"{seed}/{record.name}/{record.incarnation}"))
         self._progress = Progress()
-        self._pending = Pending()
-        self._recovered: set[str] = set()  # members that answer with a later incarnation
         self._departure = Departure()
         if record.epoch is not None:
             self._enter(record.epoch)
@@ -98,22 +96,22 @@ class Agent:
     @property
     def name(self) -> str:
         """Of this agent."""
-        return self._record.name
+        return self.record.name
 
     @property
     def record(self) -> Record:
         """What must not be forgotten while this agent keeps its name."""
-        return self._record
+        return self._acceptor.record
 
     @property
     def epoch(self) -> Epoch | None:
         """The newest epoch that is known here."""
-        return self._record.epoch
+        return self.record.epoch
 
     @property
     def member(self) -> Member | None:
         """This host in that epoch; None if it is not in it."""
-        return None if self.epoch is None else self.epoch.member(self.name, self._record.incarnation)
+        return None if self.epoch is None else self.epoch.member(self.name, self.record.incarnation)
 
     @property
     def held(self) -> int:
@@ -143,21 +141,16 @@ class Agent:
     @property
     def suspected(self) -> dict[str, str]:
         """Members that are taken for lost, and why."""
-        return {name: self._detector.why(name) for name in self._detector.suspected}
+        return self._peers.suspected
 
     @property
     def joining(self) -> list[Member]:
         """Hosts that have asked to take part, as learners."""
-        return self._pending.joins
-
-    def random_wait(self, upto: float) -> float:
-        """Seconds from 0 to `upto`."""
-        return self._random.uniform(0, upto)
+        return self._peers.joining
 
     def take(self) -> list[Action]:
         """The actions since the last call. A driver carries them out in order."""
-        out, self._out = self._out, []
-        return out
+        return self._outbox.take()
 
     # Local events
 
@@ -207,7 +200,7 @@ class Agent:
 
     def closed(self, now: float, name: str) -> None:
         """The connection to the agent `name` was closed by its end."""
-        self._detector.closed(name)
+        self._peers.closed(name)
         self._wake(now)
 
     def tick(self, now: float) -> None:
@@ -215,8 +208,8 @@ class Agent:
         self._now = max(self._now, now)
         me = self.member
         waits = self._progress.started if me is not None and me.trains and not self.behind else None
-        self._out += [Slow(name, waited) for name, waited in self._detector.tick(self._now, waits, self.fenced)]
-        self._pending.expire(self._now)
+        for slow in self._peers.tick(self._now, waits, self.fenced):
+            self._outbox.add(slow)
         if self._now >= self._next_beat:
             self._next_beat = self._now + self.options.beat_s
             self._beat()
@@ -227,43 +220,38 @@ class Agent:
     def receive(self, now: float, envelope: Envelope) -> None:
         """A message has come. Those of another job, for somebody else or of a past incarnation are ignored."""
         body, sender = envelope.body, envelope.sender
-        if envelope.job != self._record.job or envelope.receiver not in ("", self.name) or sender == self.name:
+        if envelope.job != self.record.job or envelope.receiver not in ("", self.name) or sender == self.name:
             return
-        if (known := self._incarnation(sender)) is not None and envelope.incarnation < known:
+        if self._peers.is_outdated(envelope):
             return
         self._now = max(self._now, now)
-        self._detector.heard(sender, body.started if isinstance(body, Heartbeat) else None)
+        self._peers.hear(self._now, envelope)
         listed = None if self.epoch is None else self.epoch.by_name.get(sender)
-        if listed is not None and envelope.incarnation > listed.incarnation:
-            self._recovered.add(sender)
-        if isinstance(body, Join):
-            self._note_join(envelope, body)
         if isinstance(body, Decided):
             self.learn(body.value)
             if self._has_left and body.value == self.epoch and self._departure.confirm(body.value, sender):
-                self._out.append(Left(body.value))
+                self._outbox.add(Left(body.value))
         elif self.epoch is not None and body.epoch < self.epoch.number:
-            self.send(envelope.address, sender, Decided(self.epoch))
+            self._outbox.answer(envelope, Decided(self.epoch))
         elif self.epoch is None or body.epoch > self.epoch.number:
-            self.send(envelope.address, sender, Heartbeat(self._number, 0))  # the answer is the newer epoch
+            self._outbox.answer(envelope, Heartbeat(self._number, 0))  # the answer is the newer epoch
         elif self.epoch.by_name.get(self.name) is not None and listed is not None:
             self._in_epoch(envelope, body)
         elif isinstance(body, Heartbeat) and listed is None:
-            self.send(envelope.address, sender, Decided(self.epoch))  # to one that leaves
+            self._outbox.answer(envelope, Decided(self.epoch))  # to one that leaves
         self._proposer.advance()
 
     def _in_epoch(self, envelope: Envelope, body: Body) -> None:
         """A message of a member about the decision that is next."""
         if isinstance(body, Request):
-            self._pending.ask(envelope.sender, body.reason, self._now + self.options.join_s)
+            self._peers.ask(self._now, envelope.sender, body.reason)
         elif isinstance(body, Accept) and body.value.number != body.epoch + 1:
             return
         elif isinstance(body, Prepare | Accept):
-            if self._record.promised is not None and body.ballot < self._record.promised:
-                self.send(envelope.address, envelope.sender, Rejected(body.epoch, self._record.promised))
+            if refusal := self._acceptor.refusal(body):
+                self._outbox.answer(envelope, refusal)
             else:
-                answer = self.promise(body) if isinstance(body, Prepare) else self.accept(body)
-                self.send(envelope.address, envelope.sender, answer)
+                self._outbox.answer(envelope, self.promise(body) if isinstance(body, Prepare) else self.accept(body))
                 self._proposer.give_way(body.ballot)
         elif isinstance(body, Promise):
             self._proposer.on_promise(envelope.sender, envelope.incarnation, body)
@@ -275,55 +263,34 @@ class Agent:
     def promise(self, prepare: Prepare) -> Promise:
         """Promise, durably, and report."""
         self._progress.fenced = True
-        self._keep(self._record.promise(prepare.ballot))
-        kept = self._record
-        return Promise(prepare.epoch, prepare.ballot, self._report(), kept.accepted_ballot, kept.accepted)
+        return self._acceptor.promise(prepare, self._report())
 
     def accept(self, accept: Accept) -> Accepted:
         """Accept a value, durably."""
         self._progress.fenced = True
-        self._keep(self._record.accept(accept.ballot, accept.value))
-        return Accepted(accept.epoch, accept.ballot)
+        return self._acceptor.accept(accept)
 
     def learn(self, epoch: Epoch) -> None:
         """An epoch was decided: all that was promised for it is settled."""
         previous, was = self.epoch, self.member
         if previous is not None and epoch.number <= previous.number:
             return
-        self._keep(self._record.decide(epoch))
+        self._acceptor.decide(epoch)
         self._enter(epoch)
         if self.member is not None:
-            self._out.append(EpochBegan(epoch, previous))
+            self._outbox.add(EpochBegan(epoch, previous))
         elif was is not None:
-            self._out.append(Excluded(epoch))
+            self._outbox.add(Excluded(epoch))
 
     def _enter(self, epoch: Epoch) -> None:
         """Begin anew what belongs to one epoch."""
         self._proposer.reset()
-        self._recovered.clear()
         self._departure.confirmed.clear()
-        self._pending.settle(epoch)
-        others = [m for m in epoch.members if m.name != self.name]
-        self._detector.watch({m.name: m.trains for m in others})
+        self._peers.adopt(epoch)
         self._progress.adopt(epoch, self.member)
         self._next_beat = self._now
 
-    # What is sent
-
-    def send(self, address: str, receiver: str, body: Body) -> None:
-        """Put a message among the actions."""
-        me = self._record
-        self._out.append(Send(address, Envelope(me.job, me.name, me.incarnation, me.address, receiver, body)))
-
-    def broadcast(self, body: Body, but: Sequence[str] = ()) -> None:
-        """Send a message to all other members of the epoch."""
-        for member in self.epoch.members if self.epoch is not None else ():
-            if member.name != self.name and member.name not in but:
-                self.send(member.address, member.name, body)
-
-    def emit(self, action: Action) -> None:
-        """Add an action."""
-        self._out.append(action)
+    # Why another epoch is wanted, and what is sent with each heartbeat
 
     def cause(self) -> str:
         """Why this host wants another epoch, in words; empty if it does not."""
@@ -332,7 +299,7 @@ class Agent:
             return own
         if self.joining:
             return f"{', '.join(sorted(m.name for m in self.joining))} joins"[:MAX_PAYLOAD]
-        return self._pending.request or ("a ballot was begun" if self.fenced else "")
+        return self._peers.request or ("a ballot was begun" if self.fenced else "")
 
     @property
     def _has_left(self) -> bool:
@@ -346,10 +313,8 @@ class Agent:
         epoch, me = self.epoch, self.member
         if epoch is None or epoch.by_name.get(self.name) is None:
             return ""
-        if lost := self.suspected:
-            return "; ".join(f"{name} is lost: {why}" for name, why in sorted(lost.items()))[:MAX_PAYLOAD]
-        if self._recovered:
-            return f"{', '.join(sorted(self._recovered))} restarted"[:MAX_PAYLOAD]
+        if loss := self._peers.loss:
+            return loss
         if me is None:
             return f"{self.name} restarted"
         if self._departure.begun and any(m.trains and m.name != self.name for m in epoch.members):
@@ -363,40 +328,23 @@ class Agent:
         return ""
 
     def _report(self) -> Report:
-        members, group = ((), -1) if self.epoch is None else (self.epoch.members, self.epoch.group)
-        unheard = tuple(place for place, member in enumerate(members) if self._detector.why(member.name))
-        return Report(self.held, self.payload, self._progress.broken == group, self._departure.begun, unheard)
+        broken = self.epoch is not None and self._progress.broken == self.epoch.group
+        return Report(self.held, self.payload, broken, self._departure.begun, self._peers.unheard)
 
     def _beat(self) -> None:
         epoch = self.epoch
         if epoch is not None and self.name in epoch.by_name:
-            self.broadcast(Heartbeat(epoch.number, self._progress.started))
+            self._outbox.broadcast(epoch, Heartbeat(epoch.number, self._progress.started))
             if reason := self._own_cause():
-                self.broadcast(Request(epoch.number, reason))
+                self._outbox.broadcast(epoch, Request(epoch.number, reason))
         if self._has_left and epoch is not None:
-            self.broadcast(Heartbeat(epoch.number, 0), but=tuple(self._departure.confirmed))
+            self._outbox.broadcast(epoch, Heartbeat(epoch.number, 0), but=tuple(self._departure.confirmed))
         elif self.member is None:
             members = {m.address: m.name for m in epoch.members if m.name != self.name} if epoch is not None else {}
             for address in (*members, *(c for c in self._contacts if c not in members)):
-                if address != self._record.address:
-                    self.send(address, members.get(address, ""), Join(self._number, self.payload))
+                if address != self.record.address:
+                    self._outbox.send(address, members.get(address, ""), Join(self._number, self.payload))
         self._proposer.repeat()
-
-    def _note_join(self, envelope: Envelope, join: Join) -> None:
-        if self.epoch is None or self.epoch.member(envelope.sender, envelope.incarnation) is not None:
-            return
-        member = Member(envelope.sender, envelope.incarnation, envelope.address, join.payload)
-        self._pending.join(member, self._now + self.options.join_s)
-
-    def _incarnation(self, name: str) -> int | None:
-        listed = self.epoch.by_name.get(name) if self.epoch is not None else None
-        found = (listed.incarnation if listed is not None else None, self._pending.incarnation(name))
-        return max((each for each in found if each is not None), default=None)
-
-    def _keep(self, record: Record) -> None:
-        if record != self._record:
-            self._record = record
-            self._out.append(Persist(record.to_bytes()))
 
     def _wake(self, now: float) -> None:
         """Tell the voters at once that the epoch should change, not only with the next heartbeat."""

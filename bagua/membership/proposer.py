@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Protocol
 
-from bagua.membership.actions import Action, Blocked
+from bagua.membership.actions import Blocked
 from bagua.membership.composition import Reported, compose, value_to_adopt
 from bagua.membership.epoch import Ballot, Epoch, Member, is_quorum
-from bagua.membership.messages import Accept, Accepted, Body, Decided, Prepare, Promise
+from bagua.membership.messages import Accept, Accepted, Decided, Prepare, Promise
 from bagua.membership.options import Options
+from bagua.membership.outbox import Outbox
 from bagua.membership.record import Record
 
 __all__ = ["Proposer"]
@@ -35,13 +36,9 @@ class _Host(Protocol):
     @property
     def joining(self) -> list[Member]: ...
     def cause(self) -> str: ...
-    def random_wait(self, upto: float) -> float: ...
     def promise(self, prepare: Prepare) -> Promise: ...
     def accept(self, accept: Accept) -> Accepted: ...
     def learn(self, epoch: Epoch) -> None: ...
-    def send(self, address: str, receiver: str, body: Body) -> None: ...
-    def broadcast(self, body: Body, but: Sequence[str] = ()) -> None: ...
-    def emit(self, action: Action) -> None: ...
 
 
 @dataclass
@@ -62,10 +59,15 @@ class Proposer:
 
     Any voter may propose; one is enough. The voters try in the order of their seniority, each a while after the one
     before, so that two rarely do at once. If they do, the larger ballot wins and nothing is lost but time.
+
+    Args:
+        host: the agent.
+        outbox: the agent's.
+        random: draws the waits after a ballot that failed or gave way.
     """
 
-    def __init__(self, host: _Host) -> None:
-        self._host = host
+    def __init__(self, host: _Host, outbox: Outbox, random: Random) -> None:
+        self._host, self._outbox, self._random = host, outbox, random
         self._attempt: _Attempt | None = None
         self._highest = 0  # round of any ballot seen in this decision
         self._wanted_since = math.inf
@@ -109,9 +111,10 @@ class Proposer:
         if (attempt := self._attempt) is None or (epoch := self._host.epoch) is None:
             return
         if attempt.value is None:
-            self._host.broadcast(Prepare(epoch.number, attempt.ballot), but=tuple(attempt.promises))
+            self._outbox.broadcast(epoch, Prepare(epoch.number, attempt.ballot), but=tuple(attempt.promises))
         else:
-            self._host.broadcast(Accept(epoch.number, attempt.ballot, attempt.value), but=tuple(attempt.accepted_by))
+            accept = Accept(epoch.number, attempt.ballot, attempt.value)
+            self._outbox.broadcast(epoch, accept, but=tuple(attempt.accepted_by))
 
     def give_way(self, ballot: Ballot) -> None:
         """Another ballot is under way: leave it the time to end."""
@@ -120,7 +123,7 @@ class Proposer:
             self._attempt = None
         if ballot.proposer != self._host.name:
             wait_s = self._host.options.ballot_s
-            self._quiet_until = self._host.now + wait_s + self._host.random_wait(wait_s)
+            self._quiet_until = self._host.now + wait_s + self._random.uniform(0, wait_s)
             self._quiet_for = ballot.proposer
 
     def on_promise(self, sender: str, incarnation: int, promise: Promise) -> None:
@@ -144,7 +147,7 @@ class Proposer:
         self._attempt = attempt
         prepare = Prepare(epoch.number, ballot)
         attempt.promises[host.name] = Reported(host.record.incarnation, host.promise(prepare))
-        host.broadcast(prepare)
+        self._outbox.broadcast(epoch, prepare)
         self._vote(epoch, attempt)
 
     def _vote(self, epoch: Epoch, attempt: _Attempt) -> None:
@@ -164,7 +167,7 @@ class Proposer:
             accept = Accept(epoch.number, attempt.ballot, value)
             host.accept(accept)
             attempt.accepted_by.add(host.name)
-            host.broadcast(accept)
+            self._outbox.broadcast(epoch, accept)
         if is_quorum(epoch, attempt.accepted_by):
             self._decided(epoch, attempt.value)
 
@@ -173,7 +176,7 @@ class Proposer:
         others = {m.address: m.name for m in (*epoch.members, *value.members) if m.name != host.name}
         host.learn(value)
         for address, name in others.items():
-            host.send(address, name, Decided(value))
+            self._outbox.send(address, name, Decided(value))
 
     def _give_up(self, epoch: Epoch, attempt: _Attempt) -> None:
         host = self._host
@@ -187,9 +190,9 @@ class Proposer:
             reason = f"no majority of epoch {epoch.number}; no answer from {', '.join(missing)}"
         if reason != self._blocked:
             self._blocked = reason
-            host.emit(Blocked(reason))
+            self._outbox.add(Blocked(reason))
         longest_s = host.options.detect_s * min(2**self._failures, 4)
-        self._quiet_until, self._quiet_for = host.now + host.random_wait(longest_s), ""
+        self._quiet_until, self._quiet_for = host.now + self._random.uniform(0, longest_s), ""
 
     @property
     def _due(self) -> float:

@@ -5,16 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
+from bagua.membership.encoding import checked_argument, epoch_from_wire, epoch_to_wire
 from bagua.membership.epoch import Ballot, Epoch
-from bagua.membership.messages import (
-    MAX_ADDRESS,
-    MAX_FRAME,
-    MAX_NAME,
-    MessageError,
-    checked_argument,
-    epoch_from_wire,
-    epoch_to_wire,
-)
+from bagua.membership.messages import MAX_ADDRESS, MAX_FRAME, MAX_NAME, MessageError
 
 __all__ = ["MAX_RECORD", "Record"]
 

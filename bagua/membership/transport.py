@@ -17,8 +17,9 @@ from typing import TypeVar
 
 from bagua.membership.actions import Action, Persist, Send
 from bagua.membership.agent import Agent
+from bagua.membership.encoding import decode, encode
 from bagua.membership.frames import FrameReader, pack
-from bagua.membership.messages import MessageError, decode, encode
+from bagua.membership.messages import MessageError
 
 __all__ = ["Transport"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 
 import pytest
@@ -17,21 +16,16 @@ from bagua.membership import (
     Excluded,
     Left,
     Member,
-    MessageError,
     Options,
     Persist,
     Record,
     Send,
     Slow,
     Verdict,
-    decode,
-    encode,
 )
 from bagua.membership.composition import Reported, compose
 from bagua.membership.epoch import NO_MODEL, is_quorum
 from bagua.membership.messages import (
-    MAX_FRAME,
-    MAX_MEMBERS,
     Accept,
     Decided,
     Heartbeat,
@@ -278,12 +272,6 @@ def test_the_record_is_kept_before_the_promise_is_sent() -> None:
     assert [type(a) for a in agent.take()] == [Persist, Send]
 
 
-@pytest.mark.parametrize("junk", [b"", b"[]", b"{}", b"null", b'["j","n",0,"a",1,null,null,null]', b"\xff"])
-def test_a_broken_record_is_refused(junk: bytes) -> None:
-    with pytest.raises(MessageError):
-        Record.recover(junk)
-
-
 def test_silence_is_a_loss_and_slowness_is_named() -> None:
     agent = an_agent(first(3), detect_s=2.0, max_wait_s=10.0)
     assert agent.start_step(1, 0) is Verdict.GRANTED
@@ -356,40 +344,6 @@ def test_requests_and_joins_are_bounded() -> None:
     for i in range(1000):
         agent.receive(0.1, Envelope("job", f"x{i}", 0, f"h{i}:1", "n0", Join(1, "")))
     assert len(agent.joining) == 64
-
-
-def test_the_longest_message_fits_a_frame() -> None:
-    members = tuple(
-        Member(f"{i:03}" + "n" * 61, 2**62, "a" * 128, '"' * 256, held=2**62, votes=True) for i in range(MAX_MEMBERS)
-    )
-    epoch = Epoch(2**62, 2**62, 2**62, 2**62, members, True, "r" * 256)
-    report = Report(2**62, '"' * 256, True, True, tuple(range(MAX_MEMBERS)))
-    ballot = Ballot(2**62, "n" * 64)
-    body = Promise(2**62, ballot, report, ballot, epoch)
-    frame = encode(Envelope("j" * 64, "n" * 64, 2**62, "a" * 128, "r" * 64, body))
-    assert len(frame) <= MAX_FRAME and decode(frame).body == body
-    record = Record("j" * 64, "n" * 64, 0, "a" * 128, epoch, ballot, ballot, epoch)
-    assert Record.recover(record.to_bytes()).accepted == epoch
-
-
-def test_frames_that_are_no_messages_are_refused() -> None:
-    good = encode(from_("n1", Accept(1, Ballot(1, "n1"), first(3))))
-    chosen = random.Random(0)
-    refused = 0
-    for _ in range(3000):
-        frame = bytearray(good)
-        for _ in range(chosen.randint(1, 4)):
-            frame[chosen.randrange(len(frame))] = chosen.choice(b'0123456789[]{},":nullx-\\ \xff')
-        if chosen.random() < 0.3:
-            del frame[chosen.randrange(len(frame)) :]
-        try:
-            assert encode(decode(bytes(frame)))
-        except MessageError:
-            refused += 1
-    assert refused > 1000
-    for frame in (b"", b"[" * 100_000, b"x" * (MAX_FRAME + 1), b"[1e400,0,0,0,0,0,0]", b"[NaN,0,0,0,0,0,0]"):
-        with pytest.raises(MessageError):
-            decode(frame)
 
 
 def test_bad_options_are_named() -> None:
