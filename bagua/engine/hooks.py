@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bagua.engine.announcer import Moment
@@ -20,6 +19,7 @@ from bagua.engine.module_structure import Structure
 from bagua.engine.optimizer_steps import OptimizerSteps
 from bagua.engine.reducer.hook_order import HookOrder
 from bagua.engine.reducer.reducer import Reducer
+from bagua.engine.torch_wrappers import refuse_ddp
 
 
 class Attachment:
@@ -106,26 +106,11 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
         engine.tracker.hooks_ran = True
         # No backward pass can follow one in inference mode, and what is made there could not be used outside it.
         if module.training and not torch.is_inference_mode_enabled():
-            _refuse_ddp(module)
+            refuse_ddp(module)
             attachment.structure.check(module)
             engine.tracker.forward_begins()
             if engine.tracker.is_to_broadcast_buffers():
                 broadcast_buffers(module, engine, engine.tracker.announce(Moment.BUFFERS))
-
-
-def _refuse_ddp(module: nn.Module) -> None:
-    """Refuse a module that torch's DistributedDataParallel wraps.
-
-    Raises:
-        RuntimeError: it would reduce the gradients a second time.
-    """
-    outer = DistributedDataParallel._get_active_ddp_module()
-    if outer is not None and any(each is module for each in outer.modules()):
-        raise RuntimeError(
-            f"{type(module).__name__} is distributed by Bagua and wrapped in torch's DistributedDataParallel, which "
-            "reduces its gradients again and hides what the algorithm does; do without one of the two (Hugging Face "
-            "Trainer and Accelerate wrap what they prepare: do not let them prepare this model)"
-        )
 
 
 def _after_forward(module: nn.Module, _args: Any, output: Any) -> None:

@@ -12,6 +12,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import stateless
 
 from bagua.engine.startup.inventory import Inventory, ignored_names
+from bagua.engine.torch_wrappers import INSTEAD, torch_wrapper
 
 __all__ = ["Structure"]
 
@@ -49,12 +50,20 @@ class Structure:
         """Before a forward pass in training mode.
 
         Raises:
-            RuntimeError: a parameter that requires a gradient was added, or took the place of another; names it.
+            RuntimeError: a wrapper of torch reduces gradients of the module too by now, or a parameter that requires a
+                gradient was added or took the place of another; names it.
         """
         if self._seen == _registrations and type(module) is self._class and self._slice_is_unchanged():
             return
         if _in_functional_call():
             return  # parameters of the caller's, for the time of the call
+        for path, part in module.named_modules():
+            wrapper = torch_wrapper(part)
+            if wrapper is not None:
+                where = f"its part {path!r}" if path else "it"
+                raise RuntimeError(
+                    f"module: {where} {wrapper} after bagua.distribute(), which exchanges gradients itself; {INSTEAD}"
+                )
         self._class = type(module)
         ignored = ignored_names(module)
         for name, param in module.named_parameters():
@@ -63,7 +72,7 @@ class Structure:
             if isinstance(param, nn.Parameter) and param.is_leaf:
                 raise RuntimeError(
                     f"parameter {name!r} was added or replaced after bagua.distribute(), and would be trained on this "
-                    "rank alone (a new submodule, load_state_dict(assign=True), fully_shard(), a parametrization); "
+                    "rank alone (a new submodule, load_state_dict(assign=True), a parametrization); "
                     "call bagua.distribute() again with its optimizers, on all ranks"
                 )
         self._read(module)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate import replicate as replicate_by_ddp
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +31,7 @@ def replace_layer(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> tor
 
 
 def replace_nested(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    model[2][0].weight = nn.Parameter(torch.zeros(5, 5))
+    model.get_submodule("2.0").weight = nn.Parameter(torch.zeros(5, 5))
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -112,7 +114,9 @@ def legal(team: object) -> None:
             del model[4:]  # count as unused
         optimizer.zero_grad()
         model(torch.ones(2, 6)).sum().backward()
-        averages = {name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()}
+        averages: dict[str, torch.Tensor] = {
+            name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()
+        }
         torch.func.functional_call(model, averages, torch.ones(2, 6))
         optimizer.step()
 
@@ -127,7 +131,7 @@ def new_storage(team: object) -> str:
     bagua.distribute(model, optimizer, "local_sgd", process_group=team)
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
-    model[2][0].bias.data = torch.zeros(5)
+    model.get_parameter("2.0.bias").data = torch.zeros(5)
     return message_of(lambda: model(torch.ones(2, 6)))
 
 
@@ -136,16 +140,45 @@ def test_new_storage_is_named_at_the_next_forward() -> None:
         assert message.startswith("RuntimeError: parameter '2.0.bias' was converted, moved or given other storage")
 
 
-def sharded() -> str:
-    model = seeded(small, 0)
-    bagua.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    return message_of(lambda: model(batch(0, 0)))
+def shard(module: nn.Module) -> None:
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
 
 
-def test_fully_shard_after_distribute_is_refused(pool: RankPool) -> None:
-    for message in pool.run(2, sharded):
-        assert message.startswith("RuntimeError: parameter '0.weight' was added or replaced after bagua.distribute()")
+def fsdp_replicas(module: nn.Module) -> None:
+    replicate_by_fsdp(module, mesh=init_device_mesh("cpu", (2,)))
+
+
+def ddp_replicas(module: nn.Module) -> None:
+    replicate_by_ddp(module)
+
+
+# The earlier replicate() makes its DDP in the first forward pass.
+WRAPPERS = {"fully_shard()": [shard], "replicate()": [fsdp_replicas, ddp_replicas]}
+CALLS = [pytest.param(call, name, id=call.__name__) for name, calls in WRAPPERS.items() for call in calls]
+
+
+def given_to_torch(call: Callable[[nn.Module], None]) -> list[str]:
+    inside, around, part = (seeded(small, 0) for _ in range(3))
+    call(inside)
+    before = message_of(lambda: bagua.distribute(inside, torch.optim.SGD(inside.parameters(), lr=0.1)))
+    bagua.distribute(around, torch.optim.SGD(around.parameters(), lr=0.1))
+    call(around)
+    after = message_of(lambda: around(batch(0, 0)))
+    again = message_of(lambda: around(batch(0, 0)))
+    bagua.distribute(part, torch.optim.SGD(part.parameters(), lr=0.1))
+    call(part.get_submodule("0"))
+    inner = message_of(lambda: [part(batch(0, 0)).sum().backward() for _ in range(2)])
+    return [before, after, again, inner]
+
+
+@pytest.mark.parametrize(("call", "name"), CALLS)
+def test_composable_wrappers_are_refused(pool: RankPool, call: Callable[[nn.Module], None], name: str) -> None:
+    reason = f"was given to torch's {name}"
+    for before, after, again, inner in pool.run(2, given_to_torch, call):
+        assert before.startswith(f"ValueError: module: it {reason}, which exchanges gradients itself; use one of the")
+        assert after.startswith(f"RuntimeError: module: it {reason} after bagua.distribute(), which exchanges")
+        assert again == after
+        assert inner.startswith(f"RuntimeError: module: its part '0' {reason} after bagua.distribute(), which")
 
 
 def wrapped() -> list[str]:

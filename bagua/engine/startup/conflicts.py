@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.engine.hooks import attachments
 from bagua.engine.startup.inventory import Inventory
+from bagua.engine.torch_wrappers import INSTEAD, torch_wrapper
 
 __all__ = ["check_sharded", "check_shared", "check_wrapped"]
 
@@ -78,14 +78,11 @@ def check_wrapped(module: object) -> None:
     """Refuse a module whose gradients torch already reduces.
 
     Raises:
-        ValueError: it is or holds a DistributedDataParallel or FullyShardedDataParallel.
+        ValueError: it is or holds a DistributedDataParallel or FullyShardedDataParallel, or was given to `replicate()`
+            or `fully_shard()`.
     """
     for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
-        # by name: importing FSDP takes a second
-        sharded = any(each.__name__ == "FullyShardedDataParallel" for each in type(part).__mro__)
-        if sharded or isinstance(part, DistributedDataParallel):
+        wrapper = torch_wrapper(part)
+        if wrapper is not None:
             where = f"its part {name!r}" if name else "it"
-            raise ValueError(
-                f"module: {where} is a torch {type(part).__name__}, which exchanges gradients itself; distribute the "
-                "plain module (wrapper.module), or see bagua.interop for hooks that compress what torch exchanges"
-            )
+            raise ValueError(f"module: {where} {wrapper}, which exchanges gradients itself; {INSTEAD}")
