@@ -6,24 +6,32 @@ K = blocks of a row, B = elements of a block, C = columns of a chunk.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from bagua.codecs.checks import check_dtype, check_fp32, check_rows, check_wire
+from bagua.codecs.checks import (
+    check_difference,
+    check_dtype,
+    check_fp32,
+    check_has_rows,
+    check_like,
+    check_rows,
+    check_vector,
+    check_wire,
+)
+from bagua.codecs.chunks import CPU_CHUNK, chunks, pad4, sum_dtype
+from bagua.codecs.parts import RowParts
 
 __all__ = ["CPU_CHUNK", "Codec", "chunks", "pad4", "sum_dtype"]
 
-# Elements that a CPU loop over chunks handles at once: the scratch of one chunk stays in a core's cache.
-CPU_CHUNK = 1 << 18
-
 
 @dataclass(frozen=True)
-class Codec(ABC):
+class Codec(RowParts):
     """Base class of codecs: encodes flat rows of floating-point numbers as bytes; pure, stateless, thread-safe.
 
     A codec is a frozen dataclass: it can be compared, hashed, printed and passed to `dataclasses.replace`.
@@ -118,13 +126,8 @@ class Codec(ABC):
         """
         check_dtype("out", out.dtype)
         check_wire("wire_RW", wire_RW, None, self.wire_bytes(n, out.dtype))
-        if wire_RW.shape[0] < 1:
-            raise ValueError("wire_RW must have at least one row")
-        if tuple(out.shape) != (n,) or out.device != wire_RW.device or not out.is_contiguous():
-            raise ValueError(
-                f"out must be a contiguous [{n}] on {wire_RW.device}, got {list(out.shape)} with strides "
-                f"{out.stride()} on {out.device}"
-            )
+        check_has_rows("wire_RW", wire_RW)
+        check_vector("out", out, n, wire_RW.device)
         if n:
             self._decode_mean(wire_RW, out.detach(), float(weight))
         return out
@@ -149,11 +152,7 @@ class Codec(ABC):
         """
         check_rows("x_RN", x_RN)
         check_rows("residual_RN", residual_RN)
-        if (residual_RN.shape, residual_RN.dtype, residual_RN.device) != (x_RN.shape, x_RN.dtype, x_RN.device):
-            raise ValueError(
-                f"residual_RN must match x_RN, {x_RN.dtype} {list(x_RN.shape)} on {x_RN.device}, got "
-                f"{residual_RN.dtype} {list(residual_RN.shape)} on {residual_RN.device}"
-            )
+        check_like("residual_RN", residual_RN, "x_RN", x_RN)
         out = self._out("out", out, x_RN.shape[0], x_RN.shape[1], x_RN.dtype, x_RN.device)
         if out.numel():
             self._encode_feedback(x_RN.detach(), residual_RN.detach(), out)
@@ -178,8 +177,7 @@ class Codec(ABC):
             ValueError: a dtype, shape, device or layout is not as above; the message names the argument.
         """
         check_wire("wire_RW", wire_RW, None, self.wire_bytes(n))
-        if wire_RW.shape[0] < 1:
-            raise ValueError("wire_RW must have at least one row")
+        check_has_rows("wire_RW", wire_RW)
         if residual_N is not None:
             check_fp32("residual_N", residual_N, n, wire_RW.device)
             residual_N = residual_N.detach()
@@ -187,84 +185,6 @@ class Codec(ABC):
         if out.numel():
             self._decode_mean_encode(wire_RW, n, float(weight), residual_N, out)
         return out
-
-    def part_numel(self, device: torch.device) -> int | None:
-        """Alignment, in elements, of fp32 row parts for `encode_part` and `decode_part`; None if unsupported."""
-        return None
-
-    def part_lerps(self, device: torch.device) -> bool:
-        """Whether `encode_part` and `decode_part` take a `lerp`."""
-        return False
-
-    def encode_part(
-        self,
-        x_M: Tensor,
-        wire_W: Tensor,
-        start: int,
-        n: int,
-        residual_M: Tensor | None = None,
-        lerp: tuple[Tensor, float] | None = None,
-    ) -> None:
-        """Encode elements `start` to `start + M` of a row of `n` into their places, with feedback if asked to.
-
-        A row that is encoded in parts, in any order, has the bytes of one that is encoded at once.
-
-        Args:
-            lerp: encode `torch.lerp(x_M, *lerp)` instead, without it in memory. Its tensor is like `x_M`.
-
-        Shapes:
-            x_M, residual_M: [M] fp32 contiguous; as in `encode_with_feedback`.
-            wire_W: [W] uint8, W = `wire_bytes(n)`, 4-byte aligned.
-
-        Raises:
-            ValueError: a part that begins or ends within a block, or a shape that is not as above.
-            TypeError: the codec cannot: `part_numel` is None, or there is a `lerp` and not `part_lerps`.
-        """
-        m = self._check_part("x_M", x_M, wire_W, start, n)
-        if residual_M is not None:
-            check_fp32("residual_M", residual_M, m, x_M.device)
-            residual_M = _plain(residual_M)
-        if m:
-            self._encode_part(_plain(x_M), residual_M, wire_W, start, n, self._check_lerp(lerp, x_M))
-
-    def decode_part(
-        self,
-        wire_W: Tensor,
-        start: int,
-        n: int,
-        out_M: Tensor,
-        *,
-        soon: bool = True,
-        lerp: tuple[Tensor, float] | None = None,
-    ) -> None:
-        """Decode elements `start` to `start + M` of a row of `n`; shapes and errors as in `encode_part`.
-
-        Args:
-            soon: `out_M` is read again soon. If not, a large part is written past the caches.
-            lerp: `out_M` becomes `torch.lerp(decoded, *lerp)`.
-        """
-        if self._check_part("out_M", out_M, wire_W, start, n):
-            self._decode_part(wire_W, start, n, _plain(out_M), soon, self._check_lerp(lerp, out_M))
-
-    def _check_lerp(self, lerp: tuple[Tensor, float] | None, part_M: Tensor) -> tuple[Tensor, float] | None:
-        if lerp is None:
-            return None
-        if not self.part_lerps(part_M.device):
-            raise TypeError(f"codec {self.name!r} cannot mix parts of a row on {part_M.device}")
-        check_fp32("lerp", lerp[0], part_M.numel(), part_M.device)
-        return _plain(lerp[0]), lerp[1]
-
-    def _check_part(self, name: str, part_M: Tensor, wire_W: Tensor, start: int, n: int) -> int:
-        align = self.part_numel(part_M.device)
-        if align is None:
-            raise TypeError(f"codec {self.name!r} cannot encode parts of a row on {part_M.device}")
-        m = part_M.numel()
-        check_fp32(name, part_M, m, wire_W.device)
-        if start < 0 or start % align or start + m > n or (m % align and start + m != n):
-            raise ValueError(f"{name}: elements {start} to {start + m} of {n} are not whole blocks of {align}")
-        if wire_W.dtype != torch.uint8 or wire_W.shape != (self.wire_bytes(n),) or not wire_W.is_contiguous():
-            raise ValueError(f"wire_W must be a contiguous [{self.wire_bytes(n)}] uint8, got {list(wire_W.shape)}")
-        return m
 
     def encode_difference(
         self, x_N: Tensor, me_N: Tensor, peers_PN: Tensor, weights: Sequence[float], out: Tensor | None = None
@@ -285,18 +205,7 @@ class Codec(ABC):
         Raises:
             ValueError: a dtype, shape, device or layout is not as above; the message names the argument.
         """
-        check_rows("x_N", x_N[None])
-        check_rows("peers_PN", peers_PN)
-        for what, tensor, shape in (
-            ("me_N", me_N, x_N.shape),
-            ("peers_PN", peers_PN, torch.Size((len(weights), *x_N.shape))),
-        ):
-            if (tensor.shape, tensor.dtype, tensor.device) != (shape, x_N.dtype, x_N.device):
-                raise ValueError(
-                    f"{what} must be {x_N.dtype} {list(shape)} on {x_N.device}, got {tensor.dtype} "
-                    f"{list(tensor.shape)} on {tensor.device}"
-                )
-        check_rows("me_N", me_N[None])
+        check_difference(x_N, me_N, peers_PN, len(weights))
         out = self._out("out", out, 1, x_N.shape[0], x_N.dtype, x_N.device)
         if out.numel():
             self._encode_difference(x_N.detach(), me_N.detach(), peers_PN.detach(), weights, out)
@@ -343,22 +252,6 @@ class Codec(ABC):
             total_N.add_(row_1N[0])
         out_N.copy_(total_N.mul_(weight))
 
-    def _encode_part(
-        self,
-        x_M: Tensor,
-        residual_M: Tensor | None,
-        wire_W: Tensor,
-        start: int,
-        n: int,
-        lerp: tuple[Tensor, float] | None,
-    ) -> None:
-        raise NotImplementedError
-
-    def _decode_part(
-        self, wire_W: Tensor, start: int, n: int, out_M: Tensor, soon: bool, lerp: tuple[Tensor, float] | None
-    ) -> None:
-        raise NotImplementedError
-
     def _encode_feedback(self, x_RN: Tensor, residual_RN: Tensor, wire_RW: Tensor) -> None:
         """Fill `wire_RW` and `residual_RN`; the default needs scratch of the size of `x_RN`."""
         e_RN = residual_RN.add_(x_RN)
@@ -395,25 +288,3 @@ class Codec(ABC):
         for wire_W, out_N in zip(wire_RW, out_RN, strict=True):
             self._decode_mean(wire_W[None], row_N, 1.0)
             out_N.add_(row_N)
-
-
-def _plain(x: Tensor) -> Tensor:
-    """`x` detached; calls `detach` only where needed, which costs 1 to 2 us per part."""
-    return x.detach() if x.requires_grad else x
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of `dtype` are summed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def chunks(n: int, block: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Ranges that cover `n` elements, whole blocks each: one range, except on CPU."""
-    size = max(CPU_CHUNK // block, 1) * block if device.type == "cpu" else max(n, 1)
-    for lo in range(0, n, size):
-        yield lo, min(lo + size, n)
-
-
-def pad4(num_bytes: int) -> int:
-    """`num_bytes` rounded up to a multiple of 4."""
-    return (num_bytes + 3) // 4 * 4

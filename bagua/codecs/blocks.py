@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bagua.codecs import backends
-from bagua.codecs.base import Codec, chunks, pad4
+from bagua.codecs.base import Codec
+from bagua.codecs.chunks import chunks, pad4
 from bagua.codecs.layout import Layout
 
 __all__ = ["BlockCodec"]

@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["FLOAT_DTYPES", "check_dtype", "check_fp32", "check_rows", "check_wire"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "check_difference",
+    "check_dtype",
+    "check_fp32",
+    "check_has_rows",
+    "check_like",
+    "check_part",
+    "check_rows",
+    "check_vector",
+    "check_wire",
+]
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -47,3 +58,53 @@ def check_wire(what: str, wire_RW: Tensor, rows: int | None, width: int, device:
         raise ValueError(f"{what} must be contiguous in its last dim, got strides {wire_RW.stride()}")
     if width and (wire_RW.storage_offset() % 4 or (wire_RW.shape[0] > 1 and wire_RW.stride(0) % 4)):
         raise ValueError(f"{what} must have rows that start 4-byte aligned")
+
+
+def check_has_rows(what: str, wire_RW: Tensor) -> None:
+    """Raise ValueError unless there is at least one row."""
+    if wire_RW.shape[0] < 1:
+        raise ValueError(f"{what} must have at least one row")
+
+
+def check_vector(what: str, x_N: Tensor, n: int, device: torch.device) -> None:
+    """Raise ValueError unless `x_N` is a contiguous [n] on `device`; its dtype is not looked at."""
+    if tuple(x_N.shape) != (n,) or x_N.device != device or not x_N.is_contiguous():
+        raise ValueError(
+            f"{what} must be a contiguous [{n}] on {device}, got {list(x_N.shape)} with strides {x_N.stride()} on "
+            f"{x_N.device}"
+        )
+
+
+def check_like(what: str, tensor: Tensor, like: str, other: Tensor) -> None:
+    """Raise ValueError unless `tensor` has the shape, dtype and device of `other`, the argument called `like`."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (other.shape, other.dtype, other.device):
+        raise ValueError(
+            f"{what} must match {like}, {other.dtype} {list(other.shape)} on {other.device}, got {tensor.dtype} "
+            f"{list(tensor.shape)} on {tensor.device}"
+        )
+
+
+def check_part(what: str, part_M: Tensor, wire_W: Tensor, start: int, n: int, align: int, width: int) -> None:
+    """Raise ValueError unless a part of a row of `n` is fp32 and whole blocks of `align`, its wire uint8 [width].
+
+    The last part of a row may end within a block.
+    """
+    m = part_M.numel()
+    check_fp32(what, part_M, m, wire_W.device)
+    if start < 0 or start % align or start + m > n or (m % align and start + m != n):
+        raise ValueError(f"{what}: elements {start} to {start + m} of {n} are not whole blocks of {align}")
+    if wire_W.dtype != torch.uint8 or wire_W.shape != (width,) or not wire_W.is_contiguous():
+        raise ValueError(f"wire_W must be a contiguous [{width}] uint8, got {list(wire_W.shape)}")
+
+
+def check_difference(x_N: Tensor, me_N: Tensor, peers_PN: Tensor, num_peers: int) -> None:
+    """Raise ValueError unless the weights, their copy and those of `num_peers` peers fit each other."""
+    check_rows("x_N", x_N[None])
+    check_rows("peers_PN", peers_PN)
+    for what, tensor, shape in (("me_N", me_N, x_N.shape), ("peers_PN", peers_PN, (num_peers, *x_N.shape))):
+        if (tuple(tensor.shape), tensor.dtype, tensor.device) != (tuple(shape), x_N.dtype, x_N.device):
+            raise ValueError(
+                f"{what} must be {x_N.dtype} {list(shape)} on {x_N.device}, got {tensor.dtype} "
+                f"{list(tensor.shape)} on {tensor.device}"
+            )
+    check_rows("me_N", me_N[None])

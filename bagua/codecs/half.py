@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bagua.codecs.base import Codec, pad4
+from bagua.codecs.base import Codec
 from bagua.codecs.checks import check_dtype
+from bagua.codecs.chunks import pad4
 from bagua.codecs.mean import mean_of_rows
 
 __all__ = ["Bf16", "Fp16"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bagua.codecs import backends
-from bagua.codecs.base import chunks, sum_dtype
+from bagua.codecs.chunks import chunks, sum_dtype
 
 __all__ = ["mean_of_rows"]
 

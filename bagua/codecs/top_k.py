@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bagua.codecs import backends
-from bagua.codecs.base import Codec, chunks, sum_dtype
+from bagua.codecs.base import Codec
+from bagua.codecs.chunks import chunks, sum_dtype
 from bagua.codecs.layout import anywhere
 
 __all__ = ["TopK"]

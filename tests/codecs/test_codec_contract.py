@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bagua import codecs
-from bagua.codecs import Bf16, Codec, Eden, Fp16, Identity, Int4, MinMaxUInt8, Sign, TopK, base
+from bagua.codecs import Bf16, Codec, Eden, Fp16, Identity, Int4, MinMaxUInt8, Sign, TopK, chunks
 from bagua.codecs.minmax_torch import MinMaxTorch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -90,7 +90,7 @@ def test_chunks_do_not_show(codec: Codec, make, monkeypatch: pytest.MonkeyPatch)
 
     rows = [make(2, 1501, dtype) for dtype in DTYPES]
     in_one = [results(x) for x in rows]
-    monkeypatch.setattr(base, "CPU_CHUNK", 256)
+    monkeypatch.setattr(chunks, "CPU_CHUNK", 256)
     for x, expected in zip(rows, in_one, strict=True):
         for whole, chunked in zip(expected, results(x), strict=True):
             assert torch.equal(whole, chunked)
