@@ -1,50 +1,31 @@
-"""A rank's view of the membership, through an agent in its own process."""
+"""A rank's view of the membership, through an agent in its own process or in that of its launcher."""
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from bagua.membership import Agent, Epoch, Member, Options, Record, Verdict
-from bagua.membership.seat import LocalSeat, payload_of, store_in, view_of
-from bagua.membership.transport import Transport
-
-TOKEN = b"sixteen bytes or more"
+from bagua.membership import Epoch, Member, Verdict
+from bagua.membership.seat import payload_of, store_in, view_of
+from tests.elastic.hosts import Hosts
 
 
-@pytest.fixture
-def seats() -> Iterator[list[LocalSeat]]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in listeners]
-    members = [Member(f"n{i}", 0, each, payload_of(f"store{i}:1")) for i, each in enumerate(addresses)]
-    epoch, options = Epoch.first(members), Options(detect_s=20.0)
-    transports = [
-        Transport(
-            Agent(Record("job", m.name, 0, m.address), options, time.monotonic(), epoch=epoch, payload=m.payload),
-            sock,
-            TOKEN,
-        )
-        for m, sock in zip(members, listeners, strict=True)
-    ]
-    end = time.monotonic() + 60
-    while any(len(each.connected) < 2 for each in transports):
-        assert time.monotonic() < end, "the agents did not connect"
-        time.sleep(0.01)
-    made = [LocalSeat(each) for each in transports]
+@pytest.fixture(params=["local", "remote"])
+def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hosts]:
+    made = Hosts(tmp_path if request.param == "remote" else None)
     yield made
-    for seat in made:
-        seat.close()
+    made.close()
 
 
-def test_a_lost_host_changes_the_view_of_the_others(seats: list[LocalSeat]) -> None:
+def test_a_lost_host_changes_the_view_of_the_others(hosts: Hosts) -> None:
+    seats = hosts.seats
     first = seats[1].view()
     assert first is not None and (first.group, first.rank, first.members) == (1, 1, ("n0", "n1", "n2"))
     assert first.store == "store0:1"
     assert seats[1].start_step(1, 0) is seats[1].finish_step(1, 0) is Verdict.GRANTED
-    seats[0].close()
+    hosts.lose(0)
     view = seats[1].await_group(1, 60)
     assert (view.rank, view.members, view.store, view.step) == (0, ("n1", "n2"), "store1:1", 1)
     assert seats[1].finish_step(1, 1) is Verdict.DENIED
@@ -52,9 +33,9 @@ def test_a_lost_host_changes_the_view_of_the_others(seats: list[LocalSeat]) -> N
         seats[1].await_group(view.group, 0)
 
 
-def test_a_failed_exchange_opens_the_groups_anew(seats: list[LocalSeat]) -> None:
-    seats[2].exchange_failed(1)
-    views = [seat.await_group(1, 60) for seat in seats]
+def test_a_failed_exchange_opens_the_groups_anew(hosts: Hosts) -> None:
+    hosts.seats[2].exchange_failed(1)
+    views = [seat.await_group(1, 60) for seat in hosts.seats]
     assert {view.members for view in views} == {("n0", "n1", "n2")}
     assert [view.rank for view in views] == [0, 1, 2] and len({view.group for view in views}) == 1
 

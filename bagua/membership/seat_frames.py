@@ -1,0 +1,99 @@
+"""Frames between a rank and its launcher, on a UNIX socket: length, then a JSON list. Never pickle."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+from bagua.membership.messages import MAX_MEMBERS, MessageError
+from bagua.membership.seat import View
+
+__all__ = ["MAX_SEAT_FRAME", "SEAT_VERSION", "SeatFrames", "number", "pack", "view_from_wire", "view_to_wire"]
+
+SEAT_VERSION = 1
+MAX_SEAT_FRAME = 1 << 17  # a view lists 256 names of 64 characters
+_LENGTH = struct.Struct(">I")
+_BIG = 2**62
+
+
+def pack(message: list[Any]) -> bytes:
+    """The frame of a message."""
+    data = json.dumps(message, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(data)) + data
+
+
+class SeatFrames:
+    """Takes messages out of the bytes of one connection.
+
+    Example:
+        >>> frames, frame = SeatFrames(), pack([1, "start_step", 4, 17])
+        >>> frames.feed(frame[:5]), frames.feed(frame[5:])
+        ([], [[1, 'start_step', 4, 17]])
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[list[Any]]:
+        """The messages that are complete now.
+
+        Raises:
+            MessageError: a frame is too long or is no JSON list.
+        """
+        self._buffer += data
+        found: list[list[Any]] = []
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > MAX_SEAT_FRAME:
+                raise MessageError(f"a frame of {length} bytes, at most {MAX_SEAT_FRAME} are allowed")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            try:
+                message = json.loads(self._buffer[_LENGTH.size : end])
+            except (ValueError, RecursionError) as error:
+                raise MessageError(f"not JSON: {error}") from None
+            if type(message) is not list or not message:
+                raise MessageError(f"expected a list, got {message!r:.80}")
+            del self._buffer[:end]
+            found.append(message)
+        return found
+
+
+def number(value: Any) -> int:
+    """`value` if it is a number that a step or an epoch can have.
+
+    Raises:
+        MessageError: it is not.
+    """
+    if type(value) is not int or not 0 <= value <= _BIG:
+        raise MessageError(f"expected a number from 0 to {_BIG}, got {value!r:.80}")
+    return value
+
+
+def view_to_wire(view: View | None) -> list[Any] | None:
+    """A view as lists, text and numbers."""
+    if view is None:
+        return None
+    return [view.epoch, view.group, view.step, list(view.members), view.rank, view.store, view.reason]
+
+
+def view_from_wire(value: Any) -> View | None:
+    """The view that `view_to_wire` wrote.
+
+    Raises:
+        MessageError: it is none.
+    """
+    if value is None:
+        return None
+    if type(value) is not list or len(value) != 7:
+        raise MessageError(f"expected a view, got {value!r:.80}")
+    epoch, group, step, members, rank, store, reason = value
+    if type(members) is not list or len(members) > MAX_MEMBERS or not all(type(m) is str for m in members):
+        raise MessageError(f"expected the names of members, got {members!r:.80}")
+    if rank is not None and number(rank) >= len(members):
+        raise MessageError(f"expected a rank below {len(members)}, got {rank}")
+    if type(store) is not str or type(reason) is not str:
+        raise MessageError("expected the address of a store, and a reason")
+    return View(number(epoch), number(group), number(step), tuple(members), rank, store, reason)
