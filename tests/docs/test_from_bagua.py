@@ -38,13 +38,13 @@ DIFFERENCES = {
         "facade/test_adapter.py::test_wrong_uses_say_what_to_do",
     ],
     "`from_torch_group`": ["original/test_process_group.py::test_groups_of_some_ranks"],
-    "`broadcast_object`": ["facade/test_old_modules.py::test_a_peer_cannot_name_what_is_run"],
+    "`broadcast_object`": ["comm/test_objects.py::test_a_peer_cannot_name_what_is_run"],
     "After `communicator.abort()`": ["original/test_communicator.py::test_after_an_abort_operations_return"],
     "The registry": ["facade/test_with_bagua.py::test_registry"],
     "`StatisticalAverage`": ["original/test_service.py::test_statistical_average"],
-    "`ClusterStore`": ["facade/test_old_modules.py::test_stores"],
-    "`shuffle_chunks()`": ["facade/test_old_modules.py::test_samplers_show_their_chunks"],
-    "`BAGUA_IS_OUTPUT_AUTOTUNE_LOG=0`": ["facade/test_old_modules.py::test_environment"],
+    "`ClusterStore`": ["facade/test_old_contrib.py::test_stores"],
+    "`shuffle_chunks()`": ["facade/test_old_contrib.py::test_samplers_show_their_chunks"],
+    "`BAGUA_IS_OUTPUT_AUTOTUNE_LOG=0`": ["facade/test_old_helpers.py::test_environment"],
 }
 # First name of each row that is marked "error" -> where it is.
 ERRORS = {

@@ -1,4 +1,4 @@
-"""The membership protocol under seeded faults: see protocol_simulation.py for what is simulated and checked."""
+"""The membership protocol under seeded faults: see protocol_simulation/ for what is simulated and checked."""
 
 from __future__ import annotations
 
