@@ -30,10 +30,12 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo 'Variables: PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" PYTEST_ARGS="$(PYTEST_ARGS)"'
 
-# torch is installed first and exactly, so that no later requirement can choose another build of it.
-$(STAMP): pyproject.toml constraints-dev.txt $(wildcard setup.py) $(NATIVE)
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "make: $(PYTHON) is Python %d.%d; Bagua needs 3.10 or newer (PYTHON=... chooses)" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
+
+# torch is installed first and exactly, so that no later requirement can choose another build of it.
+$(STAMP): pyproject.toml constraints-dev.txt $(wildcard setup.py) $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-dev.txt setuptools
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) '$(TORCH)'
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-dev.txt --no-build-isolation -e '.[dev,demo]'
@@ -64,14 +66,15 @@ gpu:  ## what a machine with one GPU shows; PART="tests rates", OUT=folder, DRY=
 	if [ -z "$$python" ]; then python=$(PYTHON); if [ -x $(BIN)/python ]; then python=$(BIN)/python; fi; fi; \
 	exec $$python -m benchmarks.gpu $(foreach part,$(PART),--part $(part)) $(if $(OUT),--out "$(OUT)") $(if $(filter-out 0,$(DRY)),--dry)
 
-$(DOCS_STAMP): $(STAMP)
+# MkDocs reads the sources as text: the site needs neither torch nor the compiled kernels, whose set-up takes minutes.
+$(DOCS_STAMP): pyproject.toml constraints-dev.txt | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-dev.txt $(DOCS)
 	@touch $@
 
 docs: $(DOCS_STAMP)  ## the site, out/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-docs-check: $(DOCS_STAMP)  ## check docs/: code, links, figures, and the table of what works, by its tests (some 20 minutes)
+docs-check: $(STAMP) $(DOCS_STAMP)  ## check docs/: code, links, figures, and the table of what works, by its tests (6 to 20 minutes)
 	$(BIN)/python -m benchmarks.figures --check
 	$(BIN)/python -m pytest -q -m "slow or not slow" tests/docs tests/parity/test_page.py $(PYTEST_ARGS)
 	$(BIN)/python -m tests.parity.page --check

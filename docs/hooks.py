@@ -46,6 +46,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Let links lead to the pages made above, draw formulas, leave out what is for readers of the source only."""
     place = _place(page.file)
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]  # its column would hold one word; the tabs lead on
     if page.file.src_uri.startswith("reference/"):
         markdown = MADE.sub("", markdown)
     here = posixpath.dirname(page.file.src_uri)

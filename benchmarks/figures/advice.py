@@ -32,15 +32,15 @@ class _Row(NamedTuple):
 _FAST, _SLOW = "1gbit/5ms", "100mbit/5ms"
 _CALLED = {_FAST: "1 Gbit/s", _SLOW: "100 Mbit/s"}
 _ROWS = (
-    _Row("one machine, or 25 Gbit/s and more", "any", "`gradient_allreduce`", "gradient_allreduce", _FAST, "",
+    _Row("one machine, or over 25 Gbit/s", "any", "`gradient_allreduce`", "gradient_allreduce", _FAST, "",
          "gradient_allreduce", "exact"),
-    _Row("1 to 10 Gbit/s", "any, AdamW too", "`bytegrad`", "bytegrad", _FAST, "", "bytegrad, adam", "Adam"),
-    _Row("100 Mbit/s to 1 Gbit/s", "any, AdamW too", '`gradient_allreduce`, `codec="int4"`', "int4", _SLOW, "",
+    _Row("1 to 25 Gbit/s", "any", "`bytegrad`", "bytegrad", _FAST, "", "bytegrad, adam", "Adam"),
+    _Row("100 Mbit/s to 1 Gbit/s", "any", '`gradient_allreduce`, `codec="int4"`', "int4", _SLOW, "",
          "bytegrad int4 + feedback", "SGD"),
-    _Row("the same, large matrices", "SGD first", "`power_sgd`", "power_sgd", _SLOW, "rank 8", "power_sgd",
+    _Row("100 Mbit/s to 1 Gbit/s, large matrices", "SGD", "`power_sgd`", "power_sgd", _SLOW, "rank 8", "power_sgd",
          "SGD, rank 4"),
-    _Row("between sites (WAN), long runs", "any", "`diloco`", "diloco", _SLOW, "a round every 64 steps", "diloco",
-         "SGD, every 16 steps, 160 in all"),
+    _Row("between sites (WAN), long runs", "any", "`diloco`", "diloco", _SLOW, "every 64 steps", "diloco",
+         "SGD, every 16 of 160 steps"),
 )  # fmt: skip
 
 

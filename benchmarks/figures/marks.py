@@ -15,4 +15,4 @@ def between(text: str, name: str, part: str) -> str:
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"expected one {begin} and one {end}")
     before, rest = text.split(begin)
-    return f"{before}{begin}\n\n{part}\n{end}{rest.split(end)[1]}"
+    return f"{before}{begin}\n{part}{end}{rest.split(end)[1]}"

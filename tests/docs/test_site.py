@@ -51,6 +51,23 @@ def test_the_site_is_built_without_its_checks() -> None:
     )
 
 
+def test_the_site_needs_no_torch() -> None:
+    """Its rule installs MkDocs into an empty environment: a minute, where torch and the compiler take several."""
+    makefile = (ROOT / "Makefile").read_text()
+    (needs,) = re.findall(r"^\$\(DOCS_STAMP\): (.*)$", makefile, re.MULTILINE)
+    assert "$(STAMP)" not in needs
+    assert re.search(r"^docs: \$\(DOCS_STAMP\) ", makefile, re.MULTILINE)
+    assert re.search(r"^docs-check: \$\(STAMP\) \$\(DOCS_STAMP\) ", makefile, re.MULTILINE)
+
+
+def test_the_reference_says_for_its_source_how_it_is_made() -> None:
+    """The site leaves that line out, which it finds by its first words."""
+    (first_words,) = re.findall(r'^MADE = re.compile\(r"\^([^.]+) \.', (DOCS / "hooks.py").read_text(), re.MULTILINE)
+    for page in (DOCS / "reference").glob("*.md"):
+        assert f"\n{first_words} " in page.read_text(), page.name
+        assert page.read_text().count("`:::`") == 1, page.name
+
+
 def public_names() -> set[str]:
     """Of `bagua` and of the packages below it that users import."""
     packages = {name for name in bagua.__all__ if isinstance(getattr(bagua, name), types.ModuleType)} | set(MORE)
@@ -105,6 +122,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert 'src="assets/iframe-worker.js"' in (tmp_path / "site" / "index.html").read_text()
     assert "steps.svg#only-light" in (choosing := (tmp_path / "site" / "choosing.html").read_text())
     assert "steps-dark.svg#only-dark" in choosing
+    assert not any("<code>:::</code>" in path.read_text() for path in (tmp_path / "site" / "reference").glob("*.html"))
     assert "<mfrac>" in (tmp_path / "site" / "algorithms" / "qadam.html").read_text()
     everything = "".join(path.read_text() for path in (tmp_path / "site").rglob("*.html"))
     assert not re.search(r'(src|<link[^>]*href)="https?://', everything), "nothing is loaded from elsewhere"
