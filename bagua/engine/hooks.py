@@ -150,7 +150,8 @@ def _sync_asked(ref: weakref.ref[nn.Module]) -> Any:
 
     def asked() -> bool:
         module = ref()
-        return module is None or bool(module.__dict__.get("require_backward_grad_sync", True))
+        # what torch.compile() returns keeps attributes in the module it wraps: getattr finds them
+        return module is None or bool(getattr(module, "require_backward_grad_sync", True))
 
     return asked
 

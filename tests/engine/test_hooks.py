@@ -88,12 +88,15 @@ def test_distribute_in_inference_mode(pool: RankPool) -> None:
 
 def accumulate(how: str, algorithm: str) -> tuple[dict, int]:
     model, optimizer = distributed(_make, algorithm, seed_by_rank=False)
+    if how == "compiled":  # attributes of what torch.compile returns are kept by the module inside
+        model = torch.compile(bagua.detach(model), backend="eager")
+        bagua.distribute(model, optimizer, algorithm)
     rank = dist.get_rank()
     for step in range(3):
         optimizer.zero_grad()
         for part in range(4):
             x = batch(rank, 10 * step + part)
-            if how == "attribute":
+            if how != "no_sync":
                 model.require_backward_grad_sync = part == 3
                 model(x).square().mean().backward()
             elif part < 3:
@@ -105,11 +108,13 @@ def accumulate(how: str, algorithm: str) -> tuple[dict, int]:
     return values(model), bagua.stats(model).total.bytes_sent
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "local_sgd"])
-def test_require_backward_grad_sync_is_honoured(pool: RankPool, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "algorithm"),
+    [(how, each) for how in ("attribute", "compiled") for each in ("gradient_allreduce", "bytegrad", "local_sgd")],
+)
+def test_require_backward_grad_sync_is_honoured(pool: RankPool, how: str, algorithm: str) -> None:
     """The idiom of loops written for DistributedDataParallel: the same bits and bytes as with no_sync."""
-    by_attribute, by_context = (
-        pool.run(2, accumulate, "attribute", algorithm),
-        pool.run(2, accumulate, "no_sync", algorithm),
-    )
-    assert equal(by_attribute, by_context)
+    by_attribute, by_context = pool.run(2, accumulate, how, algorithm), pool.run(2, accumulate, "no_sync", algorithm)
+    for (trained, sent), (expected, fewest) in zip(by_attribute, by_context, strict=True):
+        assert equal(list(trained.values()), list(expected.values()))
+        assert sent == fewest
