@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bagua.comm import error_file, shutdown
+from bagua.comm.launchers import started_by, torchrun_variables
 
 __all__ = ["destroy_process_group", "init_process_group", "is_initialized"]
 
@@ -19,7 +20,7 @@ _ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The rendezvous store outlives destroy_process_group(): were it made anew on the same port, a fast rank could
 # still reach the old server of a slow rank 0 and wait there forever.
 _stores: dict[tuple[str, ...], dist.Store] = {}
-_generation = 0
+_generation = 0  # groups made over the store at hand
 
 
 def default_backend() -> str:
@@ -32,8 +33,9 @@ def default_backend() -> str:
 def init_process_group(backend: str | None = None, **kw: Any) -> None:
     """Initialise `torch.distributed` for this process.
 
-    It reads rank and world size from the environment that `torchrun` and `bagua run` set. Without a launcher the world
-    size is 1. A second call has no effect. After `destroy_process_group` you can call it again.
+    It reads rank and world size from the environment that `torchrun` and `bagua run` set. If only `srun` or `mpirun`
+    started the ranks, it reads theirs and sets torchrun's variables accordingly. Without a launcher the world size is
+    1. A second call has no effect. After `destroy_process_group` you can call it again.
 
     It also announces the end of the script to the other ranks and passes an uncaught exception to the launcher.
 
@@ -67,7 +69,7 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
     explicit = {"init_method", "store", "rank", "world_size"} & {k for k, v in kw.items() if v is not None}
     if explicit:
         dist.init_process_group(backend, **kw)
-    elif not any(name in os.environ for name in ("RANK", "WORLD_SIZE")):
+    elif not (_adopt_launcher() or any(name in os.environ for name in ("RANK", "WORLD_SIZE"))):
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **kw)
     else:
         missing = [name for name in _ENV if name not in os.environ]
@@ -89,6 +91,17 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
     _await_connections()
     shutdown.install()
     _log.debug("rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
+
+
+def _adopt_launcher() -> bool:
+    """Set torchrun's variables if srun or mpirun started this process as one of several ranks; whether it did."""
+    launcher = started_by(os.environ) if "RANK" not in os.environ else None
+    if launcher is None:
+        return False
+    found = torchrun_variables(launcher, os.environ)
+    os.environ.update(found)
+    _log.info("started by %s: %s", launcher.name, ", ".join(f"{name}={value}" for name, value in found.items()))
+    return True
 
 
 def _await_connections() -> None:
@@ -128,6 +141,7 @@ def _check_ours(backend: str) -> None:
 
 
 def _rendezvous(timeout: timedelta | None) -> dist.Store:
+    global _generation
     key = tuple(os.environ.get(name, "") for name in (*_ENV, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"))
     store = _stores.get(key)
     if store is None:
@@ -135,4 +149,5 @@ def _rendezvous(timeout: timedelta | None) -> dist.Store:
         store, _, _ = next(iter(dist.rendezvous("env://", **options)))
         _stores.clear()
         _stores[key] = store
+        _generation = 0  # ranks may have met in other worlds before, each in its own number of them
     return store

@@ -33,6 +33,8 @@ FOREIGN = {
     "--num-local-experts": "the original's moe example",
     "--save-model": "the original's examples",
     "--set-deterministic": "the original's examples",
+    "--nodes": "srun",
+    "--ntasks-per-node": "srun",
     "--build-arg": "docker",
     "--gpus": "docker",
     "--network": "docker",
