@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -12,17 +11,16 @@ from torch import Tensor
 
 from bagua.algorithms.base import Algorithm
 from bagua.algorithms.base import Bucket as BucketView
-from bagua.algorithms.base import Lane as LaneView
 from bagua.algorithms.base import Ticket as TicketView
 from bagua.comm.groups import Groups
 from bagua.engine.algorithm_memory import AlgorithmMemory
 from bagua.engine.followed_optimizers import FollowedOptimizers
 from bagua.engine.lanes.dispatcher import Dispatcher
-from bagua.engine.lanes.lane import BackgroundLane, Lane, Ticket
+from bagua.engine.lanes.lane import BackgroundLane, Lane
 from bagua.engine.lanes.pool import LanePool
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.training_state import TrainingState
-from bagua.exchanges import ElementwiseHook, Exchange
+from bagua.exchanges import Exchange
 
 __all__ = ["Binder", "EngineContext"]
 
@@ -38,7 +36,11 @@ class Binder(Protocol):
 
 
 class EngineContext:
-    """Delegates each call to the part of the engine that implements it; `bagua.Context` documents them."""
+    """Delegates each call to the part of the engine that implements it; `bagua.Context` documents them.
+
+    Attributes:
+        launch: `Dispatcher.launch`.
+    """
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class EngineContext:
     ) -> None:
         self._state, self._optimizers = state, optimizers
         self._pool, self._dispatcher, self._memory = pool, dispatcher, memory
+        self.launch = dispatcher.launch
         self._binder: weakref.ref[Binder] | None = None
 
     def use_binder(self, binder: Binder) -> None:
@@ -89,27 +92,6 @@ class EngineContext:
     def prepare(self, exchange: Exchange, bucket: BucketView | None = None) -> None:
         """Make the state of `exchange` for one bucket or all."""
         self._dispatcher.prepare(exchange, bucket)
-
-    def launch(
-        self,
-        exchange: Exchange,
-        bucket: BucketView,
-        x: Tensor | None = None,
-        *,
-        before: Callable[[], object] | None = None,
-        after: Callable[[], object] | None = None,
-        hook: ElementwiseHook | None = None,
-        step: int | None = None,
-        lane: LaneView | None = None,
-        passage: ElementwiseHook | None = None,
-    ) -> Ticket:
-        """Queue `exchange` behind all launched before."""
-        if passage is not None:
-            if hook is not None:
-                raise ValueError("launch: passage is the old name of hook; pass only hook")
-            warnings.warn("Context.launch: the argument passage is called hook now", FutureWarning, stacklevel=2)
-            hook = passage
-        return self._dispatcher.launch(exchange, bucket, x, before=before, after=after, hook=hook, step=step, lane=lane)
 
     def wait(self, ticket: TicketView | None = None) -> None:
         """Wait for one launch, or for all on the default lanes."""

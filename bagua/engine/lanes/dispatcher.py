@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -101,8 +102,14 @@ class Dispatcher:
         hook: ElementwiseHook | None = None,
         step: int | None = None,
         lane: LaneView | None = None,
+        passage: ElementwiseHook | None = None,
     ) -> Ticket:
         """Queue `exchange`; see `bagua.Context.launch`."""
+        if passage is not None:
+            if hook is not None:
+                raise ValueError("launch: passage is the old name of hook; pass only hook")
+            warnings.warn("Context.launch: the argument passage is called hook now", FutureWarning, stacklevel=2)
+            hook = passage
         self._failures.check_alive()
         state, pool, states = self._state, self._pool, self._memory.states
         own = state.buckets[bucket.index]
@@ -138,13 +145,10 @@ class Dispatcher:
         if self.direct_bytes != AllReduce.direct_bytes:
             how = _with_direct_bytes(exchange, self.direct_bytes)
         width = pool.width(exchange)
+        extra = None if lane is None else next(each for each in pool.extra if each is lane)
         tickets: list[Ticket] = []
         for part, (lo, hi) in enumerate(parts):
-            chosen = (
-                pool.shared[(own.index + part) % width]
-                if lane is None
-                else next(each for each in pool.extra if each is lane)
-            )
+            chosen = pool.shared[(own.index + part) % width] if extra is None else extra
             key = (own.index, part)
             piece = None if source is None else source.part(lo, hi)
             run = Run(how, flat[lo:hi], states[(exchange, *key)], chosen.groups, now, alone, probe, key, piece)
