@@ -21,25 +21,25 @@ def draw(results: Convergence, algorithm: str) -> Drawing:
     baselines = list(dict.fromkeys(results.baseline(name) for name in names))
     entries = [(name, GREY, _DASHES[number]) for number, name in enumerate(baselines)]
     entries += [(name, COLOURS[number % len(COLOURS)], "") for number, name in enumerate(names)]
-    height = 310 + 17 * len(entries)
-    drawing = Drawing(760, height, f"Loss of {algorithm} and DistributedDataParallel")
+    height = 304 + 32 * len(entries)
+    drawing = Drawing(480, height, f"Loss of {algorithm} and DistributedDataParallel")
     for number, (task, (title, y)) in enumerate(_TASKS.items()):
         steps = results.curve(task, baselines[0]).steps
         x = Axis("steps", 0, steps[-1], range(0, steps[-1] + 1, 24 if steps[-1] < 150 else 40))
-        panel = Panel(drawing, 60 + 375 * number, 32, 310, 210, x, y, title)
+        panel = Panel(drawing, 54 + 238 * number, 32, 172, 190, x, y, title)
         for name, colour, dash in entries:
             curve = results.curve(task, name)
             panel.band(curve.steps, curve.low, curve.high, colour)
             panel.curve(curve.steps, curve.mean, colour, dash)
     for number, (name, colour, dash) in enumerate(entries):
-        y = 297 + 17 * number
-        drawing.line([(60, y - 4), (90, y - 4)], colour, 2.5, dash)
-        drawing.text(98, y, name)
-        drawing.text(330, y, _final(results, "digits", name))
-        drawing.text(545, y, _final(results, "char_lm", name))
-    caption = f"in brackets: behind DDP, positive is worse; {results.ranks} ranks; "
-    caption += f"mean and range of {results.seeds} seeds; {results.date}"
-    drawing.text(60, height - 9, caption, size=10, colour=GREY)
+        y = 276 + 32 * number
+        drawing.line([(12, y - 4), (42, y - 4)], colour, 2.5, dash)
+        drawing.text(50, y, name, bold=True)
+        drawing.text(50, y + 15, _final(results, "digits", name))
+        drawing.text(270, y + 15, _final(results, "char_lm", name))
+    drawing.text(12, height - 22, "in brackets: behind DDP, positive is worse", size=11, colour=GREY)
+    caption = f"{results.ranks} ranks; mean and range of {results.seeds} seeds; {results.date}"
+    drawing.text(12, height - 8, caption, size=11, colour=GREY)
     return drawing
 
 
