@@ -48,7 +48,12 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     place = _place(page.file)
     if page.file.src_uri == "index.md":
         page.meta["hide"] = ["navigation"]  # its column would hold one word; the tabs lead on
+    if place.endswith(".json"):
+        page.meta["search"] = {"exclude": True}  # thousands of numbers
+    elif page.file.src_uri.startswith("source/"):
+        page.meta["search"] = {"boost": 0.5}
     if page.file.src_uri.startswith("reference/"):
+        page.meta["search"] = {"boost": 2}  # who types a name looks for its description
         markdown = MADE.sub("", markdown)
     here = posixpath.dirname(page.file.src_uri)
 

@@ -103,6 +103,8 @@ def test_shell_commands_exist(path: Path, line: str) -> None:
     words = shlex.split(line, comments=True)
     if words[:3] == ["bagua", "lab", "run"]:
         words = words[words.index("--") + 1 :]
+    if words[0] in ("srun", "mpirun"):  # others' programs, which start a script on each rank
+        words = words[words.index("python") :]
     if words[0] == "make":
         makefile = (ROOT / "Makefile").read_text()
         assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:]), line

@@ -150,3 +150,11 @@ def test_environment_variables_are_documented_and_exist() -> None:
     assert not said - used - families - GONE, "documented, and nothing reads them"
     assert not used - said - INTERNAL, "read, and not documented"
     assert used >= INTERNAL
+
+
+def test_the_architecture_names_every_package() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text().split("\n## Packages\n", 1)[1].split("\n## ", 1)[0]
+    named = set(re.findall(r"`(\w+)`", "".join(line.split(" | ")[0] for line in page.splitlines())))
+    packages = {path.parent.name for path in (ROOT / "bagua").glob("*/__init__.py")}
+    assert len(packages) > 20 and packages - named == set()
+    assert named - packages - {"bagua"} == set(), "packages that are gone"
