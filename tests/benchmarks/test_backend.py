@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.backend import SYSTEMS
+from tests.benchmarks.quick_run import run_quickly
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_quick_run(tmp_path: Path) -> None:
-    file = tmp_path / "backend.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.backend", "--quick", "--json", str(file)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(file.read_text())
+    report, printed = run_quickly("backend", tmp_path)
     results = {each["system"]: each for each in report["results"]}
     assert tuple(results) == SYSTEMS
-    assert all(name in done.stdout for name in SYSTEMS)
+    assert all(name in printed for name in SYSTEMS)
     for each in results.values():
         assert all(math.isfinite(each[name]) and each[name] > 0 for name in ("step_ms", "times_plain", "times_hook"))
     exact = results["ddp over gloo"]["sent_kb"]

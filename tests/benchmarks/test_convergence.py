@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -19,30 +16,18 @@ from benchmarks.convergence.configurations import Configuration, all_configurati
 from benchmarks.convergence.report import Row, summarise, table, to_json
 from benchmarks.convergence.tasks import RANKS, make_task
 from benchmarks.convergence.training import Outcome, simulate
+from tests.benchmarks.quick_run import run_quickly
 
 pytestmark = pytest.mark.process
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def quick_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path, str]:
     """JSON, folder of the plots and printed text of a quick run of a few configurations."""
     folder = tmp_path_factory.mktemp("convergence")
-    file = folder / "out.json"
-    command = [sys.executable, "-m", "benchmarks.convergence", "--quick", "--json", str(file), "--plots", str(folder)]
-    command += ["--only", "bytegrad,async,decentralized ring", "--workers", "1"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(file.read_text()), folder, done.stdout
+    chosen = ["--only", "bytegrad,async,decentralized ring", "--workers", "1"]
+    report, printed = run_quickly("convergence", folder, "--plots", str(folder), *chosen)
+    return report, folder, printed
 
 
 @pytest.mark.slow

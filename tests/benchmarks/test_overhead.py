@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,25 +10,13 @@ import pytest
 import torch
 
 from benchmarks.overhead import Block, Case, Result, compare, make_model, summarise, table
+from tests.benchmarks.quick_run import run_quickly
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_quick_run(tmp_path: Path) -> None:
-    file = tmp_path / "overhead.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.overhead", "--quick", "--json", str(file)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(file.read_text())
+    report, printed = run_quickly("overhead", tmp_path)
     assert {"date", "machine", "quick", "parameters", "targets", "ratio", "engine_ms", "results"} == set(report)
     assert {"cpu", "cores", "load_1min", "system", "python", "torch", "threads"} == set(report["machine"])
     assert report["machine"]["torch"] == torch.__version__
@@ -44,7 +28,7 @@ def test_quick_run(tmp_path: Path) -> None:
     for result in report["results"]:
         assert {field.name for field in fields(Result)} == set(result)
         assert all(math.isfinite(value) for value in result.values() if not isinstance(value, str))
-        assert result["case"] in done.stdout
+        assert result["case"] in printed
 
 
 def test_the_model_has_300_parameters() -> None:
