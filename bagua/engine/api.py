@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
 from collections.abc import Sequence
@@ -12,14 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from bagua import algorithms
 from bagua.algorithms.base import Algorithm, Payload
-from bagua.autotune import Autotune, as_options
+from bagua.autotune import Autotune
+from bagua.comm.groups import Groups
 from bagua.comm.shutdown import before_exit
-from bagua.comm.team import Team, encode
+from bagua.comm.team import Team
 from bagua.engine.averaging import mean_optimizers
-from bagua.engine.buffers import check_broadcast
-from bagua.engine.config import EngineConfig
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.engine import Engine
 from bagua.engine.guard import Guard
@@ -27,20 +24,11 @@ from bagua.engine.hooks import attach, attachments
 from bagua.engine.inference_mode import outside_inference
 from bagua.engine.lanes.lane import make_lane
 from bagua.engine.optimizer_discovery import follow_optimizers
-from bagua.engine.reducer.bucketing import (
-    LANES_OF_WIDE,
-    check_num_lanes,
-    default_num_lanes,
-    fitting_bucket_bytes,
-    lanes_are_given,
-)
-from bagua.engine.reducer.sparse import check_sparse
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
-from bagua.engine.startup.conflicts import check_sharded, check_shared, check_wrapped
 from bagua.engine.startup.handshake import shake_hands
-from bagua.engine.startup.inventory import Inventory, as_optimizers, take_inventory
+from bagua.engine.startup.inventory import Inventory
 from bagua.engine.startup.link_probe import lanes_of_sums
-from bagua.engine.startup.optimizer_outline import subclasses
+from bagua.engine.startup.request import Request
 from bagua.engine.startup.rollback import unless_it_fails
 from bagua.engine.tuning.saved_results import check_files, session_of
 from bagua.engine.tuning.search_space import hierarchy_is_free
@@ -129,68 +117,22 @@ def distribute(
         process_group = previous.process_group
     if previous is not None:
         previous.engine.failures.leave_broken_pass()
+    if hierarchical is not None:
+        algorithm_options["hierarchical"] = hierarchical
     problem: Exception | None = None
-    chooses_lanes = False
-    inventory: Inventory | None = None
-    items: tuple[torch.optim.Optimizer, ...] = ()
-    chosen: Algorithm | None = None
-    tune: Autotune | None = None
-    special: list[Any] = []
+    request = Request(bucket_bytes, num_lanes, guard, broadcast_buffers, static_graph, gradient_as_bucket_view)
     try:
-        if hierarchical is not None:
-            algorithm_options["hierarchical"] = hierarchical
-        chosen = algorithms.get(algorithm, **algorithm_options)
-        if bucket_bytes is not None:
-            _check_bucket_bytes(bucket_bytes)
-        chooses_lanes = num_lanes is None and not lanes_are_given()
-        num_lanes = default_num_lanes() if num_lanes is None else check_num_lanes("num_lanes", num_lanes)
-        if not isinstance(guard, Guard | None):
-            raise TypeError(f"guard: expected a bagua.Guard or None, got {type(guard).__name__}")
-        for name, value in (
-            ("broadcast_buffers", broadcast_buffers),
-            ("static_graph", static_graph),
-            ("gradient_as_bucket_view", gradient_as_bucket_view),
-        ):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}: expected True or False, got {value!r}")
-        tune = as_options(autotune)
-        if broadcast_buffers:
-            check_broadcast(chosen)
-        items = as_optimizers(optimizers)
-        check_wrapped(module)
-        inventory = take_inventory(module, items, chosen.payload)
-        if bucket_bytes is None:
-            bucket_bytes = fitting_bucket_bytes(sum(param.nbytes for param in inventory.trainable.values()))
-        check_shared(module, inventory)
-        check_sharded(items, chosen)
-        chosen.check(inventory.trainable, items)
-        chosen.check_sparse(inventory.sparse, items)
-        check_sparse(inventory.sparse, chosen, guard.fallback_on(((0,),)) if guard is not None else None)
-        special = subclasses(items, [*inventory.parameters.values(), *inventory.frozen.values()])
+        request.check(module, optimizers, algorithm, algorithm_options, autotune)
     except (ValueError, TypeError) as error:
         problem = error  # the other ranks must hear of it before it is raised
-    device = inventory.device if inventory is not None else _any_device(module)
-    team = Team.of(process_group, device)
+    inventory, tune = request.inventory, request.tune
+    team = Team.of(process_group, inventory.device if inventory is not None else _any_device(module))
     problem = problem or check_files(tune, team.rank)
-    signature = inventory.signature() if inventory is not None else []
-    options = {
-        "algorithm": repr(chosen),
-        "bucket_bytes": str(bucket_bytes),
-        "num_lanes": f"{num_lanes} by default" if chooses_lanes else str(num_lanes),
-        "guard": repr(guard),
-        "broadcast_buffers": str(broadcast_buffers),
-        "static_graph": str(static_graph),
-        "gradient_as_bucket_view": str(gradient_as_bucket_view),
-        "autotune": repr(tune),
-        "optimizers": ", ".join(f"{type(item).__name__} of {len(item.param_groups)} groups" for item in items),
-    }
-    if problem is None:
-        kinds = hashlib.sha256(encode(special)).hexdigest() if special else "none"
-        options["tensor subclasses in the optimizers' state"] = kinds
+    signature = request.signature()
     ready = previous is not None and not previous.engine.failed
-    agreement = shake_hands(team, signature, options, problem, ready)
+    agreement = shake_hands(team, signature, request.describe(complete=problem is None), problem, ready)
+    chosen = request.algorithm
     assert inventory is not None and chosen is not None
-    assert bucket_bytes is not None and num_lanes is not None
     tunes_hierarchy = tune is not None and hierarchy_is_free(chosen, agreement.nodes)
     chosen, remark = chosen.for_nodes(agreement.nodes)
     if remark and team.rank == 0:
@@ -209,40 +151,21 @@ def distribute(
         each.hierarchical_groups for each in (chosen, fallback) if each is not None
     )
     groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes)
-    tensors = [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values()]
-    everything = {**inventory.parameters, **inventory.frozen}
     with team.naming_missing_ranks("bagua.distribute()", f"failed/{key}", groups):
-        few_lanes = lanes_of_sums(
-            team,
-            agreement.nodes,
-            sum(tensor.nbytes for tensor in tensors),
-            lambda: replicate_tensors(tensors, groups.world, inventory.device),
-        )
-        equalise = mean_optimizers if differing else replicate_optimizers
-        equalise(items, everything, team, groups.world, inventory.device)
+        few_lanes = _replicate(team, agreement.nodes, groups, inventory, request.optimizers, differing)
     for meter in groups.meters:
         meter.sent = meter.received = 0  # what follows is training
     lane = make_lane(groups, inventory.device)
-    config = EngineConfig(
-        bucket_bytes,
-        num_lanes,
-        lanes_of_sums=few_lanes if chooses_lanes else None,
-        lanes_of_wide=LANES_OF_WIDE if chooses_lanes else None,
-        guard=guard,
-        broadcast_buffers=broadcast_buffers,
-        static_graph=static_graph,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        tunes_hierarchy=tunes_hierarchy,
-    )
+    config = request.config(few_lanes, tunes_hierarchy)
     notices = (remark,) if remark else ()
     tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM
     with unless_it_fails(inventory.trainable.values(), lane, remember=in_buckets):
-        engine = Engine(config, chosen, inventory, items, team, lane, key, order, notices, tuning)
+        engine = Engine(config, chosen, inventory, request.optimizers, team, lane, key, order, notices, tuning)
     follow_optimizers()
     if previous is not None:
         previous.remove_hooks()
-    attachments[module] = attach(module, engine, items, process_group)
+    attachments[module] = attach(module, engine, request.optimizers, process_group)
     if previous is not None:
         previous.engine.close()
     before_exit(_stop_lanes)
@@ -285,11 +208,25 @@ def _stop_lanes() -> None:
         engine.stop(_STOP_S)
 
 
-def _check_bucket_bytes(bucket_bytes: int) -> None:
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
-        raise TypeError(f"bucket_bytes: expected an int, got {type(bucket_bytes).__name__}")
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")
+def _replicate(
+    team: Team,
+    nodes: Sequence[Sequence[int]],
+    groups: Groups,
+    inventory: Inventory,
+    optimizers: Sequence[torch.optim.Optimizer],
+    differing: bool,
+) -> int | None:
+    """Broadcast rank 0's tensors and optimizer state (the mean of state that differs); return `lanes_of_sums`."""
+    tensors = [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values()]
+    few_lanes = lanes_of_sums(
+        team,
+        nodes,
+        sum(tensor.nbytes for tensor in tensors),
+        lambda: replicate_tensors(tensors, groups.world, inventory.device),
+    )
+    equalise = mean_optimizers if differing else replicate_optimizers
+    equalise(optimizers, {**inventory.parameters, **inventory.frozen}, team, groups.world, inventory.device)
+    return few_lanes
 
 
 def _any_device(module: Any) -> torch.device:

@@ -11,17 +11,11 @@ import torch
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.autotune import Settings
 from bagua.comm.groups import Groups
-from bagua.comm.team import Team
-from bagua.engine.algorithm_memory import AlgorithmMemory
-from bagua.engine.context import EngineContext
-from bagua.engine.followed_optimizers import FollowedOptimizers
-from bagua.engine.lanes.dispatcher import Dispatcher, fitting_part_bytes
-from bagua.engine.lanes.pool import LanePool
+from bagua.engine.lanes.dispatcher import fitting_part_bytes
+from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.reducer.bucketing import Entry, Plan, make_plan
 from bagua.engine.reducer.reducer import Reducer
-from bagua.engine.startup.inventory import Inventory
-from bagua.engine.training_state import TrainingState
 from bagua.engine.tuning.session import TuningSession
 from bagua.exchanges import Exchange
 
@@ -40,24 +34,19 @@ class Binding:
 
     def __init__(
         self,
-        state: TrainingState,
-        inventory: Inventory,
-        team: Team,
-        optimizers: FollowedOptimizers,
-        pool: LanePool,
-        dispatcher: Dispatcher,
-        memory: AlgorithmMemory,
+        training: TrainingParts,
+        exchanges: ExchangeParts,
         reducer: Reducer,
-        ctx: EngineContext,
         tunes_hierarchy: bool,
         tuning: TuningSession | None,
     ) -> None:
         self.tuning = tuning
         self.tunes_hierarchy = tunes_hierarchy
-        self.team = team
-        self._state, self._inventory, self._optimizers = state, inventory, optimizers
-        self._pool, self._dispatcher, self._memory, self._reducer, self._ctx = pool, dispatcher, memory, reducer, ctx
-        self._names = list(inventory.trainable)
+        self.team = training.team
+        self._state, self._inventory, self._optimizers = training.state, training.inventory, training.optimizers
+        self._pool, self._dispatcher, self._memory = exchanges.pool, exchanges.dispatcher, exchanges.memory
+        self._reducer, self._ctx = reducer, exchanges.context
+        self._names = list(self._inventory.trainable)
 
     # -- switches ----------------------------------------------------------------------------------------------
 

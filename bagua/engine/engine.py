@@ -24,6 +24,7 @@ from bagua.engine.lanes.dispatcher import Dispatcher
 from bagua.engine.lanes.lane import Lane
 from bagua.engine.lanes.pool import LanePool
 from bagua.engine.optimizer_steps import OptimizerSteps
+from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.reducer.bucketing import Plan
 from bagua.engine.reducer.reducer import Reducer
@@ -116,33 +117,15 @@ class Engine:
         self.failures = Failures(self.state, team, self.pool, self.reducer, key)
         self.dispatcher = Dispatcher(self.state, team, self.pool, self.memory, self.failures, self._tally, self._probe)
         self.context = EngineContext(self.state, self.followed, self.pool, self.dispatcher, self.memory)
-        self.binding = Binding(
-            self.state,
-            inventory,
-            team,
-            self.followed,
-            self.pool,
-            self.dispatcher,
-            self.memory,
-            self.reducer,
-            self.context,
-            config.tunes_hierarchy,
-            tuning,
-        )
+        training = TrainingParts(key, self.state, inventory, team, self.followed)
+        exchanges = ExchangeParts(self.pool, self.dispatcher, self.memory, self.failures, self.context)
+        self.binding = Binding(training, exchanges, self.reducer, config.tunes_hierarchy, tuning)
         self.context.use_binder(self.binding)
-        self.replicas = Replicas(self.state, inventory, team, self.followed, self.dispatcher, self.memory, self.context)
+        self.replicas = Replicas(training, exchanges)
         self.tracker = StepTracker(
-            key,
-            self.state,
-            inventory,
-            team,
-            self.followed,
-            self.pool,
-            self.dispatcher,
-            self.memory,
-            self.failures,
+            training,
+            exchanges,
             self.reducer,
-            self.context,
             self.binding,
             self.replicas,
             self._tally,
@@ -150,9 +133,7 @@ class Engine:
             broadcasts_buffers=config.broadcast_buffers and team.size > 1 and bool(inventory.buffers),
         )
         self.reducer.listen(self.tracker)
-        self.optimizer_steps = OptimizerSteps(
-            self.state, team, self.followed, self.pool, self.dispatcher, self.reducer, self.tracker
-        )
+        self.optimizer_steps = OptimizerSteps(training, exchanges, self.reducer, self.tracker)
         self.binding.start()
 
     # -- what others look at -------------------------------------------------------------------------------------

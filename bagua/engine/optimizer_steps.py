@@ -8,14 +8,10 @@ import torch
 
 from bagua.algorithms.base import Payload
 from bagua.comm.collectives import all_reduce_
-from bagua.comm.team import Team
-from bagua.engine.followed_optimizers import FollowedOptimizers
-from bagua.engine.lanes.dispatcher import Dispatcher
-from bagua.engine.lanes.pool import LanePool
 from bagua.engine.nested_steps import Arguments, closure_in, with_closure
+from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.reducer.reducer import Reducer
 from bagua.engine.step_tracker import StepTracker
-from bagua.engine.training_state import TrainingState
 
 __all__ = ["OptimizerSteps"]
 
@@ -24,17 +20,11 @@ class OptimizerSteps:
     """Receives each optimizer's step and reports the begin and end of a training step to the tracker."""
 
     def __init__(
-        self,
-        state: TrainingState,
-        team: Team,
-        optimizers: FollowedOptimizers,
-        pool: LanePool,
-        dispatcher: Dispatcher,
-        reducer: Reducer,
-        tracker: StepTracker,
+        self, training: TrainingParts, exchanges: ExchangeParts, reducer: Reducer, tracker: StepTracker
     ) -> None:
-        self._state, self._team, self._optimizers = state, team, optimizers
-        self._pool, self._dispatcher, self._reducer, self._tracker = pool, dispatcher, reducer, tracker
+        self._state, self._team, self._optimizers = training.state, training.team, training.optimizers
+        self._pool, self._dispatcher = exchanges.pool, exchanges.dispatcher
+        self._reducer, self._tracker = reducer, tracker
         self._begins_later = False  # this step: when its closure has been evaluated
 
     def begins(

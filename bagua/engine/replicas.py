@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from bagua.algorithms.base import Algorithm, Payload
-from bagua.comm.team import Team
-from bagua.engine.algorithm_memory import AlgorithmMemory
 from bagua.engine.averaging import mean_optimizers, mean_tensors
-from bagua.engine.context import EngineContext
-from bagua.engine.followed_optimizers import FollowedOptimizers
-from bagua.engine.lanes.dispatcher import Dispatcher
-from bagua.engine.startup.inventory import Inventory
-from bagua.engine.training_state import TrainingState
+from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.exchanges import AllReduce
 
 __all__ = ["Replicas"]
@@ -19,18 +13,10 @@ __all__ = ["Replicas"]
 class Replicas:
     """Makes the ranks' weights equal to their mean: when users ask for it, and before a switch of the algorithm."""
 
-    def __init__(
-        self,
-        state: TrainingState,
-        inventory: Inventory,
-        team: Team,
-        optimizers: FollowedOptimizers,
-        dispatcher: Dispatcher,
-        memory: AlgorithmMemory,
-        ctx: EngineContext,
-    ) -> None:
-        self._state, self._inventory, self._team, self._optimizers = state, inventory, team, optimizers
-        self._dispatcher, self._memory, self._ctx = dispatcher, memory, ctx
+    def __init__(self, training: TrainingParts, exchanges: ExchangeParts) -> None:
+        self._state, self._inventory = training.state, training.inventory
+        self._team, self._optimizers = training.team, training.optimizers
+        self._dispatcher, self._memory, self._ctx = exchanges.dispatcher, exchanges.memory, exchanges.context
 
     @property
     def differ(self) -> bool:

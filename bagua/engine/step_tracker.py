@@ -8,18 +8,13 @@ from functools import partial
 import torch
 
 from bagua.algorithms.base import Algorithm, Exactness, Payload
-from bagua.comm.team import Team, decode, encode
-from bagua.engine.algorithm_memory import AlgorithmMemory
+from bagua.comm.team import decode, encode
 from bagua.engine.announcer import Announcer, Moment
 from bagua.engine.binding import Binding
-from bagua.engine.context import EngineContext
-from bagua.engine.failures import Failures
-from bagua.engine.followed_optimizers import FollowedOptimizers
 from bagua.engine.guard import Probe
-from bagua.engine.lanes.dispatcher import Dispatcher
 from bagua.engine.lanes.lane import StreamLane
-from bagua.engine.lanes.pool import LanePool
 from bagua.engine.nested_steps import Nesting
+from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.reducer.graph_task import refuse_capture
 from bagua.engine.reducer.pass_watch import PassWatch
@@ -28,9 +23,7 @@ from bagua.engine.reducer.sparse import exchange_sparse
 from bagua.engine.reducer.unused_feedback import Withheld
 from bagua.engine.replicas import Replicas
 from bagua.engine.skipped_steps import refuse_plain_scaler
-from bagua.engine.startup.inventory import Inventory
 from bagua.engine.stats import Tally
-from bagua.engine.training_state import TrainingState
 
 __all__ = ["StepTracker"]
 
@@ -39,9 +32,6 @@ class StepTracker:
     """Receives forward passes, backward passes and optimizer steps, in the training thread.
 
     Implements `PassListener`, through which the reducer tells of backward passes.
-
-    Args:
-        key: a name that is new for the team and equal on all ranks.
 
     Attributes:
         broadcasts_buffers: every forward pass begins with rank 0's buffers.
@@ -54,17 +44,9 @@ class StepTracker:
 
     def __init__(
         self,
-        key: str,
-        state: TrainingState,
-        inventory: Inventory,
-        team: Team,
-        optimizers: FollowedOptimizers,
-        pool: LanePool,
-        dispatcher: Dispatcher,
-        memory: AlgorithmMemory,
-        failures: Failures,
+        training: TrainingParts,
+        exchanges: ExchangeParts,
         reducer: Reducer,
-        ctx: EngineContext,
         binding: Binding,
         replicas: Replicas,
         tally: Tally,
@@ -77,15 +59,17 @@ class StepTracker:
         self.hooks_ran = self.forward_seen = self.step_begun = False
         self.stepped: set[int] = set()
         self.nesting = Nesting()
-        self._state, self._inventory, self._team, self._optimizers = state, inventory, team, optimizers
-        self._pool, self._dispatcher, self._memory, self._reducer = pool, dispatcher, memory, reducer
-        self._ctx, self._binding, self._replicas, self._tally, self._probe = ctx, binding, replicas, tally, probe
-        self._key, self._failures = key, failures
-        self._names = list(inventory.trainable)
+        self._key, self._state, self._inventory = training.key, training.state, training.inventory
+        self._team, self._optimizers = training.team, training.optimizers
+        self._pool, self._dispatcher, self._memory = exchanges.pool, exchanges.dispatcher, exchanges.memory
+        self._failures, self._ctx = exchanges.failures, exchanges.context
+        self._reducer, self._binding, self._replicas = reducer, binding, replicas
+        self._tally, self._probe = tally, probe
+        self._names = list(self._inventory.trainable)
         self._buffers_told = False  # in this step
         self._shadowed = False  # a backward pass of others, in this step
         self._warned = False  # of quality, if nothing takes over
-        self._watch = PassWatch(list(inventory.parameters.values()))
+        self._watch = PassWatch(list(self._inventory.parameters.values()))
         self._withheld = Withheld()
 
     def announce(self, moment: Moment) -> int:

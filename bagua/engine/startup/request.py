@@ -1,0 +1,148 @@
+"""The arguments of `distribute` on one rank: checked, described for the other ranks, and as the engine's settings."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from bagua import algorithms
+from bagua.algorithms.base import Algorithm
+from bagua.autotune import Autotune, as_options
+from bagua.comm.team import encode
+from bagua.engine.buffers import check_broadcast
+from bagua.engine.config import EngineConfig
+from bagua.engine.guard import Guard
+from bagua.engine.reducer.bucketing import (
+    LANES_OF_WIDE,
+    check_num_lanes,
+    default_num_lanes,
+    fitting_bucket_bytes,
+    lanes_are_given,
+)
+from bagua.engine.reducer.sparse import check_sparse
+from bagua.engine.startup.conflicts import check_sharded, check_shared, check_wrapped
+from bagua.engine.startup.inventory import Inventory, as_optimizers, take_inventory
+from bagua.engine.startup.optimizer_outline import subclasses
+
+__all__ = ["Request"]
+
+
+@dataclass
+class Request:
+    """What one rank asks for. `check` fills the other attributes in; those behind a wrong argument stay as they are.
+
+    Attributes:
+        chooses_lanes: the user left `num_lanes` open.
+        algorithm: what exchanges.
+        optimizers: checked.
+        inventory: the module's tensors.
+        tune: how to tune the settings, or None.
+        subclasses: tensor subclasses in the optimizers' state.
+    """
+
+    bucket_bytes: int | None
+    num_lanes: int | None
+    guard: Guard | None
+    broadcast_buffers: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    chooses_lanes: bool = False
+    algorithm: Algorithm | None = None
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    inventory: Inventory | None = None
+    tune: Autotune | None = None
+    subclasses: list[Any] = field(default_factory=list)
+
+    def check(
+        self, module: nn.Module, optimizers: Any, algorithm: str | Algorithm, options: dict[str, Any], autotune: Any
+    ) -> None:
+        """Check all arguments and fill the defaults in. No communication.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong; the message names it.
+        """
+        chosen = self.algorithm = algorithms.get(algorithm, **options)
+        if self.bucket_bytes is not None:
+            _check_bucket_bytes(self.bucket_bytes)
+        self.chooses_lanes = self.num_lanes is None and not lanes_are_given()
+        self.num_lanes = default_num_lanes() if self.num_lanes is None else check_num_lanes("num_lanes", self.num_lanes)
+        if not isinstance(self.guard, Guard | None):
+            raise TypeError(f"guard: expected a bagua.Guard or None, got {type(self.guard).__name__}")
+        for name in ("broadcast_buffers", "static_graph", "gradient_as_bucket_view"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: expected True or False, got {value!r}")
+        self.tune = as_options(autotune)
+        if self.broadcast_buffers:
+            check_broadcast(chosen)
+        items = self.optimizers = as_optimizers(optimizers)
+        check_wrapped(module)
+        inventory = self.inventory = take_inventory(module, items, chosen.payload)
+        if self.bucket_bytes is None:
+            self.bucket_bytes = fitting_bucket_bytes(sum(param.nbytes for param in inventory.trainable.values()))
+        check_shared(module, inventory)
+        check_sharded(items, chosen)
+        chosen.check(inventory.trainable, items)
+        chosen.check_sparse(inventory.sparse, items)
+        fallback = self.guard.fallback_on(((0,),)) if self.guard is not None else None
+        check_sparse(inventory.sparse, chosen, fallback)
+        self.subclasses = subclasses(items, [*inventory.parameters.values(), *inventory.frozen.values()])
+
+    def signature(self) -> list[Any]:
+        """The module's tensors, to compare between ranks."""
+        return self.inventory.signature() if self.inventory is not None else []
+
+    def describe(self, complete: bool) -> dict[str, str]:
+        """All options as text, to compare between ranks.
+
+        Args:
+            complete: nothing was found wrong.
+        """
+        options = {
+            "algorithm": repr(self.algorithm),
+            "bucket_bytes": str(self.bucket_bytes),
+            "num_lanes": f"{self.num_lanes} by default" if self.chooses_lanes else str(self.num_lanes),
+            "guard": repr(self.guard),
+            "broadcast_buffers": str(self.broadcast_buffers),
+            "static_graph": str(self.static_graph),
+            "gradient_as_bucket_view": str(self.gradient_as_bucket_view),
+            "autotune": repr(self.tune),
+            "optimizers": ", ".join(
+                f"{type(item).__name__} of {len(item.param_groups)} groups" for item in self.optimizers
+            ),
+        }
+        if complete:
+            kinds = hashlib.sha256(encode(self.subclasses)).hexdigest() if self.subclasses else "none"
+            options["tensor subclasses in the optimizers' state"] = kinds
+        return options
+
+    def config(self, lanes_of_sums: int | None, tunes_hierarchy: bool) -> EngineConfig:
+        """The engine's settings.
+
+        Args:
+            lanes_of_sums: as measured; unused if the user chose the lanes.
+            tunes_hierarchy: see `EngineConfig`.
+        """
+        assert self.bucket_bytes is not None and self.num_lanes is not None
+        return EngineConfig(
+            self.bucket_bytes,
+            self.num_lanes,
+            lanes_of_sums=lanes_of_sums if self.chooses_lanes else None,
+            lanes_of_wide=LANES_OF_WIDE if self.chooses_lanes else None,
+            guard=self.guard,
+            broadcast_buffers=self.broadcast_buffers,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            tunes_hierarchy=tunes_hierarchy,
+        )
+
+
+def _check_bucket_bytes(bucket_bytes: int) -> None:
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
+        raise TypeError(f"bucket_bytes: expected an int, got {type(bucket_bytes).__name__}")
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")
