@@ -21,7 +21,8 @@ from bagua.engine.reducer.graph_task import accumulates
 from bagua.engine.reducer.hook_order import HookOrder
 from bagua.engine.reducer.own_gradients import OwnGradients
 from bagua.engine.reducer.pass_listener import PassListener
-from bagua.engine.reducer.unused_params import UsageBoard
+from bagua.engine.reducer.static_graph import StaticGraph
+from bagua.engine.reducer.unused_params import UsageBoard, bitmap
 from bagua.engine.training_state import TrainingState
 
 __all__ = ["Reducer"]
@@ -64,7 +65,8 @@ class Reducer:
         self._asked: Callable[[], bool] = lambda: True
         self._listener: Callable[[], PassListener | None] = lambda: None
         self._names, self._params, self._usage, self._state = names, params, usage, state
-        self.views_are_gradients, self._static_graph, self._alone = views_are_gradients, static_graph, alone
+        self.views_are_gradients, self._alone = views_are_gradients, alone
+        self._static = StaticGraph() if static_graph else None
         self.failed_to_end = False
         self._graphs = GradientGraphs()
         self._own = None if gradient_as_bucket_view or alone else OwnGradients()
@@ -74,10 +76,6 @@ class Reducer:
         self._used = bytearray(len(params))  # within no_sync, since the last synchronised pass
         self._uncounted = False  # a single rank, in a pass: nobody needs to know which gradients have come
         self._order: list[int] = []
-        self._repeats: dict[int, int] = {}  # with a static graph: gradients of a pass after a parameter's first one
-        self._repeats_left = 0  # in this pass
-        self._static_used: int | None = None  # on this rank; bits
-        self._static_union: int | None = None  # on any rank
         self._last_exchanged = -1  # the last pass, before this one, with an exchange
         self._shadow = False  # the pass is one of other ranks
         self._buckets: Sequence[Bucket] = ()
@@ -124,7 +122,7 @@ class Reducer:
                 self._bucket_of[position[name]] = bucket.index
                 self._views[position[name]] = view
         self._sizes = [len(bucket.params) for bucket in buckets]
-        for index, times in self._repeats.items() if buckets else ():
+        for index, times in self._static.repeats.items() if self._static is not None and buckets else ():
             self._sizes[self._bucket_of[index]] += times
         self._waiting = list(self._sizes)
         self._next = 0
@@ -186,8 +184,8 @@ class Reducer:
             self.listener.finish_exchanges()
             self._graphs.deliver(self._params, self._views)
         self._give_back()
-        if self._static_graph and not self._shadow:
-            self._check_static()
+        if self._static is not None and not self._shadow:
+            self._static.check(self._used_bits(), self._names)
         self._used = bytearray(len(self._params))
         self.count += 1
 
@@ -244,7 +242,8 @@ class Reducer:
         self._arrived = bytearray(len(self._params))
         self._uncounted = self._alone and bool(self._buckets)
         self._order = []
-        self._repeats_left = sum(self._repeats.values())
+        if self._static is not None:
+            self._static.begin_pass()
         self._waiting = list(self._sizes)
         self._next = 0
         if self._streams is not None:
@@ -263,7 +262,8 @@ class Reducer:
         # A reentrant checkpoint runs a backward pass within the backward pass, which ends here too. Gradients of
         # other segments are still to come, unless all are there.
         nested = torch._C._current_autograd_node() is not None
-        complete = 0 not in self._arrived and not self._repeats_left and not (self._static_graph and not self._buckets)
+        static = self._static
+        complete = 0 not in self._arrived and (static is None or (not static.repeats_left and bool(self._buckets)))
         if self.open and (complete or not nested):
             try:
                 self.end()
@@ -302,12 +302,12 @@ class Reducer:
                 self._params[index].grad = self._views[index]
 
     def _used_bits(self) -> int:
-        return _bits(self._used) | _bits(self._arrived)
+        return bitmap(self._used) | bitmap(self._arrived)
 
     def _arrived_twice(self, index: int) -> None:
         if not self._buckets:
-            if self._static_graph:
-                self._repeats[index] = self._repeats.get(index, 0) + 1
+            if self._static is not None:
+                self._static.note_repeat(index)
                 self._order.remove(index)
                 self._order.append(index)
             return
@@ -318,21 +318,11 @@ class Reducer:
                 "bucket was launched: a reentrant checkpoint uses it in several segments; use use_reentrant=False or "
                 "static_graph=True"
             )
-        if index in self._repeats:
-            self._repeats_left -= 1
+        if self._static is not None and index in self._static.repeats:
+            self._static.repeats_left -= 1
             self._waiting[number] -= 1
             if self._waiting[number] == 0 and number == self._next:
                 self._announce()
-
-    def _check_static(self) -> None:
-        used = self._used_bits()
-        if self._static_used is None:
-            self._static_used = used
-        elif used != self._static_used:
-            changed = [name for i, name in enumerate(self._names) if (used ^ self._static_used) >> i & 1]
-            raise RuntimeError(
-                f"static_graph=True, but this step used other parameters than the first one: {', '.join(changed[:5])}"
-            )
 
     @torch.no_grad()
     def _fill_missing(self) -> dict[int, Tensor | None]:
@@ -355,11 +345,12 @@ class Reducer:
     def _settle(self, kept: dict[int, Tensor | None]) -> None:
         """Give the mean to parameters that other ranks used, and restore the gradient of those that no rank used."""
         self.listener.finish_exchanges()
-        union = self._static_union
+        static = self._static
+        union = None if static is None else static.union
         if union is None:
             union = self._usage.union(self.count, self._used_bits())
-            if self._static_graph and not self._shadow:
-                self._static_union = union
+            if static is not None and not self._shadow:
+                static.union = union
         self.listener.params_unused([index for index in kept if not union >> index & 1])
         for index, grad in kept.items():
             if union >> index & 1:
@@ -384,11 +375,3 @@ class _EndOfPass:
         reducer = self._ref()
         if not self._called and reducer is not None and reducer.open:
             reducer.listener.pass_broke_off()
-
-
-def _bits(flags: bytearray) -> int:
-    """Flag i as bit i."""
-    return int(bytes(flags[::-1]).translate(_ASCII), 2)
-
-
-_ASCII = b"01" + bytes(254)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["UsageBoard"]
+__all__ = ["UsageBoard", "bitmap"]
+
+_ASCII = b"01" + bytes(254)
 
 
 class UsageBoard:
@@ -74,3 +76,13 @@ class UsageBoard:
             if since <= pass_index:
                 found = int.from_bytes(entries[start + 8 : start + width], "big")
         return found
+
+
+def bitmap(flags: bytearray) -> int:
+    """The set of parameters whose flag is 1: flag i as bit i.
+
+    Example:
+        >>> bin(bitmap(bytearray([1, 0, 1])))
+        '0b101'
+    """
+    return int(bytes(flags[::-1]).translate(_ASCII), 2)
