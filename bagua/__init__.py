@@ -35,6 +35,11 @@ if TYPE_CHECKING:
         optim,
         topologies,
     )
+    from bagua import comm as comm  # not in __all__, but attributes all the same
+    from bagua import engine as engine
+    from bagua import errors as errors
+    from bagua import simulation as simulation
+    from bagua import testing as testing
     from bagua.algorithms import Algorithm, Context
     from bagua.autotune import Autotune
     from bagua.backend import Backend
@@ -56,6 +61,8 @@ if TYPE_CHECKING:
     from bagua.engine.join import join
     from bagua.errors import CommunicationError, RankMismatchError
     from bagua.simulation.simulate import Simulation, simulate
+
+    __version__: str
 
 __all__ = [
     "Algorithm",
@@ -137,17 +144,19 @@ _PARTS = frozenset(
 )
 
 
-def __getattr__(name: str) -> _Any:
-    if name in _HOME_OF:
-        value = getattr(_import_module(_HOME_OF[name]), name)
-    elif name in _PARTS:
-        return _import_module(f"bagua.{name}")
-    elif name == "__version__":
-        value = _version()
-    else:
-        raise AttributeError(f"module 'bagua' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # with it, type checkers would take any name for one of this package
+
+    def __getattr__(name: str) -> _Any:
+        if name in _HOME_OF:
+            value = getattr(_import_module(_HOME_OF[name]), name)
+        elif name in _PARTS:
+            return _import_module(f"bagua.{name}")
+        elif name == "__version__":
+            value = _version()
+        else:
+            raise AttributeError(f"module 'bagua' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -33,7 +33,9 @@ _HOME = {  # name -> module that has it, imported at its first use
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # with it, type checkers would take any name for one of this package
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            return getattr(import_module(_HOME[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bagua.exchanges.all_reduce import AllReduce
 from bagua.exchanges.base import Exchange, State
@@ -35,8 +35,10 @@ __all__ = [
 _OLD_NAMES = {"Lerps": "LerpHook", "Passage": "ElementwiseHook", "Source": "PayloadSource"}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _OLD_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"bagua.exchanges.{name} is called {_OLD_NAMES[name]} now", FutureWarning, stacklevel=2)
-    return globals()[_OLD_NAMES[name]]
+if not TYPE_CHECKING:  # with it, type checkers would take any name for one of this package
+
+    def __getattr__(name: str) -> Any:
+        if name not in _OLD_NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"bagua.exchanges.{name} is called {_OLD_NAMES[name]} now", FutureWarning, stacklevel=2)
+        return globals()[_OLD_NAMES[name]]

@@ -114,12 +114,14 @@ _CLASSES = {"BaguaModule": "distributed", "BaguaTensor": "tensor"}
 _LAZY = {name: name for name in ("checkpoint", "contrib", "model_parallel")} | {"moe": "model_parallel.moe"}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _CLASSES:
-        return getattr(import_module(f"{__name__}.{_CLASSES[name]}"), name)
-    if name in _LAZY:
-        return import_module(f"{__name__}.{_LAZY[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # with it, type checkers would take any name for one of this package
+
+    def __getattr__(name: str) -> Any:
+        if name in _CLASSES:
+            return getattr(import_module(f"{__name__}.{_CLASSES[name]}"), name)
+        if name in _LAZY:
+            return import_module(f"{__name__}.{_LAZY[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 patch()

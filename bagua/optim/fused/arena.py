@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
@@ -58,7 +58,7 @@ class Arena:
         self._present: list[bool] | None = None
         self._full = False
         self._before: weakref.ref[Tensor] | None = None  # the first gradient copied at the last step
-        self._pick = operator.itemgetter(*positions) if len(positions) > 1 else _pick_one(positions[0])
+        self._pick = _picker(positions)
         self._attributes = vars(params[0]).copy()
         self.grad: Tensor | None = None
         self.grads = list(grads)
@@ -290,8 +290,13 @@ class Arena:
 _NOT_FLAT = "only an optimizer that acts element by element can be fused"
 
 
-def _pick_one(position: int) -> Any:
-    return lambda items: (items[position],)
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]:
+    """What takes the items at `positions` out of a sequence."""
+    if len(positions) == 1:
+        first = positions[0]
+        return lambda items: (items[first],)
+    getter: Any = operator.itemgetter  # mypy 2.4 crashes where it is called with unpacked arguments
+    return getter(*positions)
 
 
 def _check_layouts(grads: Sequence[Tensor]) -> None:

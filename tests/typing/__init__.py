@@ -1,0 +1,1 @@
+"""What type checkers make of the package, as a user's script sees it."""
