@@ -82,6 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "optim",
         "registration",
         "simulation",
+        "testing",
     },
 }
 # The packages below the engine that may talk to torch.distributed at all.
