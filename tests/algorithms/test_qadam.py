@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 from typing import Any
 
@@ -213,90 +211,6 @@ def test_within_warmup() -> None:
     assert max(np.abs(seen - oracle(2)[0]).max() for seen, _ in results) < 2e-5
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linears = [nn.Linear(4, 4) for _ in range(3)]
-        self.parts = nn.ModuleList(self.linears)
-
-    def forward(self, x: torch.Tensor, use: list[int]) -> torch.Tensor:
-        return torch.stack([self.parts[index](x) for index in use]).square().sum()
-
-
-def branches(team: Team, codec: str) -> list[torch.Tensor]:
-    """Part 0 everywhere; part 1 on rank 0 only, from step 6 on; part 2 nowhere after step 1."""
-    torch.manual_seed(0)
-    model = Branches()
-    own = bagua.optim.QAdam(model.parameters(), lr=0.01, warmup_steps=3)
-    bagua.distribute(model, own, QAdam(codec=codec), process_group=team, bucket_bytes=100)
-    unused = None
-    for step in range(12):
-        own.zero_grad()
-        use = [0] + ([1] if step >= 6 and team.rank == 0 else []) + ([2] if step < 2 else [])
-        model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step)), use).backward()
-        own.step()
-        if step == 2:
-            unused = model.linears[2].weight.detach().clone()
-    assert unused is not None and torch.equal(unused, model.linears[2].weight), "nobody used it: nobody moves it"
-    assert own.state[model.linears[2].weight]["step"] == 2
-    assert own.state[model.linears[1].weight]["step"] == 6, "late, on all ranks"
-    weights = [p.detach().clone() for p in model.parameters()]
-    bagua.detach(model)
-    return weights
-
-
-@pytest.mark.parametrize("codec", ["minmax_uint8", "sign"])
-def test_unused_parameters(codec: str) -> None:
-    results = run_teams(3, branches, codec)
-    for weights in results:
-        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(weights, results[0], strict=True))
-
-
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Parameter(torch.ones(8, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.rows[:4] * x).sum()
-
-
-def table(team: Team) -> torch.Tensor:
-    model = Table()
-    own = bagua.optim.QAdam(model.parameters(), lr=0.01, warmup_steps=3)
-    bagua.distribute(model, own, QAdam(codec="sign"), process_group=team)
-    for step in range(30):
-        own.zero_grad()
-        model(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).backward()
-        own.step()
-    bagua.detach(model)
-    return model.rows.detach().clone()
-
-
-def test_a_late_gradient_does_not_throw_a_weight_away() -> None:
-    """An element with a gradient of 1e-6 in the warm-up and 1 afterwards: without a floor under v it explodes."""
-    far = {}
-    for floor in (0.0, 0.01):
-        weight = nn.Parameter(torch.zeros(64))
-        own = bagua.optim.QAdam([weight], lr=0.1, warmup_steps=5, variance_floor=floor)
-        for step in range(8):
-            weight.grad = torch.ones(64)
-            weight.grad[3] = 1e-6 if step < 5 else 1.0
-            own.step()
-        far[floor] = weight.detach()[3].abs().item()
-    assert far[0.0] > 1e3
-    assert far[0.01] < 5.0
-    with pytest.raises(ValueError, match=r"variance_floor.*-1"):
-        bagua.optim.QAdam([nn.Parameter(torch.zeros(1))], variance_floor=-1)
-
-
-def test_elements_that_never_had_a_gradient_stay() -> None:
-    """Rows of an embedding that do not occur: the sign codec has no zero, and v is 0 there."""
-    for rows in run_teams(2, table):
-        assert torch.equal(rows[4:], torch.ones(4, 4))
-        assert rows.isfinite().all() and (rows[:4] != 1).all() and (rows - 1).abs().max() < 0.01 * 30 * 10
-
-
 def clipped_and_scaled(team: Team, scale: float) -> np.ndarray:
     """As with `GradScaler`: the loss is scaled, the gradient is unscaled and clipped before the step."""
     model, seen = Quadratic(), []
@@ -348,63 +262,6 @@ def test_several_backward_passes(sync: bool) -> None:
         assert np.abs(seen - oracle(2)[0]).max() < 2e-5
 
 
-def test_state_dicts() -> None:
-    """Copies go on alike; Adam's state is understood, and Adam understands ours."""
-    param = nn.Parameter(torch.ones(5))
-    own = optimizer([param])
-
-    def go(on: torch.optim.Optimizer, steps: int) -> torch.Tensor:
-        (only,) = on.param_groups[0]["params"]
-        for step in range(steps):
-            only.grad = torch.sin(torch.arange(5.0) + step)
-            on.step()
-        return only.detach().clone()
-
-    go(own, WARMUP + 3)
-    twins = [copy.deepcopy(own), pickle.loads(pickle.dumps(own))]
-    want = go(own, 4)
-    for twin in twins:
-        assert twin.num_steps == WARMUP + 3 and torch.equal(go(twin, 4), want)
-
-    theirs = nn.Parameter(torch.ones(5))
-    adam = torch.optim.Adam([theirs], lr=LR)
-    go(adam, 40)
-    param = nn.Parameter(theirs.detach().clone())
-    own = optimizer([param])
-    own.load_state_dict(adam.state_dict())
-    assert own.num_steps == 40 and own.compressing and own.warmup_steps == WARMUP
-    before = param.detach().clone()
-    go(own, 1)
-    assert 0 < (param - before).abs().max() < 2 * LR, "v is of 40 steps, and corrected for 40"
-    adam.load_state_dict(own.state_dict())
-    go(adam, 1)
-
-
-@pytest.mark.parametrize("kind", [bagua.optim.QAdam, bagua.optim.OneBitLamb, bagua.optim.ZeroOneAdam])
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_state_dicts_know_how_weights_decay(kind: Any, decoupled: bool) -> None:
-    """One that does not say so was made before the option and leaves the optimizer's own; torch's do say so."""
-    weight = nn.Parameter(torch.ones(3))
-    options = {"lr": 0.1, "weight_decay": 0.5, "decoupled_weight_decay": decoupled}
-    saved = kind([weight], **options).state_dict()
-    fresh = kind([weight], **{**options, "decoupled_weight_decay": not decoupled})
-    fresh.load_state_dict(saved)
-    assert fresh.param_groups[0]["decoupled_weight_decay"] is decoupled
-    del saved["param_groups"][0]["decoupled_weight_decay"]
-    old = kind([weight], **options)
-    old.load_state_dict(saved)
-    assert old.param_groups[0]["decoupled_weight_decay"] is decoupled
-    torchs = (torch.optim.AdamW if decoupled else torch.optim.Adam)([weight], weight_decay=0.5)
-    if "decoupled_weight_decay" in torchs.param_groups[0]:
-        fresh = kind([weight], **{**options, "decoupled_weight_decay": not decoupled})
-        fresh.load_state_dict(torchs.state_dict())
-        assert fresh.param_groups[0]["decoupled_weight_decay"] is decoupled
-    weight.grad = torch.zeros(3)
-    old.step()
-    assert bool((weight != 1).all()), "weights decay"
-    assert not old.state[weight]["exp_avg"].any() or not decoupled, "out of the moments"
-
-
 class Other(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -433,40 +290,6 @@ def test_wrong_optimizers_are_refused_in_distribute(make: Any, words: tuple[str,
     for message in run_teams(2, refused):
         assert all(word in message for word in words), message
     assert threading.active_count() <= threads
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"lr": -1.0}, ("lr", "-1")),
-        ({"lr": float("nan")}, ("lr", "nan")),
-        ({"warmup_steps": 0}, ("warmup_steps", "0")),
-        ({"warmup_steps": 2.5}, ("warmup_steps", "2.5")),
-        ({"warmup_steps": True}, ("warmup_steps", "True")),
-        ({"betas": (0.9, 1.0)}, ("betas", "1.0")),
-        ({"betas": 0.9}, ("betas", "0.9")),
-        ({"eps": -1e-8}, ("eps", "-1e-08")),
-        ({"weight_decay": "much"}, ("weight_decay", "much")),
-        ({"decoupled_weight_decay": 0.1}, ("decoupled_weight_decay", "True or False", "0.1")),
-    ],
-)
-def test_bad_options_of_the_optimizer(options: dict[str, Any], words: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError) as error:
-        bagua.optim.QAdam([nn.Parameter(torch.ones(2))], **options)
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_groups_share_the_warm_up() -> None:
-    groups = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": [nn.Parameter(torch.ones(2))], "warmup_steps": 7}]
-    with pytest.raises(ValueError, match="warmup_steps.*same.*7.*100"):
-        bagua.optim.QAdam(groups)
-
-
-def test_sparse_gradients_are_refused() -> None:
-    param = nn.Parameter(torch.ones(2, 2))
-    param.grad = torch.eye(2).to_sparse()
-    with pytest.raises(RuntimeError, match="QAdam.*sparse"):
-        bagua.optim.QAdam([param]).step()
 
 
 @pytest.mark.parametrize(

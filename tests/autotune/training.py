@@ -11,7 +11,12 @@ from torch import Tensor, nn
 import bagua
 from bagua.autotune import Settings, Tuner
 from bagua.autotune.progress import Progress
+from bagua.engine.engine import Engine
+from bagua.engine.hooks import attachments
 
+KIB, MIB = 2**10, 2**20
+QUICK: dict[str, Any] = {"sampling_confidence_time_s": 0}
+START = 256 * KIB  # bucket_bytes
 WIDTH, DEPTH = 128, 16  # layers of 64 KiB, 1 MiB in all: enough to be cut into buckets, and those into pieces
 
 
@@ -70,3 +75,12 @@ class Training:
 def pretend(monkeypatch: Any, seconds: Callable[[Settings], float]) -> None:
     """Let steps seem to take `seconds(settings)`, whatever they take."""
     monkeypatch.setattr(Tuner, "_step_s", lambda self, outcome: seconds(self._active))
+
+
+def engine_of(training: Training) -> Engine:
+    return attachments[training.model].engine
+
+
+def small_buckets_are_fast(settings: Settings) -> float:
+    """For `pretend`."""
+    return 0.1 + settings.bucket_bytes / MIB + settings.num_lanes / 100 + 0.01 * (settings.direct_bytes > 0)
