@@ -149,7 +149,7 @@ class Endpoints:
                 if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) or isinstance(error, socket.gaierror):
                     continue
                 raise
-            if (problem := _unreachable(host, listener.getsockname()[0])) is not None:
+            if (problem := unreachable(host, listener.getsockname()[0])) is not None:
                 _log.warning("rendezvous: %s", problem)
             store = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
@@ -316,7 +316,7 @@ def _state_of(handler: RendezvousHandler) -> Any:
     return holder.state
 
 
-def _unreachable(host: str, bound: str) -> str | None:
+def unreachable(host: str, bound: str) -> str | None:
     """A name that /etc/hosts maps to loopback, as some systems do with their own: others could not connect."""
     asked_for = host == "localhost" or host.startswith("127.") or host == "::1"
     if asked_for or not (bound.startswith("127.") or bound == "::1"):

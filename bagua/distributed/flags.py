@@ -25,6 +25,7 @@ _TUNING = {
     "autotune_warmup_time": "BAGUA_AUTOTUNE_WARMUP_TIME_S",
     "is_output_autotune_log": "BAGUA_IS_OUTPUT_AUTOTUNE_LOG",
 }
+_TOLERANT = ("detect_s", "max_wait_s")
 _LEVEL = "BAGUA_AUTOTUNE"
 
 
@@ -66,6 +67,25 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
         default=True,
         help="accepted: ranks find LOCAL_RANK in their environment in any case",
     )
+    add(
+        "fault_tolerant",
+        check_env,
+        help="experimental: survivors of a lost rank or host train on without a restart; one rank per host",
+    )
+    add(
+        "detect_s",
+        env,
+        type=float,
+        metavar="S",
+        help="with --fault-tolerant: silence in seconds after which a host, or a stopped rank, is taken for lost (2)",
+    )
+    add(
+        "max_wait_s",
+        env,
+        type=float,
+        metavar="S",
+        help="with --fault-tolerant: seconds to wait for a host that answers but is slow (no limit)",
+    )
     add("enable_bagua_net", check_env, help="have NCCL load Bagua-Net, which uses several TCP flows per connection")
 
 
@@ -80,6 +100,8 @@ def apply_bagua_arguments(parser: ArgumentParser, args: Namespace) -> None:
     if args.enable_bagua_net:
         _enable_bagua_net(parser)
     report_without_effect(parser, args, _WITHOUT_EFFECT)
+    if not args.fault_tolerant:
+        report_without_effect(parser, args, dict.fromkeys(_TOLERANT, "it belongs to --fault-tolerant"))
     _pass_on_tuning(parser, args)
     if args.default_bucket_size is not None:
         os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(args.default_bucket_size)

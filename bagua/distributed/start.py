@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
+from functools import partial
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -14,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.run import determine_local_world_size, run
 
-from bagua.distributed import failover
+from bagua.distributed import failover, fault_tolerant
 from bagua.distributed.failures import FirstFailure
 from bagua.elastic import memory
 from bagua.signals import end_by_exception
@@ -28,27 +29,36 @@ def start(args: Namespace, prog: str) -> int:
     """Launch what `args` describe and wait for it.
 
     Returns:
-        0 when all ranks exited with 0, 128 + n when signal n ended the launch, else 1.
+        0 when all ranks exited with 0, 128 + n when signal n ended the launch, else 1. With `--fault-tolerant`: the
+        exit code of the rank, 128 + n if signal n killed it.
     """
     # Shared with the launcher's own store, a restarted gloo group finds the addresses of the attempt before
     # it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     _keep_nohup(args)
     _silence_numpy()
-    _set_threads(args, prog)
-    nested = "TORCHELASTIC_ERROR_FILE" in os.environ
+    tolerant: fault_tolerant.Settings | None = None
     try:
-        _elect(args)
+        if args.fault_tolerant:
+            tolerant = fault_tolerant.Settings.of(args)
+        else:
+            _elect(args)
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
+    _set_threads(args, prog)
+    nested = "TORCHELASTIC_ERROR_FILE" in os.environ
+    launch = partial(_run, args) if tolerant is None else partial(fault_tolerant.run, tolerant, prog)
     held = _hold_memory(args)
     try:
         # A launcher that was itself launched passes on, through `record`, the failure that came first.
         with end_by_exception():
-            (record(_run) if nested else _run)(args)
+            (record(launch) if nested else launch)()
     except ChildFailedError as failure:
         print(failure, file=sys.stderr)
+        return 1 if tolerant is None else _shell_code(failure)
+    except fault_tolerant.JoinError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1
     except SignalException as interrupt:
         number = signal.Signals(interrupt.sigval)
@@ -62,6 +72,12 @@ def start(args: Namespace, prog: str) -> int:
             del os.environ[memory.VARIABLE]
             held.close()
     return 0
+
+
+def _shell_code(failure: ChildFailedError) -> int:
+    """Of the one rank of this host; as a shell says it, if it was killed."""
+    code = failure.get_first_failure()[1].exitcode
+    return 128 - code if code < 0 else code
 
 
 def _run(args: Namespace) -> None:

@@ -35,9 +35,9 @@ def command_for(
 ) -> list[str]:
     """The command of one host: after `bagua run` or `torchrun` come the flags of the rendezvous.
 
-    A static one; or, for `--nnodes MIN:MAX`, a c10d store on host 0, which `bagua run` can move to the next of
-    `addresses` when that host dies. What the command says itself is kept, and if
-    it names a rendezvous, none is put in.
+    A static one; or, for `--nnodes MIN:MAX` and `--fault-tolerant`, a c10d store on host 0, which `bagua run` can move
+    to the next of `addresses` when that host dies. What the command says itself is kept, and if it names a rendezvous,
+    none is put in.
 
     Raises:
         ValueError: if `nproc_per_node` is given and the command is not a launcher.
@@ -59,7 +59,7 @@ def command_for(
     if not given & {"standalone", "rdzv_backend", "rdzv_endpoint", "master_addr"}:
         if "nnodes" not in given:
             flags += ["--nnodes", str(num_hosts)]
-        if _elastic(own):
+        if _elastic(own) or "fault_tolerant" in given:
             moves = "torchrun" not in os.path.basename(words[0]) and "torch.distributed.run" not in words[:end]
             hosts = addresses if moves and addresses else (address,)
             endpoint = ",".join(f"{each}:{port}" for each in hosts)

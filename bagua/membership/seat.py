@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from bagua.membership.actions import Action, Blocked, EpochBegan, Excluded, Slow, Verdict
+from bagua.membership.actions import Action, Blocked, EpochBegan, Excluded, Left, Slow, Verdict
 from bagua.membership.epoch import Epoch
 from bagua.membership.transport import Transport
 
@@ -195,11 +195,12 @@ def describe_event(event: Action) -> str:
         before = now if event.previous is None else {each.name for each in event.previous.trainers}
         gone, came = ", ".join(sorted(before - now)), ", ".join(sorted(now - before))
         who = "".join((f"; lost {gone}" if gone else "", f"; joined {came}" if came else ""))
-        return f"epoch {event.epoch.number}: {len(now)} hosts train from step {event.epoch.step}{who}"
+        train = "1 host trains" if len(now) == 1 else f"{len(now)} hosts train"
+        return f"epoch {event.epoch.number}: {train} from step {event.epoch.step}{who}"
     if isinstance(event, Excluded):
         return f"epoch {event.epoch.number} was decided without this host ({event.epoch.reason})"
     if isinstance(event, Slow):
         return f"{event.name} has kept this host waiting for {event.waited_s:.1f} s"
     if isinstance(event, Blocked):
         return f"no epoch can be decided: {event.reason}"
-    return f"{type(event).__name__}"
+    return "this host has left the job" if isinstance(event, Left) else type(event).__name__

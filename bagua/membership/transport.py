@@ -98,6 +98,11 @@ class Transport:
         """Hosts that have a connection to this one."""
         return sorted({peer.name for peer in self._incoming.copy() if peer.name})
 
+    @property
+    def failed(self) -> bool:
+        """Whether its thread has ended by itself, with an error that was logged."""
+        return self._ended and not self._closing
+
     def close(self) -> None:
         """Stop. Peers see the connections close, so they count this host as lost unless it left before."""
         self._closing = True

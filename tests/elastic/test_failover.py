@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters, RendezvousTimeoutError
 
-from bagua.distributed.failover import BACKEND, Endpoints, FailoverRendezvous, _unreachable, parse_endpoints
+from bagua.distributed.failover import BACKEND, Endpoints, FailoverRendezvous, parse_endpoints, unreachable
 from tests.ports import free_ports
 
 
@@ -139,9 +139,9 @@ def test_endpoints_are_parsed() -> None:
 
 def test_a_name_that_means_loopback_is_told_of() -> None:
     """Some systems map a host's own name to 127.0.1.1: its store would be served to itself alone."""
-    assert "node1 is 127.0.1.1 on this host" in str(_unreachable("node1", "127.0.1.1"))
+    assert "node1 is 127.0.1.1 on this host" in str(unreachable("node1", "127.0.1.1"))
     for host, bound in (("localhost", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("node1", "10.0.0.5")):
-        assert _unreachable(host, bound) is None
+        assert unreachable(host, bound) is None
 
 
 def test_a_heartbeat_that_may_be_missed_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:

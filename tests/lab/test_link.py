@@ -120,6 +120,10 @@ C10D = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29500", "--rdzv-i
             [sys.executable, "-m", "bagua.cli.main", "run", "--nnodes", "3", *STATIC, "a.py"],
         ),
         (["torchrun", "--nnodes", "2:3", "a.py"], ["torchrun", *C10D, "--nnodes", "2:3", "a.py"]),
+        (
+            ["bagua", "run", "--fault-tolerant", "a.py"],
+            [sys.executable, "-m", "bagua.cli.main", "run", "--nnodes", "3", *C10D, "--fault-tolerant", "a.py"],
+        ),
         (["torchrun", "--nnodes=1:3", "a.py"], ["torchrun", *C10D, "--nnodes=1:3", "a.py"]),
         (["torchrun", "--standalone", "a.py"], ["torchrun", "--standalone", "a.py"]),
         (["torchrun", "a.py", "--nnodes", "7"], ["torchrun", "--nnodes", "3", *STATIC, "a.py", "--nnodes", "7"]),

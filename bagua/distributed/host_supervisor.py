@@ -1,0 +1,293 @@
+"""Supervises the rank of one host while its agent takes part in the membership."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from bagua.distributed.failures import FirstFailure
+from bagua.distributed.founding import Job, JoinError
+from bagua.distributed.job_store import ServedStore
+from bagua.distributed.rank_notes import ENDED, RankNotes, lost
+from bagua.distributed.rank_process import RankProcess
+from bagua.membership import Action, Epoch, EpochBegan, Excluded, Left, Member
+from bagua.membership.epoch import NO_MODEL
+from bagua.membership.seat import View, describe_event, store_in, view_of
+from bagua.membership.seat_service import SEAT, SeatService
+from bagua.membership.transport import Transport
+
+__all__ = ["HostSupervisor"]
+
+_POLL_S = 0.05
+_CLOSE_S = 30.0  # for a rank to end after a signal, as torchrun's launcher leaves it
+_LEAVE_S = 5.0  # for the others to decide without a host that a signal ends
+_SERVE_S = 300.0  # for the ranks of the others to end after this host's, as torchrun's exit barrier has it
+_ALONE_S = 10.0  # to go on waiting for hosts that cannot be heard
+
+
+class HostSupervisor:
+    """Starts the rank, watches it, and keeps the agent alive as long as others need its vote.
+
+    Args:
+        job: what the host takes part in.
+        served: its store.
+        transport: runs its agent.
+        directory: of its own, for the seat and the tracebacks.
+        command: of the rank.
+        script: named in the summary of a failure.
+        max_restarts: how often a rank that failed is started again, as a newcomer.
+        join_s: for a newcomer to be admitted.
+        say: writes a line to the log.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        served: ServedStore,
+        transport: Transport,
+        directory: Path,
+        command: Sequence[str],
+        script: str,
+        max_restarts: int,
+        join_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._job, self._served, self._transport, self._say = job, served, transport, say
+        self._directory, self._command, self._script = directory, command, script
+        self._max_restarts, self._join_s = max_restarts, join_s
+        self._name: str = transport.call(lambda agent, _: agent.name)
+        self._detect_s: float = transport.call(lambda agent, _: agent.options.detect_s)
+        self._seats = SeatService(transport, directory)
+        self._notes = RankNotes(served.store, self._name)
+        self._rank: RankProcess | None = None
+        self._rank_number = 0  # of the rank that was started last
+        self._starts = 0
+        self._waits_since: float | None = time.monotonic()  # for a place for a rank; None: no rank is to be started
+        self._failure: dict[int, ProcessFailure] = {}  # of the rank that ended last, by its number
+        self._signal: int | None = None
+        self._kill = False
+        self._close_by = self._serve_until = 0.0
+        self._ended = self._left = False
+        self._alone_since: float | None = None
+
+    def run(self) -> None:
+        """Until the rank has ended, and the others do not need this host any more.
+
+        Raises:
+            FirstFailure: the rank has failed and was not started again.
+            SignalException: a signal has ended the host.
+            JoinError: no place for a rank was found.
+        """
+        try:
+            with self._signals():
+                while not self._is_over():
+                    self._take_event()
+                    self._watch_rank()
+        finally:
+            if self._rank is not None:
+                self._rank.kill()
+            self._seats.close()
+            self._transport.close()
+            self._notes.close()
+        if self._signal is not None:
+            raise SignalException(f"signal {self._signal}", signal.Signals(self._signal))
+        if self._failure:
+            raise FirstFailure(self._script, self._failure)
+
+    # -- the membership ------------------------------------------------------------------------------------------
+
+    def _take_event(self) -> None:
+        try:
+            event = self._transport.events.get(timeout=_POLL_S)
+        except queue.Empty:
+            return
+        self._say(_told(event))
+        self._seats.refresh()
+        if isinstance(event, EpochBegan | Excluded):
+            self._alone_since = None
+            contacts = tuple(member.address for member in event.epoch.members)
+            self._served.note(replace(self._job.note, number=event.epoch.number, contacts=contacts))
+        self._left |= isinstance(event, Left)
+
+    def _known(self) -> tuple[Epoch | None, Member | None]:
+        return self._transport.call(lambda agent, _: (agent.epoch, agent.member))
+
+    # -- the rank ------------------------------------------------------------------------------------------------
+
+    def _watch_rank(self) -> None:
+        now = time.monotonic()
+        if self._transport.failed:
+            raise JoinError("the agent of this host has failed; its traceback is above")
+        if self._rank is None:
+            if self._signal is not None and not self._ended:
+                self._leave()
+            elif self._waits_since is not None:
+                self._await_place(now, self._waits_since)
+            return
+        code = self._rank.poll()
+        if code is None:
+            self._watch_running(self._rank, now)
+        else:
+            rank, self._rank = self._rank, None
+            self._failure = {self._rank_number: rank.failure()} if code else {}
+            self._rank_ended(code)
+
+    def _rank_ended(self, code: int) -> None:
+        if code == 0 and self._signal is None:
+            self._end(_SERVE_S)
+            return
+        self._transport.call(lambda agent, now: agent.weights_lost(now, agent.payload))
+        self._seats.disconnect()
+        if self._signal is not None:
+            self._leave()
+        elif self._starts <= self._max_restarts:
+            self._say(f"the rank of this host has {_how(code)}; it is started again once this host is admitted")
+            self._waits_since = time.monotonic()
+        else:
+            self._say(f"the rank of this host has {_how(code)}; this host leaves the job")
+            self._leave()
+
+    def _leave(self) -> None:
+        self._transport.call(lambda agent, now: agent.leave(now))
+        self._end(_SERVE_S if self._signal is None else max(_LEAVE_S, 3 * self._detect_s))
+
+    def _await_place(self, now: float, since: float) -> None:
+        """Start a rank as soon as this host has a place for it: that of a founder, or of a learner."""
+        epoch, me = self._known()
+        if epoch is not None and me is not None and not me.trains:
+            self._start(view_of(epoch, self._name, 0))
+        elif me is not None and self._job.founder and not self._starts:
+            self._start(view_of(self._job.note.founders, self._name, 0))
+        elif now - since > self._join_s:
+            if not self._failure:
+                raise JoinError(f"no member of the job has admitted this host within {self._join_s:g} s")
+            self._say(f"this host was not admitted again within {self._join_s:g} s")
+            self._end(0.0)
+
+    def _start(self, view: View) -> None:
+        """The ranks of founders make up the first groups; a newcomer's is numbered as if it were the next one."""
+        self._rank_number = len(view.members) if view.rank is None else view.rank
+        env = {**os.environ, **self._environment(view)}
+        self._rank = RankProcess(self._command, env, self._directory / f"attempt_{self._starts}" / "0")
+        self._starts += 1
+        self._waits_since = None
+
+    def _environment(self, view: View) -> Mapping[str, str]:
+        rank, size = str(self._rank_number), str(max(len(view.members), self._rank_number + 1))
+        host, _, port = view.store.rpartition(":")
+        return {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GROUP_RANK": rank,
+            "GROUP_WORLD_SIZE": size,
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": size,
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": self._job.note.run_id,
+            "TORCHELASTIC_RESTART_COUNT": str(self._starts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            SEAT: str(self._seats.path),
+        }
+
+    def _watch_running(self, rank: RankProcess, now: float) -> None:
+        if self._signal is not None and (self._kill or now > self._close_by):
+            rank.kill()
+        elif (stopped_s := rank.stopped_s(now)) > self._detect_s:
+            self._say(f"the rank of this host (pid {rank.pid}) has been stopped for {stopped_s:.1f} s; it is killed")
+            rank.kill()
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _end(self, serve_s: float) -> None:
+        """The rank has ended for good. The agent goes on until the others do not need its vote."""
+        self._ended, self._waits_since = True, None
+        self._serve_until = time.monotonic() + serve_s
+
+    def _is_over(self) -> bool:
+        epoch, me = self._known()
+        has_weights = self._transport.call(lambda agent, _: agent.held) != NO_MODEL
+        if epoch is None or (has_weights and not self._ended):
+            return self._ended and self._kill
+        self._notes.tell(
+            {member.name: store_in(member.payload) for member in epoch.members},
+            ENDED if self._ended else lost(epoch.number) if self._failure else "",
+        )
+        trainers = {member.name for member in epoch.trainers} - {self._name}
+        waited_for = trainers - self._notes.without_weights(trainers, epoch.number)
+        if not self._ended:
+            self._stop_without_model(waited_for)
+            return False
+        if self._left or self._kill or time.monotonic() > self._serve_until:
+            return True
+        # The others wait for the note of a host that trains.
+        waits = me is not None and me.trains
+        untold = {m.name for m in epoch.members} - {self._name, *self._notes.delivered} if waits else set[str]()
+        return (not waited_for and not untold) or self._is_alone(waited_for | untold)
+
+    def _is_alone(self, others: set[str]) -> bool:
+        """Whether those that are left cannot be heard for a while: they have ended, or this host is cut off."""
+        now = time.monotonic()
+        if not others <= self._transport.call(lambda agent, _: agent.suspected).keys():
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        return self._alone_since is not None and now - self._alone_since > max(_ALONE_S, 3 * self._detect_s)
+
+    def _stop_without_model(self, waited_for: set[str]) -> None:
+        """A host without weights ends when all that had them have ended or lost them: nobody can give it any."""
+        if waited_for:
+            return
+        self._say("no rank is left that has the weights: the job ends")
+        if self._rank is not None:
+            self._rank.kill()
+            self._rank = None
+        self._end(_SERVE_S)
+
+    # -- signals -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Pass on what ends a launcher to the rank. SIGHUP is left as it is under nohup."""
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        earlier = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Takes no lock: the main thread may hold it."""
+        self._kill |= self._signal is not None  # a second one does not wait
+        self._signal = self._signal or number
+        self._close_by = time.monotonic() + _CLOSE_S
+        if self._rank is not None:
+            self._rank.send(number)
+
+
+def _told(event: Action) -> str:
+    text = describe_event(event)
+    reason = event.epoch.reason if isinstance(event, EpochBegan) and event.previous is not None else ""
+    return f"{text} ({reason})" if reason else text
+
+
+def _how(code: int) -> str:
+    return f"ended with exit code {code}" if code > 0 else f"been killed by {signal.Signals(-code).name}"

@@ -1,0 +1,91 @@
+"""What has become of the ranks of other hosts: each launcher writes it into the stores of the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping
+
+from torch.distributed import TCPStore
+
+from bagua.distributed.job_store import connect
+
+__all__ = ["ENDED", "RankNotes", "lost"]
+
+ENDED = "ended"  # for good
+_KEY = "bagua/rank"
+_RETRY_S = 0.5
+_JOIN_S = 1.0
+
+
+def lost(epoch: int) -> str:
+    """The rank has ended in this epoch, and its weights with it."""
+    return f"lost {epoch}"
+
+
+class RankNotes:
+    """Tells the other launchers that this host's rank has ended, and hears of theirs.
+
+    An agent may end only when the others do not need its vote any more, so launchers end together. A note is written
+    into the store of the launcher that is told: reading the own store never blocks, whatever has become of the writer.
+
+    Args:
+        store: of this launcher.
+        name: of this host.
+    """
+
+    def __init__(self, store: TCPStore, name: str) -> None:
+        self._store, self._name = store, name
+        self._threads: dict[tuple[str, str], threading.Thread] = {}
+        self._delivered: set[str] = set()
+        self._closing = threading.Event()
+
+    def tell(self, hosts: Mapping[str, str], note: str) -> None:
+        """Write the note to these, in the background, until it is delivered. Repeated calls are free.
+
+        Args:
+            hosts: names, and the addresses of their stores.
+            note: `ENDED` or `lost(epoch)`; nothing is written if it is empty.
+        """
+        for name, address in hosts.items() if note else ():
+            if name != self._name and (name, note) not in self._threads:
+                thread = threading.Thread(
+                    target=self._deliver, args=(name, address, note), name="bagua-note", daemon=True
+                )
+                self._threads[name, note] = thread
+                thread.start()
+
+    @property
+    def delivered(self) -> Collection[str]:
+        """Hosts that know that this host's rank has ended for good."""
+        return self._delivered
+
+    def without_weights(self, trainers: Collection[str], epoch: int) -> set[str]:
+        """Those of the trainers of an epoch whose ranks have ended, as they have told this host."""
+        found: set[str] = set()
+        for name in trainers:
+            if not self._store.check([f"{_KEY}/{name}"]):
+                continue
+            word, _, number = self._store.get(f"{_KEY}/{name}").decode(errors="replace").partition(" ")
+            # One that has lost its weights may have fetched others since: then it trains in a later epoch.
+            if word == ENDED or (word == "lost" and number.isdigit() and int(number) >= epoch):
+                found.add(name)
+        return found
+
+    def close(self) -> None:
+        """Give up what is not delivered yet."""
+        self._closing.set()
+        deadline = time.monotonic() + _JOIN_S
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _deliver(self, name: str, address: str, note: str) -> None:
+        while not self._closing.is_set():
+            try:
+                connect(address).set(f"{_KEY}/{self._name}", note)
+            except (OSError, RuntimeError, ValueError):
+                self._closing.wait(_RETRY_S)
+                continue
+            if note == ENDED:
+                self._delivered.add(name)
+            return

@@ -1,0 +1,168 @@
+"""`bagua run --fault-tolerant`: ranks and launchers are killed and stopped, the others go on in the same processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.launchers import DEAF_S, Hosts, Launched, wait_for
+from tests.fork_server import ForkServer
+from tests.launch.launching import RUN, launch, script
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    made = ForkServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hosts(server: ForkServer, tmp_path: Path) -> Iterator[Hosts]:
+    made = Hosts(server, tmp_path, 3, "--nnodes", "3", "--detect-s", DEAF_S)
+    yield made
+    made.close()
+
+
+def names(those: list[Launched]) -> list[str]:
+    found = [each.seen() for each in those]
+    return [each.name for each in found if each is not None]
+
+
+def pids(those: list[Launched]) -> list[list[int]]:
+    return [each.ranks() for each in those]
+
+
+def test_a_killed_rank_and_then_a_host(hosts: Hosts) -> None:
+    """The first is not started again, and its host leaves in order; one of two hosts that are left may end, too."""
+    first, second, third = all_three = hosts.start_all()
+    seen = [each.seen() for each in all_three]
+    port = str(hosts.ports[0])
+    assert [s.environment for s in seen if s] == [[str(i), "3", "127.0.0.1", port, "0"] for i in range(3)]
+    called = names(all_three)
+    survivors = [first, third]
+    before = pids(survivors)
+    os.kill(second.ranks()[0], signal.SIGKILL)
+    hosts.await_members([called[0], called[2]], survivors)
+    hosts.await_step(6, survivors)
+    assert second.wait() == 128 + signal.SIGKILL
+    assert "the rank of this host has been killed by SIGKILL; this host leaves the job" in second.text()
+    assert "Signal 9 (SIGKILL) received by PID" in second.text()
+    assert f"epoch 2: 2 hosts train from step 3; lost {called[1]}" in first.text()
+    assert pids(survivors) == before
+    hosts.stop(survivors)
+    assert [each.wait() for each in survivors] == [0, 0]
+
+
+def test_the_launcher_that_served_the_store_is_killed_and_comes_back(hosts: Hosts) -> None:
+    """The others go on with the store of the next host. It does not found a second job, but joins as a newcomer."""
+    first, *others = hosts.start_all()
+    called, before = names(hosts.all), pids(others)
+    first.kill()
+    hosts.await_members(called[1:], others)
+    hosts.await_step(6, others)
+    view = others[0].seen()
+    assert view is not None and view.view is not None
+    assert view.view["store"].endswith(f":{hosts.ports[1]}") and view.view["step"] == 3
+    group = view.view["group"]
+    again = hosts.start()
+    wait_for(lambda: again.seen() is not None, "rank of the newcomer", hosts)
+    learner, other = again.seen(), others[0].seen()
+    assert learner is not None and learner.view is not None and learner.name not in called
+    assert learner.view["rank"] is None and learner.members == called[1:]  # without history it does not lead
+    assert learner.environment[:2] == ["2", "3"]
+    assert other is not None and other.view is not None and other.view["group"] == group
+    assert pids(others) == before
+    hosts.stop(others)
+    assert [each.wait() for each in others] == [0, 0]
+    assert again.wait() == 0 and "no rank is left that has the weights: the job ends" in again.text()
+
+
+def test_a_rank_that_fails_comes_back_as_a_learner(hosts: Hosts) -> None:
+    all_three = hosts.start_all("--max-restarts", "1")
+    called = names(all_three)
+    (old,) = all_three[0].ranks()
+    hosts.stop(all_three[:1], code=3)
+    hosts.await_members(called[1:], all_three[1:])
+    (all_three[0].folder / "stop").unlink()
+    wait_for(lambda: all_three[0].ranks() not in ([], [old]), "second rank", hosts)
+    again = all_three[0].seen()
+    assert again is not None and again.view is not None and again.view["rank"] is None and again.name == called[0]
+    assert "has ended with exit code 3; it is started again once this host is admitted" in all_three[0].text()
+    os.kill(again.pid, signal.SIGKILL)
+    assert all_three[0].wait() == 128 + signal.SIGKILL
+    hosts.stop(all_three[1:])
+    assert [each.wait() for each in all_three[1:]] == [0, 0]
+
+
+def test_a_launcher_that_is_told_to_end_leaves_in_order(hosts: Hosts) -> None:
+    all_three = hosts.start_all()
+    called = names(all_three)
+    os.kill(all_three[2].pid, signal.SIGTERM)
+    assert all_three[2].wait() == 128 + signal.SIGTERM
+    assert "ended by SIGTERM; all ranks of this node have ended" in all_three[2].text()
+    hosts.await_members(called[:2], all_three[:2])
+    for each in all_three[:2]:
+        os.kill(each.pid, signal.SIGINT)
+    assert [each.wait() for each in all_three[:2]] == [128 + signal.SIGINT] * 2
+
+
+def test_all_ranks_fail(hosts: Hosts) -> None:
+    """A fault of the script: nobody has the weights, so the job ends, with restarts left or without."""
+    all_three = hosts.start_all("--max-restarts", "1")
+    hosts.stop(all_three, code=5)
+    assert [each.wait() for each in all_three] == [5, 5, 5]
+    assert "no rank is left that has the weights: the job ends" in all_three[0].text()
+
+
+def test_a_stopped_rank_is_killed(server: ForkServer, tmp_path: Path) -> None:
+    """Its launcher sees that it is stopped, where the others could only guess."""
+    hosts = Hosts(server, tmp_path, 3, "--nnodes", "3", "--detect-s", "3")
+    try:
+        all_three = hosts.start_all()
+        called = names(all_three)
+        os.kill(all_three[1].ranks()[0], signal.SIGSTOP)
+        assert all_three[1].wait() == 128 + signal.SIGKILL
+        assert "has been stopped for 3" in all_three[1].text() and "it is killed" in all_three[1].text()
+        hosts.await_members([called[0], called[2]], [all_three[0], all_three[2]])
+        hosts.stop([all_three[0], all_three[2]])
+        assert [all_three[0].wait(), all_three[2].wait()] == [0, 0]
+    finally:
+        hosts.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--nproc-per-node", "2"), "--fault-tolerant: one rank per host for now, not --nproc-per-node 2"),
+        (("--nnodes", "2"), "--fault-tolerant needs --rdzv-endpoint HOST:PORT,HOST:PORT,... with the hosts of the job"),
+        (("--nnodes", "3:2"), "--nnodes 3:2: expected N, or MIN:MAX with 0 < MIN <= MAX"),
+        (("--rdzv-endpoint", "a"), "--rdzv-endpoint: 'a' is not HOST:PORT"),
+        (("--detect-s", "0"), "--detect-s: detect_s=0.0: it must be positive and finite"),
+        (("--max-wait-s", "1"), "--max-wait-s: max_wait_s=1.0: it must be more than detect_s=2.0"),
+        (("--tee", "3"), "--tee cannot be used with --fault-tolerant yet"),
+        (("--rdzv-conf", "join_timeout=soon"), "--rdzv-conf join_timeout=soon: expected a number of seconds"),
+        (("--rdzv-backend", "etcd"), "--rdzv-backend etcd: --fault-tolerant has a rendezvous of its own"),
+        (("--max-restarts", "-1"), "--max-restarts -1: must not be negative"),
+    ],
+)
+def test_wrong_arguments_are_one_line(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from bagua.distributed.run import main
+
+    assert main(["--fault-tolerant", *flags, "a.py"]) == 2
+    assert capsys.readouterr().err == f"bagua run: {message}\n"
+
+
+def test_a_job_of_one_host(tmp_path: Path) -> None:
+    """In a process of its own, to its very end. A traceback goes into the summary."""
+    path = script(tmp_path, "import bagua, sys\nbagua.init_process_group()\nprint('here', sys.argv[1:])\n1 / 0\n")
+    ended = launch(tmp_path, *RUN, "--fault-tolerant", path, "local=${local_rank}")
+    assert ended.code == 1 and "here ['local=0']" in ended.out
+    assert "ZeroDivisionError: division by zero" in ended.err
+    assert not list(tmp_path.glob("bagua-run-*"))
