@@ -1,7 +1,7 @@
 """Hooks of MkDocs: what pages hold that Markdown has not.
 
 Files outside docs/ that pages link to become pages, so that links work on the site too. Figures get their dark form and
-lead to the whole of themselves. Formulas become MathML, which browsers typeset without a script.
+lead to the whole of themselves. Formulas become MathML, which browsers typeset without a script. Long names may break.
 """
 
 # pyright: reportMissingImports=false
@@ -25,6 +25,8 @@ FORMULA = re.compile(r"^\$\$\n(.*?)\n\$\$$", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".sh": "bash", ".cpp": "cpp", ".h": "cpp"}
 MADE = re.compile(r"^Made from the docstrings by .*\n", re.MULTILINE)  # for those who read the source of the page
+LONG_NAME = re.compile(r"<code>([^<\s]{25,})</code>")
+JOINT = re.compile(r"(::|(?<!<)/|_)(?=\w)")  # but the slash of an end tag
 SHOWN_BYTES = 200_000  # of a file that is no Markdown
 
 
@@ -66,6 +68,11 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
     parts = FENCE.split(markdown)
     return "".join(part if part.startswith("```") else _drawn(LINK.sub(replace, part)) for part in parts)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let long names, such as those of tests, break at their joints: a column is as wide as its longest word."""
+    return LONG_NAME.sub(lambda match: JOINT.sub(r"\1<wbr>", match[0]), html)
 
 
 def _drawn(markdown: str) -> str:
