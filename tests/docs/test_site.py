@@ -119,6 +119,8 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "source" / "examples" / "digits.py.html").exists()
     search = (tmp_path / "site" / "search" / "search_index.js").read_text()
     assert all(word in search for word in ("AdamW", "WAN", "Requirements"))
+    assert ".json.html" not in search, "results are pages, but not found by search"
+    assert "<wbr>" in (tmp_path / "site" / "compatibility.html").read_text()
     assert 'src="assets/iframe-worker.js"' in (tmp_path / "site" / "index.html").read_text()
     assert "steps.svg#only-light" in (choosing := (tmp_path / "site" / "choosing.html").read_text())
     assert "steps-dark.svg#only-dark" in choosing
