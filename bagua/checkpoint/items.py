@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bagua.checkpoint.errors import CheckpointError
+from bagua.checkpoint.subclasses import is_subclass, on_cpu
 from bagua.engine.hooks import attachments
 
 __all__ = ["ALGORITHM", "RNG", "Item", "algorithm_item", "check_objects", "collect", "is_stateful", "kind_of"]
@@ -75,7 +75,7 @@ def collect(objects: Mapping[str, Any]) -> dict[str, Item]:
     """Return the items of `objects`, and this process's random state.
 
     Raises:
-        CheckpointError: something in them is a tensor subclass, such as DTensor.
+        CheckpointError: something in them is a tensor subclass that cannot be saved, such as DTensor.
         CommunicationError: an exchange that was in progress has failed.
     """
     items: dict[str, Item] = {}
@@ -107,12 +107,7 @@ def set_random_state(state: Mapping[str, Tensor]) -> None:
 def _plain(value: Any, where: str) -> Any:
     """`value` with its tensors on the CPU, so that ranks on different GPUs hold the same bytes; copies what it must."""
     if isinstance(value, Tensor):
-        if type(value) not in (Tensor, nn.Parameter):
-            raise CheckpointError(
-                f"{where} is a {type(value).__name__}; bagua.checkpoint saves plain tensors only, "
-                "use torch.distributed.checkpoint with torch's own state dicts"
-            )
-        return value.detach().cpu()
+        return on_cpu(value, where) if is_subclass(value) else value.detach().cpu()
     if isinstance(value, dict):
         new = {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
         if type(value) is dict:

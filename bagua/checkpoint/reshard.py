@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bagua.algorithms import LowPrecisionDecentralized
 from bagua.checkpoint.errors import CheckpointError
+from bagua.checkpoint.subclasses import is_subclass, parts_of
 from bagua.engine.engine import Engine
 from bagua.exchanges import DifferenceGossip, Exchange, Hierarchical, PowerSGD, ScatterGather
 
@@ -43,6 +44,8 @@ _RULES = ("mean", "chunks", "equal", "weights", "fresh")
 
 def equal(left: Any, right: Any) -> bool:
     """Whether plain data is the same to the last bit."""
+    if isinstance(left, Tensor) and is_subclass(left):
+        return type(left) is type(right) and left.shape == right.shape and equal(parts_of(left), parts_of(right))
     if isinstance(left, Tensor):
         return (
             isinstance(right, Tensor)
@@ -78,8 +81,10 @@ def for_other_size(name: str, copies: Sequence[Any], where: str) -> Any:
 
 
 def mean(copies: Sequence[Tensor]) -> Tensor:
-    """The mean of equal or different tensors; of integers the first one."""
+    """The mean of equal or different tensors; of integers and of tensor subclasses the first one."""
     first = copies[0]
+    if is_subclass(first):
+        return first
     if not first.is_floating_point() or all(equal(copy, first) for copy in copies):
         return first.clone()
     total = torch.zeros(first.shape, dtype=torch.float64)
