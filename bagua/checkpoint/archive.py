@@ -111,8 +111,8 @@ def save(
     owners = share(team, what, items, problem)
     number, name = decode(team.broadcast_bytes(what, encode([number, path.name]) if team.rank == 0 else None))
     writers = {name: partial(write_file, value=item.value) for name, item in items.items()}
-    kinds = {name: item.kind for name, item in items.items()}
-    return _complete(folder, (number, name), writers, kinds, owners, step, keep, team, what)
+    content = _Content(writers, {name: item.kind for name, item in items.items()}, owners)
+    return _complete(folder, (number, name), content, step, keep, team, what)
 
 
 def save_packed(
@@ -146,15 +146,28 @@ def save_packed(
             problem = error
     place = agree(team, what, place, problem)[0]
     writers = {name: partial(write_bytes, data=data) for name, data in packed.items()}
-    return _complete(folder, (place[0], place[1]), writers, dict(kinds), owners, step, keep, team, what)
+    return _complete(folder, (place[0], place[1]), _Content(writers, dict(kinds), owners), step, keep, team, what)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The items of a checkpoint, by name.
+
+    Attributes:
+        writers: write an item to a file of this rank, and return its size and checksum.
+        kinds: equal on all ranks.
+        owners: by rank, the rank whose bytes stand for that rank.
+    """
+
+    writers: Mapping[str, Callable[[Path], tuple[int, int]]]
+    kinds: dict[str, str]
+    owners: dict[str, list[int]]
 
 
 def _complete(
     folder: Path,
     place: tuple[int, str],
-    writers: Mapping[str, Callable[[Path], tuple[int, int]]],
-    kinds: dict[str, str],
-    owners: dict[str, list[int]],
+    content: _Content,
     step: int,
     keep: int | None,
     team: Team,
@@ -162,10 +175,10 @@ def _complete(
 ) -> Path:
     """Write the files of a reserved checkpoint and publish it. `place`: its number, and the name it has until then."""
     number, path = place[0], folder / place[1]
-    sums, problem = _write(path, writers, owners, team)
+    sums, problem = _write(path, content, team)
     reports = agree(team, what, sums, problem)
-    files = {name: [_file(name, rank) for rank in by_rank] for name, by_rank in owners.items()}
-    manifest = Manifest(step, team.size, kinds, files)
+    files = {name: [_file(name, rank) for rank in by_rank] for name, by_rank in content.owners.items()}
+    manifest = Manifest(step, team.size, content.kinds, files)
     for report in reports:
         manifest.sums |= {name: (nbytes, crc) for name, (nbytes, crc) in report.items()}
     final, problem = path, None
@@ -180,19 +193,14 @@ def _complete(
     return folder / f"checkpoint-{number:06d}-step-{step}" if team.rank else final
 
 
-def _write(
-    path: Path,
-    writers: Mapping[str, Callable[[Path], tuple[int, int]]],
-    owners: dict[str, list[int]],
-    team: Team,
-) -> tuple[dict[str, tuple[int, int]], BaseException | None]:
+def _write(path: Path, content: _Content, team: Team) -> tuple[dict[str, tuple[int, int]], BaseException | None]:
     """Write what this rank owns; returns sizes and checksums, or the trouble."""
     sums: dict[str, tuple[int, int]] = {}
     try:
         if not path.is_dir():
             raise CheckpointError(f"{path} does not exist; all ranks must see the same directory")
-        for name, write in writers.items():
-            if owners[name][team.rank] == team.rank:
+        for name, write in content.writers.items():
+            if content.owners[name][team.rank] == team.rank:
                 file = _file(name, team.rank)
                 sums[file] = write(path / file)
         sync_directory(path)

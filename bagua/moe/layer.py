@@ -17,7 +17,7 @@ from bagua.moe.experts import Experts
 from bagua.moe.gate import TopKGate
 from bagua.moe.routing import Routing
 from bagua.moe.spread import Spread
-from bagua.moe.travel import travel
+from bagua.moe.token_exchange import exchange_tokens
 
 __all__ = ["MOELayer", "MoE"]
 
@@ -109,14 +109,14 @@ def _ask(layer: MOELayer, rows_TM: Tensor, rows_E: tuple[int, ...]) -> Tensor:
     # An expert sees rows of all ranks, each with the gradient of its own rank's loss. On the way in the gradient is
     # divided by R, so that the expert's is that of the mean loss; on the way out the tokens' own is restored.
     divisor = float(spread.size) if layer.gradient == "mean" else 1.0
-    rows_UM = travel(rows_TM, spread, to, fro, layer.codec, layer.grad_codec, divisor)
+    rows_UM = exchange_tokens(rows_TM, spread, to, fro, layer.codec, layer.grad_codec, divisor)
     order_U, back_U = _by_expert(counts_Rn, rows_UM.device)
     if order_U is not None:
         rows_UM = rows_UM.index_select(0, order_U)
     answers_UM = layer.experts(rows_UM, layer.num_rows)
     if back_U is not None:
         answers_UM = answers_UM.index_select(0, back_U)
-    return travel(answers_UM, spread, fro, to, layer.codec, layer.grad_codec, 1.0 / divisor)
+    return exchange_tokens(answers_UM, spread, fro, to, layer.codec, layer.grad_codec, 1.0 / divisor)
 
 
 def _by_expert(counts_Rn: list[list[int]], device: torch.device) -> tuple[Tensor | None, Tensor | None]:

@@ -16,7 +16,7 @@ from bagua.errors import CommunicationError, RankMismatchError
 from bagua.moe import MoE, is_moe_param
 from bagua.moe import gate as gate_module
 from bagua.moe.spread import Spread
-from bagua.moe.travel import travel
+from bagua.moe.token_exchange import exchange_tokens
 from tests.moe import oracle
 from tests.rank_threads import _run, run_teams, teams
 
@@ -149,7 +149,7 @@ def test_rows_travel_with_splits_of_any_size() -> None:
         spread, rank = Spread(team), team.rank
         to, fro = tuple(SPLITS[rank]), tuple(row[rank] for row in SPLITS)
         rows = (torch.arange(sum(to) * 2, dtype=torch.float64).view(-1, 2) + 100 * rank).requires_grad_()
-        got = travel(rows, spread, to, fro, grad_scale=0.5)
+        got = exchange_tokens(rows, spread, to, fro, grad_scale=0.5)
         (got * (rank + 1)).sum().backward()
         assert rows.grad is not None
         return got.detach(), rows.grad
@@ -166,7 +166,7 @@ def test_rows_travel_with_splits_of_any_size() -> None:
 def test_a_second_derivative_travels_too() -> None:
     def run(team: Team) -> Tensor:
         x = torch.full((2, 3), float(team.rank + 2), dtype=torch.float64, requires_grad=True)
-        y = travel(x * x, Spread(team), (1, 1), (1, 1), grad_scale=0.5)
+        y = exchange_tokens(x * x, Spread(team), (1, 1), (1, 1), grad_scale=0.5)
         (slope,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(slope.sum(), x)
         return torch.stack([slope.detach(), second])
@@ -181,7 +181,7 @@ def test_eight_bits_are_near_and_what_stays_is_exact() -> None:
     def run(team: Team, codec: str | None, grad_codec: str | None) -> tuple[Tensor, Tensor, int]:
         spread = Spread(team)
         rows = torch.randn(8, 64, generator=torch.Generator().manual_seed(team.rank)).requires_grad_()
-        got = travel(rows, spread, (4, 4), (4, 4), _codec(codec), _codec(grad_codec))
+        got = exchange_tokens(rows, spread, (4, 4), (4, 4), _codec(codec), _codec(grad_codec))
         sent = spread.bytes_sent()
         (got * torch.linspace(-1, 1, 64)).sum().backward()
         assert rows.grad is not None

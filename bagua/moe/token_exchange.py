@@ -10,10 +10,10 @@ from torch import Tensor
 from bagua.codecs import Codec
 from bagua.moe.spread import Spread
 
-__all__ = ["travel"]
+__all__ = ["exchange_tokens"]
 
 
-def travel(
+def exchange_tokens(
     rows_TM: Tensor,
     spread: Spread,
     to: tuple[int, ...],
@@ -32,11 +32,11 @@ def travel(
     Returns:
         Rows [U, M].
     """
-    result: Any = _Travel.apply(rows_TM, spread, to, fro, codec, grad_codec, 1.0, grad_scale)
+    result: Any = _ExchangeTokens.apply(rows_TM, spread, to, fro, codec, grad_codec, 1.0, grad_scale)
     return result
 
 
-class _Travel(torch.autograd.Function):
+class _ExchangeTokens(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
@@ -56,5 +56,5 @@ class _Travel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_UM: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         spread, to, fro, codec, grad_codec, scale, grad_scale = ctx.given
-        grad_TM = _Travel.apply(grad_UM, spread, fro, to, grad_codec, codec, grad_scale, scale)
+        grad_TM = _ExchangeTokens.apply(grad_UM, spread, fro, to, grad_codec, codec, grad_scale, scale)
         return grad_TM, None, None, None, None, None, None, None
