@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.rank_pool import RankPool
-from tests.tiers import assign_tier, install_guard, running, tier_of
+from tests.tiers import assign_tier, holds_no_unit_test, install_guard, running, tier_of, wants_unit_tests_only
 
 torch.set_num_threads(1)
 
@@ -18,6 +19,11 @@ torch.set_num_threads(1)
 def pytest_configure() -> None:
     """Keep unit tests from starting processes."""
     install_guard()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files of other tiers for `-m unit`."""
+    return True if wants_unit_tests_only(config.option.markexpr) and holds_no_unit_test(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

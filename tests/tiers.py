@@ -6,6 +6,7 @@ A unit test that starts a process fails: an audit hook of the interpreter sees i
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["TIERS", "assign_tier", "install_guard", "running", "tier_of"]
+__all__ = ["TIERS", "assign_tier", "holds_no_unit_test", "install_guard", "running", "tier_of", "wants_unit_tests_only"]
 
 TIERS = ("unit", "process", "lab", "docs")
 _FOLDERS = {
@@ -24,6 +25,7 @@ _FOLDERS = {
     "net": "process",
     "scripts": "process",
 }
+_MARKS_THE_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.(process|lab|docs)\b", re.MULTILINE)
 _STARTS_A_PROCESS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 _running: list[str] = []  # tier of the test that runs now; an audit hook cannot be removed, so it reads this
 _started: list[str] = []  # events of a unit test that started a process
@@ -51,6 +53,25 @@ def assign_tier(item: pytest.Item) -> None:
     tier = tier_of(item)
     if item.get_closest_marker(tier) is None:
         item.add_marker(getattr(pytest.mark, tier))
+
+
+def wants_unit_tests_only(markexpr: str) -> bool:
+    """Whether `-m markexpr` is `unit`, perhaps with further conditions that must hold too.
+
+    Examples:
+        >>> wants_unit_tests_only("unit and not slow"), wants_unit_tests_only("unit or docs")
+        (True, False)
+    """
+    words = markexpr.split()
+    return words[:1] == ["unit"] and "or" not in words
+
+
+def holds_no_unit_test(path: Path) -> bool:
+    """Whether a folder or file below `tests` says that all of its tests are of another tier, without importing it."""
+    parts = path.relative_to(Path(__file__).parent).parts
+    if parts and parts[0] in _FOLDERS:
+        return True
+    return path.suffix == ".py" and _MARKS_THE_FILE.search(path.read_text(encoding="utf-8")) is not None
 
 
 def install_guard() -> None:

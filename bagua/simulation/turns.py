@@ -29,9 +29,9 @@ class Turns:
     def __init__(self, size: int) -> None:
         self.size = size
         self.rank = 0  # whose turn it is
-        self._baton = threading.Condition()
+        self._baton = [threading.Lock() for _ in range(size)]  # held while it is not the rank's turn
+        self._waits: dict[int, Callable[[], bool]] = {}  # of ranks that wait: whether they could go on
         self._over: set[int] = set()
-        self._idle = 0  # handed on so many times in a row without anyone getting further
         self._failed: BaseException | None = None
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
@@ -45,8 +45,7 @@ class Turns:
 
         def main(rank: int) -> None:
             try:
-                with self._baton:
-                    self._baton.wait_for(lambda: self.rank == rank)
+                self._baton[rank].acquire()
                 self._check()
                 results[rank] = function(rank)
             except _Cancelled:
@@ -57,9 +56,12 @@ class Turns:
                     _log.error("rank %d failed", rank)
             finally:
                 self._over.add(rank)
-                self._idle = 0
-                self._pass_on()
+                self._waits.pop(rank, None)
+                following = None if self._failed is not None else self._following()
+                self._hand_on(self._following(anyone=True) if following is None else following)
 
+        for baton in self._baton[1:]:
+            baton.acquire()
         threads = [threading.Thread(target=main, args=(rank,), name=f"bagua-rank-{rank}") for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -70,26 +72,41 @@ class Turns:
         return results
 
     def wait_for(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Let others run until `ready()`; called by the rank whose turn it is."""
+        """Let others run until `ready()`; called by the rank whose turn it is.
+
+        `ready` is called by other ranks' threads too, and has no side effects.
+        """
         while not ready():
-            self._idle += 1
-            if self._idle > 2 * self.size:
+            self._waits[rank] = ready
+            following = self._following()
+            if following is None:
+                del self._waits[rank]
                 raise Deadlock(f"rank {rank} waits for {what}, and every other rank waits too or has finished")
-            self._pass_on()
-            with self._baton:
-                self._baton.wait_for(lambda: self.rank == rank)
+            self._hand_on(following)
+            self._baton[rank].acquire()
+            del self._waits[rank]
             self._check()
-        self._idle = 0
 
     def _check(self) -> None:
         if self._failed is not None:
             raise _Cancelled
 
-    def _pass_on(self) -> None:
-        with self._baton:
-            for step in range(1, self.size + 1):
-                following = (self.rank + step) % self.size
-                if following not in self._over:
-                    self.rank = following
-                    break
-            self._baton.notify_all()
+    def _following(self, anyone: bool = False) -> int | None:
+        """The next rank in order that could go on; with `anyone`, the next that has not finished."""
+        for step in range(1, self.size + 1):
+            rank = (self.rank + step) % self.size
+            if rank not in self._over and (anyone or self._could_go_on(rank)):
+                return rank
+        return None
+
+    def _could_go_on(self, rank: int) -> bool:
+        ready = self._waits.get(rank)
+        try:
+            return ready is None or ready()
+        except Exception:  # the rank gets it when it asks by itself
+            return True
+
+    def _hand_on(self, rank: int | None) -> None:
+        if rank is not None:
+            self.rank = rank
+            self._baton[rank].release()
