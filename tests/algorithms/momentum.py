@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,24 +41,30 @@ def train(team: Team, model: Quadratic, optimizer: torch.optim.Optimizer, steps:
         optimizer.step()
 
 
-def interrupted(team: Team, make: Callable[[Any], Any], algorithm: Any, stop: int, steps: int) -> tuple[Tensor, ...]:
-    """Weights after `steps` steps: in one go, and saved and loaded into fresh objects after `stop`."""
+def interrupted(
+    team: Team, make: Callable[[Any], Any], algorithm: Any, stops: Sequence[int], steps: int
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Weights after `steps` steps: in one go, and, by stop, saved and loaded into fresh objects after that step."""
     model = Quadratic()
     optimizer = make(model.parameters())
     bagua.distribute(model, optimizer, algorithm, process_group=team, bucket_bytes=100)
-    train(team, model, optimizer, range(stop))
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), bagua.state_dict(model)])
-    train(team, model, optimizer, range(stop, steps))
+    saved, done = {}, 0
+    for stop in sorted(stops):
+        train(team, model, optimizer, range(done, stop))
+        saved[stop], done = copy.deepcopy([model.state_dict(), optimizer.state_dict(), bagua.state_dict(model)]), stop
+    train(team, model, optimizer, range(done, steps))
     whole = flat(model).detach().clone()
     bagua.detach(model)
 
-    model = Quadratic()
-    optimizer = make(model.parameters())
-    bagua.distribute(model, optimizer, algorithm, process_group=team, bucket_bytes=100)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    bagua.load_state_dict(model, saved[2])
-    train(team, model, optimizer, range(stop, steps))
-    resumed = flat(model).detach().clone()
-    bagua.detach(model)
+    resumed = {}
+    for stop, states in saved.items():
+        model = Quadratic()
+        optimizer = make(model.parameters())
+        bagua.distribute(model, optimizer, algorithm, process_group=team, bucket_bytes=100)
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        bagua.load_state_dict(model, states[2])
+        train(team, model, optimizer, range(stop, steps))
+        resumed[stop] = flat(model).detach().clone()
+        bagua.detach(model)
     return whole, resumed

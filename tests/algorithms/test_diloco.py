@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
 
 import bagua
-from bagua.algorithms import DiLoCo, Warmup
+from bagua.algorithms import Algorithm, DiLoCo, Warmup
 from bagua.comm.team import Team
 from tests.algorithms.quadratic import N, Quadratic, flat, start, target, targets
 from tests.rank_threads import run_teams
@@ -128,20 +128,32 @@ def check(results: list, algorithm: DiLoCo, begin: int = 0, tolerance: float = 2
         assert np.abs(kept - anchors[len(anchors) - len(kept) :]).max() < tolerance
 
 
+@cache
+def watched(size: int, algorithm: Algorithm) -> list:
+    """`follow` on `size` ranks, of which several tests ask."""
+    return run_teams(size, follow, algorithm)
+
+
+@cache
+def unwatched(size: int, algorithm: Algorithm) -> list:
+    """The same, and nobody reads the state on the way."""
+    return run_teams(size, partial(follow, look=False), algorithm)
+
+
 @pytest.mark.parametrize(
     ("size", "algorithm"),
     [*((3, each) for each in VARIANTS), *((size, VARIANTS[at]) for size in (1, 2, 4, 8) for at in (0, 9))],
     ids=repr,
 )
 def test_is_the_papers(size: int, algorithm: DiLoCo) -> None:
-    check(run_teams(size, follow, algorithm), algorithm)
+    check(watched(size, algorithm), algorithm)
 
 
 @pytest.mark.parametrize("algorithm", VARIANTS, ids=repr)
 def test_nobody_needs_to_look(algorithm: DiLoCo) -> None:
     """Reading the state waits for the round under way; without it the same bits come out."""
-    watched, unwatched = (run_teams(3, partial(follow, look=look), algorithm) for look in (True, False))
-    assert all(np.array_equal(a[0], b[0]) for a, b in zip(watched, unwatched, strict=True))
+    for a, b in zip(watched(3, algorithm), unwatched(3, algorithm), strict=True):
+        assert np.array_equal(a[0], b[0])
 
 
 def test_a_round_is_hidden_behind_the_delay() -> None:
@@ -225,9 +237,8 @@ def test_after_a_warmup(begin: int, delay: int) -> None:
 )
 def test_resume_is_bit_identical(size: int, stop: int, algorithm) -> None:
     """Steps 7 and 8 lie within a delay: the round under way is saved and applied when it is due."""
-    whole = run_teams(size, partial(follow, look=False), algorithm)
     resumed = run_teams(size, partial(follow, look=False, stop=stop), algorithm)
-    for one, other in zip(whole, resumed, strict=True):
+    for one, other in zip(unwatched(size, algorithm), resumed, strict=True):
         assert np.array_equal(one[0], other[0])
 
 

@@ -173,12 +173,13 @@ def test_hierarchical(nodes: list[int]) -> None:
     assert all_equal(results) and all_equal(coarse)
 
 
-@pytest.mark.parametrize("stop", [4, WARMUP - 1, WARMUP, WARMUP + 1, WARMUP + 5])
 @pytest.mark.parametrize("codec", ["minmax_uint8", "sign"])
-def test_resume_is_bit_identical(stop: int, codec: str) -> None:
-    results = run_teams(3, interrupted, optimizer, QAdam(codec=codec), stop, WARMUP + 9)
+def test_resume_is_bit_identical(codec: str) -> None:
+    stops = (4, WARMUP - 1, WARMUP, WARMUP + 1, WARMUP + 5)
+    results = run_teams(3, interrupted, optimizer, QAdam(codec=codec), stops, WARMUP + 9)
     for whole, resumed in results:
-        assert torch.equal(whole, resumed) and torch.equal(whole, results[0][0])
+        assert [stop for stop in stops if not torch.equal(whole, resumed[stop])] == []
+        assert torch.equal(whole, results[0][0])
 
 
 def switching(team: Team) -> list[np.ndarray]:

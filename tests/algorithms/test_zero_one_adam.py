@@ -152,13 +152,11 @@ def decaying(params: Any) -> bagua.optim.ZeroOneAdam:
     return optimizer(params, weight_decay=0.1, decoupled_weight_decay=True)
 
 
-@pytest.mark.parametrize(
-    ("stop", "make"), [*((stop, optimizer) for stop in (1, 5, 14, 20, 21, 22, 27, 28)), (21, decaying), (29, decaying)]
-)
-def test_resume_is_bit_identical(stop: int, make: Any) -> None:
+@pytest.mark.parametrize(("stops", "make"), [((1, 5, 14, 20, 21, 22, 27, 28), optimizer), ((21, 29), decaying)])
+def test_resume_is_bit_identical(stops: tuple[int, ...], make: Any) -> None:
     """In the middle of an interval, too: each rank loads what it saved."""
-    for whole, resumed in run_teams(3, interrupted, make, ZeroOneAdam(), stop, 36):
-        assert torch.equal(whole, resumed)
+    for whole, resumed in run_teams(3, interrupted, make, ZeroOneAdam(), stops, 36):
+        assert [stop for stop in stops if not torch.equal(whole, resumed[stop])] == []
 
 
 class Branches(nn.Module):

@@ -11,12 +11,14 @@ from torch import Tensor
 import bagua
 from bagua.algorithms import GradientAllReduce
 from bagua.autotune.progress import Progress
-from tests.autotune.training import QUICK, START, Training
+from tests.autotune.training import DEPTH, QUICK, START, Training
 from tests.rank_threads import run_teams
 
 
-def follow(team: Any, algorithm: Any, autotune: Any, steps: int, passes: int = 1, **options: Any) -> tuple[Tensor, Any]:
-    training = Training(team, algorithm, autotune=autotune, bucket_bytes=START, **options).steps(steps, passes)
+def follow(team: Any, algorithm: Any, autotune: Any, steps: int, passes: int = 1) -> tuple[Tensor, Any]:
+    """Half of the model in four buckets: what is compared is the bits, and a step costs half."""
+    training = Training(team, algorithm, autotune=autotune, bucket_bytes=START // 2, depth=DEPTH // 2)
+    training.steps(steps, passes)
     return training.weights, bagua.stats(training.model)
 
 

@@ -20,9 +20,9 @@ START = 256 * KIB  # bucket_bytes
 WIDTH, DEPTH = 128, 16  # layers of 64 KiB, 1 MiB in all: enough to be cut into buckets, and those into pieces
 
 
-def make_model() -> nn.Module:
+def make_model(depth: int = DEPTH) -> nn.Module:
     """Without the global generator: ranks may be threads of one process."""
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(depth)])
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for param in model.parameters():
@@ -33,8 +33,10 @@ def make_model() -> nn.Module:
 class Training:
     """A distributed model that makes steps."""
 
-    def __init__(self, team: Any, algorithm: Any = "gradient_allreduce", *, rank: int = 0, **options: Any) -> None:
-        self.model = make_model()
+    def __init__(
+        self, team: Any, algorithm: Any = "gradient_allreduce", *, rank: int = 0, depth: int = DEPTH, **options: Any
+    ) -> None:
+        self.model = make_model(depth)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         bagua.distribute(self.model, self.optimizer, algorithm, process_group=team, **options)
         self.rank = team.rank if team is not None else rank

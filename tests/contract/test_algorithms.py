@@ -65,6 +65,7 @@ VARIANTS: dict[str, tuple[str, Setting]] = {
 }
 CLASSES = algorithm_classes()
 CASES = {name: (name, SETTINGS.get(name, Setting())) for name in CLASSES} | VARIANTS
+STEPS = 8  # two rounds of the longest interval above, and steps on both sides of every warm-up
 QUICK_FOR_VARIANTS = ("replicas", "resumes", "bytes", "unused")
 
 
@@ -73,7 +74,7 @@ def test_contract(case: str) -> None:
     name, setting = CASES[case]
     made = CLASSES[name](**(setting.options or {}))
     only = QUICK_FOR_VARIANTS if case in VARIANTS else ()
-    check_algorithm(made, optimizer=setting.optimizer, only=only, skip=setting.skip)
+    check_algorithm(made, optimizer=setting.optimizer, steps=STEPS, only=only, skip=setting.skip)
 
 
 def test_nothing_is_left_out_for_an_algorithm_that_is_gone() -> None:

@@ -61,9 +61,9 @@ def test_alternating_heads_lose_no_feedback(name: str) -> None:
     """Head 0 in every second pass, against as many passes with it alone."""
     size = 4 if name in NODES else 2
     algorithm, nodes = ALGORITHMS[name], NODES.get(name)
-    often = run_teams(size, distance, algorithm, [0] * 50, 1 << 20, nodes=nodes)[0]
+    often = run_teams(size, distance, algorithm, [0] * 30, 1 << 20, nodes=nodes)[0]
     for bucket_bytes in (1, 1 << 20):  # a bucket of its own, or one with the other head
-        alternating = run_teams(size, distance, algorithm, [0, 1] * 50, bucket_bytes, nodes=nodes)[0]
+        alternating = run_teams(size, distance, algorithm, [0, 1] * 30, bucket_bytes, nodes=nodes)[0]
         assert 0 < alternating < 1.6 * often, (alternating, often)
 
 

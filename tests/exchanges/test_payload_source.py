@@ -101,14 +101,18 @@ def both(groups: Groups, exchange: Exchange, sizes: Sequence[int], with_hook: bo
             assert torch.equal(states[0][name], state), name
 
 
+def both_of_each(groups: Groups, exchange: Exchange, layouts: Sequence[Sequence[int]], with_hook: bool) -> None:
+    for sizes in layouts:
+        both(groups, exchange, sizes, with_hook)
+
+
 @pytest.mark.parametrize("with_hook", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
 def test_same_bits(exchange: Exchange, size: int, with_hook: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "_CACHED", 1500)
-    for sizes in ([5000], [3, 4000, 0, 1, 2500, 1024, 30], [7] * 5):
-        if size > 1 or not with_hook:  # a single rank exchanges nothing, and the engine does not ask it to
-            run_threads(size, both, exchange, sizes, with_hook)
+    if size > 1 or not with_hook:  # a single rank exchanges nothing, and the engine does not ask it to
+        run_threads(size, both_of_each, exchange, ([5000], [3, 4000, 0, 1, 2500, 1024, 30], [7] * 5), with_hook)
 
 
 class Delegates:
@@ -122,6 +126,11 @@ class Delegates:
 
     def leave(self, index: int, lo: int, hi: int, x: Tensor) -> None:
         self._hook.leave(index, lo, hi, x)
+
+
+def lerped_each(groups: Groups, exchange: Exchange, layouts: Sequence[Sequence[int]]) -> None:
+    for sizes in layouts:
+        lerped(groups, exchange, sizes)
 
 
 def lerped(groups: Groups, exchange: Exchange, sizes: Sequence[int]) -> None:
@@ -141,17 +150,19 @@ def lerped(groups: Groups, exchange: Exchange, sizes: Sequence[int]) -> None:
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
 def test_lerps_by_the_codec_or_before_it(exchange: Exchange, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "_CACHED", 1500)
-    for sizes in ([5000], [3, 4000, 3000, 1, 2500, 1024, 30], [7] * 5):
-        run_threads(size, lerped, exchange, sizes)
+    run_threads(size, lerped_each, exchange, ([5000], [3, 4000, 3000, 1, 2500, 1024, 30], [7] * 5))
 
 
-def drive(groups: Groups, exchange: Exchange, n: int) -> list[Tensor]:
-    state, results = exchange.init(torch.zeros(n), groups), []
-    for step in range(3):
-        x = values(groups.rank + 10 * step, n)
-        exchange.run(x, state, groups, step)
-        results += [x, *(each.clone() for each in state.values())]
-    return results
+def drive(groups: Groups, exchange: Exchange, numels: Sequence[int]) -> dict[int, list[Tensor]]:
+    """By number of elements: what comes of three steps."""
+    found: dict[int, list[Tensor]] = {}
+    for n in numels:
+        state, found[n] = exchange.init(torch.zeros(n), groups), []
+        for step in range(3):
+            x = values(groups.rank + 10 * step, n)
+            exchange.run(x, state, groups, step)
+            found[n] += [x, *(each.clone() for each in state.values())]
+    return found
 
 
 @pytest.mark.skipif(not NATIVE, reason="needs the compiled codecs")
@@ -160,11 +171,11 @@ def drive(groups: Groups, exchange: Exchange, n: int) -> list[Tensor]:
 def test_rows_in_parts_are_whole_rows(codec: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = mix("complete", codec, error_feedback=True)
     numels = [1, 20, 33, 64, 1023, 5001, 8192, 8200]
-    in_parts = [run_threads(size, drive, exchange, n) for n in numels]
+    in_parts = run_threads(size, drive, exchange, numels)
     monkeypatch.setattr(scatter_gather, "takes_parts", lambda codec, x_N: False)
-    for n, found in zip(numels, in_parts, strict=True):
-        for ours, whole in zip(found, run_threads(size, drive, exchange, n), strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, whole, strict=True)), n
+    for ours, whole in zip(in_parts, run_threads(size, drive, exchange, numels), strict=True):
+        for n in numels:
+            assert all(torch.equal(a, b) for a, b in zip(ours[n], whole[n], strict=True)), n
 
 
 @pytest.mark.parametrize("feedback", [True, False])
