@@ -22,6 +22,7 @@ from bagua.comm.collectives import all_to_all_rows
 from bagua.comm.groups import Group, Groups
 from bagua.comm.shutdown import before_exit
 from bagua.comm.team import Team, decode, encode
+from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.lane import Lane, make_lane
 from bagua.errors import CommunicationError, RankMismatchError
 
@@ -137,7 +138,12 @@ class Compression:
         self._operations += 1
         size = lane.groups.size
         self._exact += nbytes * (size - 1) // size
-        return lane.submit(f"{what} {self._operations} with {self._spec}", result, tensors, run)
+        label = Label(
+            f"{what} {self._operations} with {self._spec}",
+            f"{what} with {self._spec}",
+            {"number": self._operations, "bytes": nbytes},
+        )
+        return lane.submit(label, result, tensors, run)
 
 
 class _GroupLane:
@@ -151,7 +157,7 @@ class _GroupLane:
         self._error: CommunicationError | None = None
 
     def submit(
-        self, label: str, result: list[Tensor], tensors: Sequence[Tensor], run: Callable[[Groups], None]
+        self, label: Label, result: list[Tensor], tensors: Sequence[Tensor], run: Callable[[Groups], None]
     ) -> CompressedWork:
         """Queue `run`; its errors surface in the work and the future."""
         devices: list[Any] = [self._device] if self._device.type == "cuda" else []
@@ -162,10 +168,10 @@ class _GroupLane:
             try:
                 if self._error is None:
                     with torch.no_grad():
-                        self._open(label)
+                        self._open(label.text)
                         run(self.groups)
             except BaseException as error:
-                self._fail(label, error)
+                self._fail(label.text, error)
             outcome.error = self._error
             future.set_result(result)
 

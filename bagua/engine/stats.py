@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from bagua.autotune.progress import Progress
 from bagua.comm.groups import Meter
@@ -44,6 +45,15 @@ class StepStats:
     def bits_per_s(self) -> float:
         """Bits sent per second of `comm_s`."""
         return 8 * self.bytes_sent / self.comm_s if self.comm_s else 0.0
+
+    def to_dict(self) -> dict[str, int | float]:
+        """All attributes by name, those that are computed too, which `dataclasses.asdict` leaves out.
+
+        Examples:
+            >>> bagua.StepStats(bytes_sent=2, dense_bytes=8).to_dict()["compression_ratio"]
+            4.0
+        """
+        return {**asdict(self), "compression_ratio": self.compression_ratio, "bits_per_s": self.bits_per_s}
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,15 @@ class Stats:
     extra: Mapping[str, Series] = field(default_factory=dict)
     quality: Quality | None = None
     tuning: Progress | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes as plain dicts, for a logger; with those that are computed, which `asdict` leaves out.
+
+        Examples:
+            >>> bagua.stats(model).to_dict()["total"]["compression_ratio"] >= 1
+            True
+        """
+        return {**asdict(self), "last": self.last.to_dict(), "total": self.total.to_dict()}
 
 
 @dataclass

@@ -12,6 +12,7 @@ from bagua.comm.team import decode, encode
 from bagua.engine.announcer import Announcer, Moment
 from bagua.engine.binding import Binding
 from bagua.engine.guard import Probe
+from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.lane import StreamLane
 from bagua.engine.nested_steps import Nesting
 from bagua.engine.parts import ExchangeParts, TrainingParts
@@ -268,7 +269,7 @@ class StepTracker:
         if state.algorithm.exactness in compared and state.algorithm.payload is Payload.PARAM:
             flats = [bucket.flat for bucket in state.buckets]
             run = partial(probe.compare_weights, flats, self._pool.groups, state.step)
-            self._dispatcher.submit(run, f"consensus step {state.step}")
+            self._dispatcher.submit(run, Label(f"consensus step {state.step}", "consensus", {"step": state.step}))
             self._dispatcher.wait()
         reason = probe.measured(state.step)
         if not reason:

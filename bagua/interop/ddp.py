@@ -15,6 +15,7 @@ from torch import Tensor
 from bagua.algorithms import Algorithm
 from bagua.comm.shutdown import before_exit
 from bagua.comm.team import Team
+from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.lane import make_lane
 from bagua.errors import CommunicationError
 from bagua.exchanges import Exchange, State
@@ -106,7 +107,8 @@ class DDPHook:
         self._num_calls += 1
         devices: list[Any] = [flat.device] if flat.device.type == "cuda" else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        groups, label = lane.groups, f"{slot.exchange.name} bucket {bucket.index()}"
+        groups, text = lane.groups, f"{slot.exchange.name} bucket {bucket.index()}"
+        label = Label(text, slot.exchange.name, {"step": step, "bucket": bucket.index(), "bytes": flat.nbytes})
 
         def job() -> None:  # must not raise: the lane would not run the next job, whose future would never be done
             try:
@@ -114,7 +116,7 @@ class DDPHook:
                     with torch.no_grad():
                         slot.exchange.run(flat, slot.state, groups, step)
             except BaseException as error:
-                failures.text = f"{label}: {type(error).__name__}: {error}"
+                failures.text = f"{text}: {type(error).__name__}: {error}"
                 groups.world.pg = groups.world.p2p = None  # closes the connections, so that peers fail soon too
                 failures.find_out()
             future.set_result(flat)

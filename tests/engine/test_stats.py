@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,20 +118,53 @@ def test_hidden_communication_is_not_exposed(pool: RankPool) -> None:
         assert best.last.exposed_s <= best.last.comm_s - 0.04
 
 
-def names_in_the_profile() -> set[str]:
+def profiled() -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """How often each of our spans shows in a profile of three steps, and the arguments of the launches."""
     model, optimizer = distributed(Net, "bytegrad", bucket_bytes=200)
     train(model, optimizer, range(2))
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        train(model, optimizer, [2])
-    return {event.key for event in trace.key_averages() if "bagua" in event.key}
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+        train(model, optimizer, range(2, 5))
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        trace.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    launches = [event["args"] for event in events if str(event.get("name")).startswith("bagua::launch")]
+    counts = {event.key: event.count for event in trace.key_averages() if "bagua" in event.key}
+    return {**counts, "buckets": bagua.stats(model).num_buckets}, launches
 
 
-def test_launches_show_in_the_profiler(pool: RankPool) -> None:
-    for names in pool.run(2, names_in_the_profile):
-        assert any(name.startswith("bagua::launch scatter_gather[minmax_uint8] step 2 bucket 0 (") for name in names), (
-            names
-        )
-        assert len(names) > 1
+def test_spans_of_a_profile_add_up(pool: RankPool) -> None:
+    """Names without step and bucket, of which `key_averages` makes one row; those are arguments in the trace."""
+    for counts, launches in pool.run(2, profiled):
+        num_buckets = counts.pop("buckets")
+        assert counts["bagua::launch scatter_gather[minmax_uint8]"] == 3 * num_buckets > 3
+        assert counts["bagua::wait"] >= 3
+        assert set(counts) <= {
+            "bagua::wait",
+            *(f"bagua::{verb} scatter_gather[minmax_uint8]" for verb in ("launch", "run")),
+        }
+        found = {(each["step"], each["bucket"]) for each in launches}
+        assert found == {(step, bucket) for step in (2, 3, 4) for bucket in range(num_buckets)}
+        assert all(each["bytes"] > 0 for each in launches)
+
+
+def as_plain_data() -> dict[str, Any]:
+    model, optimizer = distributed(Net, "bytegrad", guard=bagua.Guard(every=1))
+    train(model, optimizer, range(3))
+    stats = bagua.stats(model)
+    found = json.loads(json.dumps(stats.to_dict()))
+    for name in ("last", "total"):
+        part = getattr(stats, name)
+        assert found[name]["compression_ratio"] == part.compression_ratio
+        assert found[name]["bits_per_s"] == part.bits_per_s
+    return found
+
+
+def test_plain_data_hold_computed_values_too(pool: RankPool) -> None:
+    for found in pool.run(2, as_plain_data):
+        assert found.keys() == {field.name for field in dataclasses.fields(bagua.Stats)}
+        names = {name for name, value in vars(bagua.StepStats).items() if isinstance(value, property)}
+        assert found["total"].keys() == names | {field.name for field in dataclasses.fields(bagua.StepStats)}
+        assert found["quality"]["cosine"] > 0.9
 
 
 def logs() -> tuple[list[str], tuple[str, ...]]:

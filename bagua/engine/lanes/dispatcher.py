@@ -22,6 +22,7 @@ from bagua.engine.algorithm_memory import AlgorithmMemory
 from bagua.engine.failures import LOOK_S, Failures
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.chunks import InPieces, Run
+from bagua.engine.lanes.label import Label, span
 from bagua.engine.lanes.lane import JointTicket, Ticket
 from bagua.engine.lanes.pool import LanePool, narrowness
 from bagua.engine.reducer.bucketing import PART_BYTES
@@ -125,7 +126,11 @@ class Dispatcher:
         self._tally.launched(own.nbytes)
         self.launched = self.launched or lane is None
         state.exchanged = state.exchanged or lane is None
-        label = f"{exchange.name} step {state.step} {own.describe()}"
+        label = Label(
+            f"{exchange.name} step {state.step} {own.describe()}",
+            exchange.name,
+            {"step": state.step, "bucket": own.index, "bytes": own.nbytes},
+        )
         if alone and before is None and after is None:
             ticket = Ticket(label)
             ticket.finish(0.0)
@@ -157,7 +162,7 @@ class Dispatcher:
             self._tickets += tickets
         return tickets[0] if len(tickets) == 1 else JointTicket(label, tickets)
 
-    def submit(self, run: Callable[[], None], label: str) -> None:
+    def submit(self, run: Callable[[], None], label: Label | str) -> None:
         """Queue `run` on the first lane; `wait` waits for it."""
         self._tickets.append(self._pool.shared[0].submit(run, label))
 
@@ -178,10 +183,11 @@ class Dispatcher:
         started = time.perf_counter()
         first = self._pool.shared[0]
         try:
-            for each in tickets:
-                while not each.ends_within(LOOK_S):
-                    self._failures.look_for_broken()
-                first.wait(each)
+            with span("wait"):
+                for each in tickets:
+                    while not each.ends_within(LOOK_S):
+                        self._failures.look_for_broken()
+                    first.wait(each)
         except BaseException:  # Ctrl-C, or another rank has given the pass up
             if ticket is None:
                 self._tickets = tickets + self._tickets
