@@ -221,11 +221,13 @@ class HostSupervisor:
 
     def _is_over(self) -> bool:
         epoch, me = self._known()
-        has_weights = self._transport.call(lambda agent, _: agent.held) != NO_MODEL
+        has_weights, joining = self._transport.call(lambda agent, _: (agent.held != NO_MODEL, agent.joining))
         if epoch is None or (has_weights and not self._ended):
             return self._ended and self._kill
+        # Those that want to join, too: they would wait for a job that has ended.
+        hosts = {member.name: store_in(member.payload) for member in (*epoch.members, *joining)}
         self._notes.tell(
-            {member.name: store_in(member.payload) for member in epoch.members},
+            hosts,
             ENDED if self._ended else lost(epoch.number) if self._failure else "",
         )
         trainers = {member.name for member in epoch.trainers} - {self._name}
@@ -237,7 +239,7 @@ class HostSupervisor:
             return True
         # The others wait for the note of a host that trains.
         waits = me is not None and me.trains
-        untold = {m.name for m in epoch.members} - {self._name, *self._notes.delivered} if waits else set[str]()
+        untold = hosts.keys() - {self._name, *self._notes.delivered} if waits else set[str]()
         return (not waited_for and not untold) or self._is_alone(waited_for | untold)
 
     def _is_alone(self, others: set[str]) -> bool:

@@ -323,7 +323,9 @@ class Agent:
             return f"{self.name} lost a connection of its group"
         if me.payload != self.payload or (me.trains and self.held == NO_MODEL):
             return f"{self.name} lost or gained ranks"
-        if self.held != NO_MODEL and not self.behind and (not me.trains or not me.votes):
+        # One that is more than a step behind would get no vote, and ask again at once.
+        wanted = not me.trains or (not me.votes and self.held >= epoch.step - 1)
+        if self.held != NO_MODEL and not self.behind and wanted:
             return f"{self.name} has the weights"
         return ""
 

@@ -32,6 +32,7 @@ class Detector:
         self._detect_s, self._max_wait_s = detect_s, max_wait_s
         self._peers: dict[str, _Peer] = {}
         self._now = now
+        self._started: int | None = None
 
     def watch(self, trains: Mapping[str, bool]) -> None:
         """Watch these and nobody else, from now on. Those that do not train are not waited for."""
@@ -62,6 +63,11 @@ class Detector:
             for peer in self._peers.values():
                 peer.heard, peer.waited_since = now, math.inf
         self._now = max(now, self._now)
+        if started != self._started:
+            # Who goes on to the next step was not kept waiting, however old the news of the others is.
+            self._started = started
+            for peer in self._peers.values():
+                peer.waited_since = math.inf
         slow: list[tuple[str, float]] = []
         for name, peer in self._peers.items() if not fenced else ():
             if started is None or not peer.trains or peer.started >= started:

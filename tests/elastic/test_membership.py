@@ -272,6 +272,19 @@ def test_the_record_is_kept_before_the_promise_is_sent() -> None:
     assert [type(a) for a in agent.take()] == [Persist, Send]
 
 
+@pytest.mark.parametrize(("held", "asks"), [(2, False), (4, True)])
+def test_a_member_that_is_steps_behind_does_not_ask_for_a_vote_in_vain(held: int, asks: bool) -> None:
+    """It would get none, and ask again at once: epochs would follow each other as fast as messages."""
+    epoch = Epoch(2, 5, 1, 0, (Member("n0", 0, "host0:1", "", held), Member("n1", 0, "host1:1", "", 5, True)))
+    agent = an_agent(first(2))
+    for step in range(held):
+        assert agent.finish_step(1, step) is Verdict.GRANTED
+    agent.learn(epoch)
+    agent.take()
+    agent.tick(10.0)
+    assert bool(sent(agent, Request)) is asks
+
+
 def test_silence_is_a_loss_and_slowness_is_named() -> None:
     agent = an_agent(first(3), detect_s=2.0, max_wait_s=10.0)
     assert agent.start_step(1, 0) is Verdict.GRANTED
@@ -289,6 +302,18 @@ def test_silence_is_a_loss_and_slowness_is_named() -> None:
         agent.receive(tick / 2, from_("n1", Heartbeat(1, 0)))
         agent.tick(tick / 2)
     assert "silent" in agent.suspected["n2"] and "n1" not in agent.suspected
+
+
+def test_steps_that_are_shorter_than_the_time_between_heartbeats_make_nobody_slow() -> None:
+    """What is heard of a peer is always some steps old. Who goes on to the next step was not kept waiting."""
+    agent = an_agent(first(2), detect_s=2.0, max_wait_s=4.0)
+    for step in range(200):
+        now = step / 10
+        if step % 5 == 0:
+            agent.receive(now, from_("n1", Heartbeat(1, max(0, step - 5))))
+        assert agent.start_step(1, step) is agent.finish_step(1, step) is Verdict.GRANTED
+        agent.tick(now)
+        assert not agent.suspected and not [a for a in agent.take() if isinstance(a, Slow)]
 
 
 def test_a_closed_connection_is_a_loss_at_once_unless_heard_again() -> None:

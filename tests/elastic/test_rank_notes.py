@@ -1,0 +1,60 @@
+"""What launchers write into each other's stores when a rank has ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from bagua.distributed.job_store import ServedStore
+from bagua.distributed.rank_notes import ENDED, RankNotes, lost
+from tests.elastic.hosts import wait_for
+from tests.ports import free_ports
+
+
+@pytest.fixture
+def stores() -> list[ServedStore]:
+    endpoints = [("127.0.0.1", port) for port in free_ports(2)]
+    return [ServedStore(endpoints) for _ in range(2)]
+
+
+@pytest.fixture
+def notes(stores: list[ServedStore]) -> Iterator[list[RankNotes]]:
+    made = [RankNotes(each.store, f"h{at}") for at, each in enumerate(stores)]
+    yield made
+    for each in made:
+        each.close()
+    assert not [t for t in threading.enumerate() if t.name == "bagua-note"]
+
+
+def test_a_rank_that_has_ended_has_no_weights_to_give(stores: list[ServedStore], notes: list[RankNotes]) -> None:
+    addresses = {f"h{at}": each.address for at, each in enumerate(stores)}
+    notes[0].tell(addresses, "")
+    assert notes[1].without_weights({"h0", "h1"}, 1) == set()
+    notes[0].tell(addresses, ENDED)
+    wait_for(lambda: set(notes[0].delivered) == {"h1"}, "note")
+    assert notes[1].without_weights({"h0", "h1"}, 7) == {"h0"}
+    assert notes[0].without_weights({"h0", "h1"}, 7) == set()  # its own end is known without a note
+
+
+def test_lost_weights_may_be_fetched_again(stores: list[ServedStore], notes: list[RankNotes]) -> None:
+    """A host that trains in a later epoch than the one in which it lost its weights has others."""
+    notes[0].tell({"h1": stores[1].address}, lost(4))
+    wait_for(lambda: bool(notes[1].without_weights({"h0"}, 4)), "note")
+    assert notes[1].without_weights({"h0"}, 5) == set()
+    assert not notes[0].delivered  # the rank will be started again: the host has not ended
+
+
+def test_a_note_is_repeated_until_its_host_answers(stores: list[ServedStore], notes: list[RankNotes]) -> None:
+    ((host, port),) = [("127.0.0.1", port) for port in free_ports(1)]
+    notes[0].tell({"late": f"{host}:{port}"}, ENDED)
+    late = ServedStore([(host, port)])
+    wait_for(lambda: "late" in notes[0].delivered, "note")
+    assert RankNotes(late.store, "late").without_weights({"h0"}, 1) == {"h0"}
+
+
+def test_what_is_no_note_is_ignored(stores: list[ServedStore], notes: list[RankNotes]) -> None:
+    for text in ("", "lost", "lost x", "lost -1", "other 9"):
+        stores[0].store.set("bagua/rank/h1", text)
+        assert notes[0].without_weights({"h1"}, 0) == set()
