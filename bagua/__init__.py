@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from bagua.autotune import Autotune
     from bagua.backend import Backend
     from bagua.comm.world import destroy_process_group, init_process_group
-    from bagua.engine import GradScaler, Guard, Quality, Stats, StepStats, module_state_dict
+    from bagua.engine import FaultTolerance, GradScaler, Guard, Quality, Stats, StepStats, module_state_dict
 
     # Not from the package: readers of the source would take `join` and `stats` for its modules of that name.
     from bagua.engine.api import detach, distribute
@@ -70,6 +70,7 @@ __all__ = [
     "Backend",
     "CommunicationError",
     "Context",
+    "FaultTolerance",
     "GradScaler",
     "Guard",
     "Quality",
@@ -116,7 +117,8 @@ _HOMES = {
     "bagua.backend": ("Backend",),
     "bagua.comm.world": ("destroy_process_group", "init_process_group"),
     "bagua.engine": (
-        *("GradScaler", "Guard", "Quality", "Stats", "StepStats", "abort", "average", "average_parameters", "detach"),
+        *("FaultTolerance", "GradScaler", "Guard", "Quality", "Stats", "StepStats", "abort", "average"),
+        *("average_parameters", "detach"),
         *("distribute", "join", "load_state_dict", "module_state_dict", "no_sync", "pause", "resume", "state_dict"),
         "stats",
     ),

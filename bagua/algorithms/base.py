@@ -201,12 +201,15 @@ class Algorithm:
         summary: one line for `available()`.
         exactness: which guarantees of synchronous SGD it keeps.
         payload_kind: whether buckets hold gradients or weights.
+        lost_step: with `fault_tolerant`, what becomes of a step in which a rank is lost. "skip": all ranks drop it, and
+            weights and optimizer state stay as they were. "": training cannot go on.
     """
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     exactness: ClassVar[Exactness] = Exactness.EXACT
     payload_kind: ClassVar[Payload] = Payload.GRAD
+    lost_step: ClassVar[str] = ""
 
     @property
     def payload(self) -> Payload:

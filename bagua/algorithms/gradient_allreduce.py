@@ -41,6 +41,7 @@ class GradientAllReduce(Algorithm):
 
     name: ClassVar[str] = "gradient_allreduce"
     summary: ClassVar[str] = "gradients averaged in full precision"
+    lost_step: ClassVar[str] = "skip"
 
     hierarchical: bool | None = None
     average: bool = True

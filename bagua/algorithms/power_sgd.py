@@ -53,6 +53,7 @@ class PowerSGD(Algorithm):
     name: ClassVar[str] = "power_sgd"
     summary: ClassVar[str] = "gradients averaged as low-rank factors, with error feedback"
     exactness: ClassVar[Exactness] = Exactness.LOSSY
+    lost_step: ClassVar[str] = "skip"
 
     rank: int = 4
     error_feedback: bool = True

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from bagua.comm.buffers import Buffers
+from bagua.comm.gloo_connections import GlooConnections
 
 __all__ = ["Group", "Groups", "Meter"]
 
@@ -44,6 +45,7 @@ class Group:
         tag: first of the tags that are this lane's on `p2p`.
         direct: small sums may go straight to the owners of chunks instead of from rank to rank. A property of the
             nodes and never measured, so that a repeated run sums in the same order.
+        connections: of gloo.
     """
 
     pg: Any
@@ -55,6 +57,15 @@ class Group:
     p2p: Any = None
     tag: int = 0
     direct: bool = False
+    connections: GlooConnections | None = None
+
+    def sever(self) -> None:
+        """Cut the connections under collectives in flight, which then fail here and at the peers. From any thread."""
+        pg = self.pg
+        if self.connections is not None:
+            self.connections.shut_down()
+        elif pg is not None and self.backend == "nccl":
+            pg.abort()
 
     def leave(self, abort: bool) -> None:
         """Drop the connections. gloo closes them when no reference to the backend is left.
@@ -103,6 +114,12 @@ class Groups:
         for mine, theirs in ((self.world, other.world), (self.inter, other.inter), (self.intra, other.intra)):
             if mine is not None and theirs is not None:
                 mine.p2p, mine.tag = theirs.pg, lane * _TAGS
+
+    def sever(self) -> None:
+        """Cut all connections; see `Group.sever`."""
+        for group in (self.world, self.intra, self.inter):
+            if group is not None:
+                group.sever()
 
     def leave(self, abort: bool) -> None:
         """Give up the connections and the scratch memory; see `Group.leave`."""

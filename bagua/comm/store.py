@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from bagua.comm.gloo_connections import GlooConnections
 from bagua.errors import CommunicationError
 
 __all__ = ["BoundedStore", "RendezvousStore", "root_of"]
 
 _IDLE_S = 0.1  # after so long without a call the thread ends; the next call starts another one
 _POLL_S = (0.0005, 0.05)  # first and longest sleep between two looks into the store
+_ALERT_S = 0.1  # between two alerts while gloo connects
 _GRACE_S = 3.0  # for a last call, when the time of a wait is over
 _T = TypeVar("_T")
 
@@ -188,21 +190,30 @@ class RendezvousStore(dist.Store):
 
     Args:
         store: for this group alone.
+        alert: called now and then while it waits for a key; may raise.
+
+    Attributes:
+        written: keys of this rank.
+        connections: of the group.
     """
 
-    def __init__(self, store: BoundedStore) -> None:
+    def __init__(self, store: BoundedStore, alert: Callable[[], object] | None = None) -> None:
         super().__init__()
-        self._store = store
+        self._store, self._alert = store, alert
         self.written: list[str] = []
+        self.connections = GlooConnections()
 
     def set(self, key: str, value: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Write."""
         self.written.append(key)
+        self.connections.published(value)
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Read a key that is there."""
-        return self._store.get(key)
+        value = self._store.get(key)
+        self.connections.found(value)
+        return value
 
     def check(self, keys: list[str]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Whether all keys are there."""
@@ -210,6 +221,13 @@ class RendezvousStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Until all keys are there."""
-        absent = self._store.await_keys(keys, time.monotonic() + timeout.total_seconds())
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            until = deadline if self._alert is None else min(deadline, time.monotonic() + _ALERT_S)
+            absent = self._store.await_keys(keys, until)
+            if not absent or until == deadline:
+                break
+            if self._alert is not None:
+                self._alert()
         if absent:
             raise CommunicationError(f"no value for {', '.join(absent)} within {timeout.total_seconds():g} s")

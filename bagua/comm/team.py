@@ -74,6 +74,7 @@ class Team:
         node: what `node_key()` says on this rank.
         counters: shared by all teams of the same process group.
         staged: gloo groups carry CUDA tensors, through host memory.
+        alert: called now and then while this rank waits for others in the store; may raise.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class Team:
     node: str = field(default_factory=node_key)
     counters: Counters = field(default_factory=Counters)
     staged: bool = False
+    alert: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         if self.store is not None and not isinstance(self.store, BoundedStore):
@@ -272,12 +274,13 @@ class Team:
         rank, size = ranks.index(self.rank), len(ranks)
         if size == 1:
             return Group(None, rank, size, ranks, self.backend)
+        rendezvous: RendezvousStore | None = None
         if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self.timeout
             pg = dist.ProcessGroupNCCL(self.store.under(f"group/{name}").unbounded, rank, size, options)
         else:
-            rendezvous = RendezvousStore(self.store.under(f"group/{name}"))
+            rendezvous = RendezvousStore(self.store.under(f"group/{name}"), self.alert)
             try:
                 pg: Any = dist.ProcessGroupGloo(rendezvous, rank, size, self.timeout)
                 # A rank that gave the group up at once would close connections of ranks that still make theirs.
@@ -287,7 +290,9 @@ class Team:
                 raise CommunicationError(f"ranks {ranks}: connecting over gloo failed: {error}{gone}") from error
             self.retire([f"group/{name}/{key}" for key in rendezvous.written])
             pg = Staged(pg) if self.staged else pg
-        return Group(pg, rank, size, ranks, self.backend, direct=direct and self.backend == "gloo" and size > 2)
+        direct = direct and self.backend == "gloo" and size > 2
+        connections = rendezvous.connections if rendezvous is not None else None
+        return Group(pg, rank, size, ranks, self.backend, direct=direct, connections=connections)
 
     def _next_serial(self) -> int:
         self.counters.collectives += 1
@@ -304,6 +309,7 @@ class Team:
             self.store.delete_key(key)
 
     def _wait(self, keys: list[str], what: str, deadline: float, alert: Callable[[], object] | None = None) -> None:
+        alert = alert or self.alert
         while True:
             until = deadline if alert is None else min(deadline, time.monotonic() + _ALERT_S)
             absent = self._store(what, lambda until=until: self.store.await_keys(keys, until))

@@ -17,11 +17,15 @@ from bagua.engine.grad_scaler import GradScaler
 from bagua.engine.guard import Guard, Quality
 from bagua.engine.join import join
 from bagua.engine.module_state import module_state_dict
+from bagua.engine.recovery.change import MembershipChange
+from bagua.engine.recovery.options import FaultTolerance
 from bagua.engine.stats import Series, Stats, StepStats
 
 __all__ = [
+    "FaultTolerance",
     "GradScaler",
     "Guard",
+    "MembershipChange",
     "Quality",
     "Series",
     "Stats",

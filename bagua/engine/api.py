@@ -24,6 +24,9 @@ from bagua.engine.hooks import attach, attachments
 from bagua.engine.inference_mode import outside_inference
 from bagua.engine.lanes.lane import make_lane
 from bagua.engine.optimizer_discovery import follow_optimizers
+from bagua.engine.recovery.manager import RecoveryManager
+from bagua.engine.recovery.options import FaultTolerance, as_fault_tolerance, check_tolerates, seat_of
+from bagua.engine.recovery.reopen import follow_membership
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
 from bagua.engine.startup.handshake import shake_hands
 from bagua.engine.startup.inventory import Inventory
@@ -55,6 +58,7 @@ def distribute(
     static_graph: bool = False,
     gradient_as_bucket_view: bool = True,
     autotune: Autotune | bool | dict[str, Any] | str | os.PathLike[str] | None = None,
+    fault_tolerant: FaultTolerance | bool | None = None,
     **algorithm_options: Any,
 ) -> _M:
     """Distribute `module`: from now on backward passes and optimizer steps communicate as `algorithm` says.
@@ -92,6 +96,8 @@ def distribute(
         autotune: measure bucket sizes and other settings in the first steps and keep the fastest. True, a
             `bagua.Autotune`, a dict of its arguments, or the path of a results file. Only the order of sums changes.
             Default: BAGUA_AUTOTUNE, or off.
+        fault_tolerant: True or options: if a rank is lost, the others train on in the same processes
+            (docs/fault_tolerance.md). Needs `bagua run --fault-tolerant`. Default: off.
         **algorithm_options: options of the named algorithm.
 
     Returns:
@@ -120,13 +126,21 @@ def distribute(
     if hierarchical is not None:
         algorithm_options["hierarchical"] = hierarchical
     problem: Exception | None = None
+    tolerance = as_fault_tolerance(fault_tolerant)
     request = Request(bucket_bytes, num_lanes, guard, broadcast_buffers, static_graph, gradient_as_bucket_view)
     try:
         request.check(module, optimizers, algorithm, algorithm_options, autotune)
     except (ValueError, TypeError) as error:
         problem = error  # the other ranks must hear of it before it is raised
     inventory, tune = request.inventory, request.tune
-    team = Team.of(process_group, inventory.device if inventory is not None else _any_device(module))
+    device = inventory.device if inventory is not None else _any_device(module)
+    manager = None
+    if tolerance is None:
+        team = Team.of(process_group, device)
+    else:
+        manager = RecoveryManager(seat_of(tolerance), tolerance)
+        team = manager.open_team(manager.await_view(), device)
+        problem = problem or check_tolerates(request, previous is not None, process_group is not None)
     problem = problem or check_files(tune, team.rank)
     signature = request.signature()
     ready = previous is not None and not previous.engine.failed
@@ -161,11 +175,13 @@ def distribute(
     tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM
     with unless_it_fails(inventory.trainable.values(), lane, remember=in_buckets):
-        engine = Engine(config, chosen, inventory, request.optimizers, team, lane, key, order, notices, tuning)
+        engine = Engine(config, chosen, inventory, request.optimizers, team, lane, key, order, notices, tuning, manager)
     follow_optimizers()
     if previous is not None:
         previous.remove_hooks()
     attachments[module] = attach(module, engine, request.optimizers, process_group)
+    if manager is not None:
+        follow_membership(module, attachments[module], manager)
     if previous is not None:
         previous.engine.close()
     before_exit(_stop_lanes)

@@ -38,6 +38,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         reducer.sync = before
+        if module in attachments:  # another engine may have taken over
+            attachments[module].engine.reducer.sync = before
 
 
 def pause(module: nn.Module) -> None:

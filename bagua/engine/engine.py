@@ -25,6 +25,7 @@ from bagua.engine.lanes.lane import Lane
 from bagua.engine.lanes.pool import LanePool
 from bagua.engine.optimizer_steps import OptimizerSteps
 from bagua.engine.parts import ExchangeParts, TrainingParts
+from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.reducer.bucketing import Plan
 from bagua.engine.reducer.reducer import Reducer
@@ -54,8 +55,11 @@ class Engine:
         order: parameter names in the order in which gradients become ready, if that is known already.
         notices: remarks on the options that were already shown to the user.
         tuning: the session that tunes the settings, or None.
+        recovery: trains on without ranks that are lost, or None.
+        step: training steps completed before.
 
     Attributes:
+        config: as given.
         state: algorithm, buckets, step: what changes.
         inventory: the module's tensors.
         followed: the optimizers whose steps count.
@@ -81,12 +85,16 @@ class Engine:
         order: Sequence[str] | None = None,
         notices: Sequence[str] = (),
         tuning: TuningSession | None = None,
+        recovery: RecoveryManager | None = None,
+        step: int = 0,
     ) -> None:
+        self.config = config
         names, params = list(inventory.trainable), list(inventory.trainable.values())
         self.inventory, self.team = inventory, team
         self.state = TrainingState(
             algorithm, algorithm, config.bucket_bytes, list(order) if order is not None else None, team.rank
         )
+        self.state.step = step
         self.state.keep_notices(notices)
         self.followed = FollowedOptimizers(optimizers)
         self._tally = Tally(lane.groups.meters, team.size)
@@ -114,7 +122,9 @@ class Engine:
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             alone=team.size == 1,
         )
-        self.failures = Failures(self.state, team, self.pool, self.reducer, key)
+        self.failures = Failures(self.state, team, self.pool, self.reducer, key, recovery)
+        if recovery is not None:
+            recovery.watch(self.pool)
         self.dispatcher = Dispatcher(self.state, team, self.pool, self.memory, self.failures, self._tally, self._probe)
         self.context = EngineContext(self.state, self.followed, self.pool, self.dispatcher, self.memory)
         training = TrainingParts(key, self.state, inventory, team, self.followed)
@@ -170,7 +180,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """A snapshot."""
-        state, tuning = self.state, self.binding.tuning
+        state, tuning, recovery = self.state, self.binding.tuning, self.failures.recovery
         last, total = self._tally.snapshot()
         return Stats(
             algorithm=repr(state.root),
@@ -184,6 +194,7 @@ class Engine:
             quality=self._probe.last if self._probe is not None else None,
             extra=dict(self.memory.series),
             tuning=tuning.progress(self.binding.settings) if tuning is not None else None,
+            membership=recovery.changes if recovery is not None else (),
         )
 
     # -- state ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from bagua.algorithms.base import Payload
 from bagua.comm.team import Team
 from bagua.engine.lanes.lane import Ticket
 from bagua.engine.lanes.pool import LanePool
+from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.reducer.broken_passes import LOOK_S, BrokenPasses
 from bagua.engine.reducer.reducer import Reducer
 from bagua.engine.training_state import TrainingState
@@ -20,6 +21,7 @@ from bagua.errors import CommunicationError
 
 __all__ = ["LOOK_S", "Failures"]
 
+_LOOK_AT_MEMBERS_S = 0.02
 _SIGN_OF_LIFE_S = 3.0  # how long a failed rank waits for the others to fail too, before it names those that did not
 
 
@@ -31,9 +33,19 @@ class Failures:
 
     Attributes:
         key: of this module's failures in the store.
+        recovery: trains on without the ranks that are lost; None: a loss is final.
     """
 
-    def __init__(self, state: TrainingState, team: Team, pool: LanePool, reducer: Reducer, key: str) -> None:
+    def __init__(
+        self,
+        state: TrainingState,
+        team: Team,
+        pool: LanePool,
+        reducer: Reducer,
+        key: str,
+        recovery: RecoveryManager | None = None,
+    ) -> None:
+        self.recovery = recovery
         self.key = f"failed/{key}"
         self._state, self._team, self._pool, self._reducer = state, team, pool, reducer
         self._failed = False
@@ -49,6 +61,25 @@ class Failures:
     def any(self) -> bool:
         """Whether an exchange failed, or a backward pass was interrupted."""
         return self._failed or (self._breaks_together and self._reducer.broken_off)
+
+    @property
+    def look_s(self) -> float:
+        """How long a rank waits for an exchange before it looks for a reason not to."""
+        return LOOK_S if self.recovery is None else _LOOK_AT_MEMBERS_S
+
+    @property
+    def step_is_lost(self) -> bool:
+        """Whether the step in progress is dropped: see `RecoveryManager`."""
+        return self.recovery is not None and bool(self.recovery.lost)
+
+    def lose_step(self, why: CommunicationError) -> bool:
+        """Drop the step in progress because of `why`; whether training goes on with the next one."""
+        if self.recovery is None:
+            return False
+        self._failed = True
+        self.recovery.exchange_failed(str(why))
+        self._pool.abandon()
+        return True
 
     def check_alive(self) -> None:
         """Raise if an exchange has failed.
@@ -74,7 +105,9 @@ class Failures:
         Raises:
             CommunicationError: names the rank.
         """
-        if self._breaks_together and not self._failed:
+        if self.recovery is not None:
+            self.recovery.poll()
+        elif self._breaks_together and not self._failed:
             try:
                 ranks = self._broken.look(self._reducer.count)
             except (RuntimeError, OSError):  # the exchange itself will fail
@@ -121,8 +154,10 @@ class Failures:
         """
         self.look_for_broken()
         self.give_up()
-        who = self._team.describe_missing(self.key, _SIGN_OF_LIFE_S)
         error = ticket.error
+        if self.recovery is not None:  # the agents of the hosts know who is lost
+            raise CommunicationError(f"{ticket.label}: {type(error).__name__}: {error}") from error
+        who = self._team.describe_missing(self.key, _SIGN_OF_LIFE_S)
         raise CommunicationError(
             f"rank {self._team.rank}, {ticket.label}: {type(error).__name__}: {error}{who}"
         ) from error
@@ -131,6 +166,8 @@ class Failures:
     def _breaks_together(self) -> bool:
         """Whether a backward pass that is interrupted on one rank affects the others."""
         team = self._team
+        if self.recovery is not None:
+            return False  # a rank that raises ends, and is lost
         return team.size > 1 and team.backend != "local" and self._state.algorithm.payload is Payload.GRAD
 
     def _shut(self) -> None:

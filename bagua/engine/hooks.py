@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from bagua.engine.announcer import Moment
 from bagua.engine.buffers import broadcast_buffers
 from bagua.engine.engine import Engine
+from bagua.engine.failures import Failures
 from bagua.engine.module_structure import Structure
 from bagua.engine.optimizer_steps import OptimizerSteps
 from bagua.engine.reducer.hook_order import HookOrder
@@ -31,6 +32,7 @@ class Attachment:
         stepped: those of them that the optimizers given to `distribute` hold, or all if none was given.
         step_hooks: by number of the optimizer.
         replaced: optimizers in whose place others step now.
+        before_step: called before a forward pass in training mode; it may put another attachment in place of this one.
     """
 
     count: ClassVar[int] = 0
@@ -45,6 +47,7 @@ class Attachment:
         self.trained = {id(param) for param in engine.inventory.parameters.values()}
         held = {id(param) for each in engine.optimizers for group in each.param_groups for param in group["params"]}
         self.stepped = (held & self.trained) or self.trained
+        self.before_step: Callable[[nn.Module], None] | None = None
         Attachment.count += 1
         self.leaves = WeakIdKeyDictionary()  # hooks of outputs that live on
 
@@ -73,7 +76,7 @@ def attach(
     attachment = Attachment(module, engine, process_group)
     attachment.handles.append(module.register_forward_pre_hook(_before_forward))
     attachment.handles.append(module.register_forward_hook(_after_forward))
-    engine.reducer.ask(_sync_asked(weakref.ref(module)))
+    engine.reducer.ask(_sync_asked(weakref.ref(module), weakref.ref(engine.failures)))
     reducer = weakref.ref(engine.reducer)
     gradient_hooks = [
         param.register_post_accumulate_grad_hook(_gradient_hook(reducer, index))
@@ -102,6 +105,9 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
         return
     attachment = attachments.get(module)
     if attachment is not None:
+        if attachment.before_step is not None and module.training and not torch.is_inference_mode_enabled():
+            attachment.before_step(module)
+            attachment = attachments[module]
         engine = attachment.engine
         engine.tracker.hooks_ran = True
         # No backward pass can follow one in inference mode, and what is made there could not be used outside it.
@@ -145,11 +151,16 @@ def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(getattr(output, field.name))
 
 
-def _sync_asked(ref: weakref.ref[nn.Module]) -> Any:
-    """Reads `require_backward_grad_sync`, which loops written for `DistributedDataParallel` set on the module."""
+def _sync_asked(ref: weakref.ref[nn.Module], failures: weakref.ref[Failures]) -> Any:
+    """Reads `require_backward_grad_sync`, which loops written for `DistributedDataParallel` set on the module.
+
+    A step that is lost is not synchronised either.
+    """
 
     def asked() -> bool:
-        module = ref()
+        module, known = ref(), failures()
+        if known is not None and known.step_is_lost:
+            return False
         # what torch.compile() returns keeps attributes in the module it wraps: getattr finds them
         return module is None or bool(getattr(module, "require_backward_grad_sync", True))
 

@@ -54,6 +54,10 @@ def join(
     for module in given:
         if module not in attachments:
             raise ValueError(f"join: {type(module).__name__} is not distributed; call bagua.distribute() first")
+        if attachments[module].before_step is not None:
+            raise ValueError(
+                f"join: {type(module).__name__} is fault-tolerant, and all ranks need as many batches then"
+            )
     if not given:
         raise ValueError("join: expected at least one module, got none")
     members = [(module, attachments[module]) for module in given]

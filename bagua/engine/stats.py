@@ -10,6 +10,7 @@ from bagua.autotune.progress import Progress
 from bagua.comm.groups import Meter
 from bagua.engine.guard import Quality
 from bagua.engine.lanes.lane import StreamTicket, Ticket
+from bagua.engine.recovery.change import MembershipChange
 
 __all__ = ["Series", "Stats", "StepStats", "Tally"]
 
@@ -93,6 +94,7 @@ class Stats:
         extra: further values that the algorithm reports, by name; see the algorithm.
         quality: the last measurement of the `Guard`.
         tuning: autotuning status and progress; None without autotuning.
+        membership: with `fault_tolerant`, the changes of the members, newest last.
     """
 
     algorithm: str
@@ -106,6 +108,7 @@ class Stats:
     extra: Mapping[str, Series] = field(default_factory=dict)
     quality: Quality | None = None
     tuning: Progress | None = None
+    membership: tuple[MembershipChange, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All attributes as plain dicts, for a logger; with those that are computed, which `asdict` leaves out.

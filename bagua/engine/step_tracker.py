@@ -25,6 +25,7 @@ from bagua.engine.reducer.unused_feedback import Withheld
 from bagua.engine.replicas import Replicas
 from bagua.engine.skipped_steps import refuse_plain_scaler
 from bagua.engine.stats import Tally
+from bagua.errors import CommunicationError
 
 __all__ = ["StepTracker"]
 
@@ -131,6 +132,12 @@ class StepTracker:
     def step_begins(self) -> None:
         """Before an optimizer changes weights."""
         self.end_backward()
+        recovery = self._failures.recovery
+        if recovery is not None and not self.step_begun and not recovery.may_apply(self._state.step):
+            self._drop_gradients()
+        if self._failures.step_is_lost:
+            self.step_begun = True  # the optimizers find no gradients
+            return
         if self._failures.final and self._state.algorithm.payload is Payload.GRAD:
             self._failures.check_alive()  # the gradients are not the mean of all ranks'
         refuse_plain_scaler(
@@ -143,7 +150,12 @@ class StepTracker:
 
     def end_step(self) -> None:
         """After the step of the last optimizer."""
-        state, binding = self._state, self._binding
+        state, binding, recovery = self._state, self._binding, self._failures.recovery
+        if recovery is not None and not recovery.step_ended():
+            self.stepped.clear()
+            self.forward_seen = self.step_begun = self._shadowed = self.hooks_ran = self._buffers_told = False
+            self._watch.step_ends()
+            return
         self.announce(Moment.STEP)
         self.stepped.clear()
         if state.buckets:
@@ -196,6 +208,8 @@ class StepTracker:
 
     def bucket_ready(self, bucket: Bucket) -> None:
         """All gradients of `bucket` are in place."""
+        if self._failures.step_is_lost:
+            return
         self._state.algorithm.on_ready(self._ctx, bucket)
 
     def buckets_done(self) -> None:
@@ -230,11 +244,25 @@ class StepTracker:
         if on_host and isinstance(self._pool.shared[0], StreamLane):  # over, not only enqueued
             torch.cuda.current_stream(self._inventory.device).synchronize()
 
+    def pass_lost(self, error: CommunicationError) -> bool:
+        """What ranks do together has failed."""
+        if not self._failures.lose_step(error):
+            return False
+        self._drop_gradients()
+        if not self._optimizers.refs:
+            self.end_step()
+        return True
+
     def pass_broke_off(self) -> None:
         """An exception interrupted the pass."""
         self._failures.pass_broke_off()
 
     # ------------------------------------------------------------------------------------------------------------
+
+    def _drop_gradients(self) -> None:
+        """Leave nothing to step with: torch's optimizers pass over parameters without a gradient."""
+        for param in self._inventory.parameters.values():
+            param.grad = None
 
     def _hand_over(self, algorithm: Algorithm) -> None:
         self._replicas.equalise_for(algorithm)

@@ -19,7 +19,7 @@ from bagua.algorithms.base import Ticket as TicketView
 from bagua.comm.groups import Group
 from bagua.comm.team import Team, is_loss
 from bagua.engine.algorithm_memory import AlgorithmMemory
-from bagua.engine.failures import LOOK_S, Failures
+from bagua.engine.failures import Failures
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.chunks import InPieces, Run
 from bagua.engine.lanes.label import Label, span
@@ -185,7 +185,7 @@ class Dispatcher:
         try:
             with span("wait"):
                 for each in tickets:
-                    while not each.ends_within(LOOK_S):
+                    while not each.ends_within(self._failures.look_s):
                         self._failures.look_for_broken()
                     first.wait(each)
         except BaseException:  # Ctrl-C, or another rank has given the pass up

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from bagua.engine.reducer.bucket import Bucket
+from bagua.errors import CommunicationError
 
 __all__ = ["PassListener"]
 
@@ -43,6 +44,10 @@ class PassListener(Protocol):
         Args:
             on_host: False: it is enough if work that is enqueued from now on comes after them.
         """
+        ...
+
+    def pass_lost(self, error: CommunicationError) -> bool:
+        """What ranks do together has failed. Whether the pass ends here all the same, without gradients."""
         ...
 
     def pass_broke_off(self) -> None:

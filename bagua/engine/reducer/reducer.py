@@ -24,6 +24,7 @@ from bagua.engine.reducer.pass_listener import PassListener
 from bagua.engine.reducer.static_graph import StaticGraph
 from bagua.engine.reducer.unused_params import UsageBoard, bitmap
 from bagua.engine.training_state import TrainingState
+from bagua.errors import CommunicationError
 
 __all__ = ["Reducer"]
 
@@ -168,6 +169,15 @@ class Reducer:
 
     def end(self) -> None:
         """End the open pass: announce the remaining buckets, wait for exchanges, settle missing gradients."""
+        try:
+            self._end()
+        except CommunicationError as error:
+            if not self.listener.pass_lost(error):
+                raise
+            self.forget()
+            self.count += 1
+
+    def _end(self) -> None:
         self.open = self._callback_queued = False
         if not self._buckets:
             self.listener.order_learned(self._order)

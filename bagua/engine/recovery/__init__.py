@@ -1,0 +1,1 @@
+"""Fault-tolerant training: the survivors of a lost rank go on in the same processes."""

@@ -1,0 +1,254 @@
+"""Follows the membership while a module trains: which step counts, and when the exchanges in flight are dropped."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from bagua.comm.team import Team
+from bagua.engine.lanes.pool import LanePool
+from bagua.engine.recovery.change import MembershipChange
+from bagua.engine.recovery.options import FaultTolerance
+from bagua.errors import CommunicationError
+from bagua.membership.actions import Verdict
+from bagua.membership.seat import Seat, View
+
+__all__ = ["RecoveryManager"]
+
+_POLL_S = 0.002
+_RETRY_S = 0.1  # between two attempts to open groups
+_PROBE_S = 1.0  # for the host of a store to answer
+_log = logging.getLogger("bagua")
+
+
+class RecoveryManager:
+    """The membership as the training thread of one rank follows it.
+
+    A step begins and ends with the agreement of the host's agent (docs/design/0008-membership.md). A step is *lost* if
+    an exchange fails, or the agent refuses it: its gradients are dropped, the optimizer has none to step with, and the
+    groups of the next epoch are opened before the next step.
+
+    Args:
+        seat: the connection to the agent.
+        options: of the user.
+
+    Attributes:
+        view: the members whose groups are in use.
+        lost: why the step in progress is lost; "" if it is not.
+        attempts: steps that this rank has begun, lost ones included.
+        to_skip: steps that this rank skips because others have already begun as many more.
+        changes: of the membership, newest last.
+    """
+
+    def __init__(self, seat: Seat, options: FaultTolerance) -> None:
+        self.seat, self.options = seat, options
+        self.view: View | None = None
+        self.lost = ""
+        self.attempts = self.to_skip = 0
+        self.changes: tuple[MembershipChange, ...] = ()
+        self._pool: LanePool | None = None
+        self._severed = False
+        self._noticed = 0.0
+
+    @property
+    def group(self) -> int:
+        """Number of the epoch that opened the groups in use; 0 before the first."""
+        return 0 if self.view is None else self.view.group
+
+    # -- groups --------------------------------------------------------------------------------------------------
+
+    def await_view(self) -> View:
+        """Wait for groups other than those in use.
+
+        Raises:
+            CommunicationError: there were none within `max_blocked_s`, or this host does not train any more.
+        """
+        deadline = time.monotonic() + self.options.max_blocked_s
+        while True:
+            view = self.seat.view()
+            if view is not None and view.group > self.group:
+                if view.rank is None and self.view is None:
+                    raise CommunicationError(
+                        f"host {self.seat.name}: the job is at step {view.step} already, and a rank cannot join it yet"
+                    )
+                if view.rank is None:
+                    raise CommunicationError(
+                        f"host {self.seat.name} was left out of membership epoch {view.epoch} ({view.reason}): what it "
+                        "trained since does not count; start this rank again"
+                    )
+                return view
+            if time.monotonic() > deadline:
+                raise CommunicationError(
+                    f"host {self.seat.name}: no membership epoch after group {self.group} within "
+                    f"{self.options.max_blocked_s:g} s"
+                )
+            time.sleep(_POLL_S)
+
+    def open_team(self, view: View, device: torch.device) -> Team:
+        """The members of `view` as a team that meets in the store of the first one. Adopts the view.
+
+        Raises:
+            CommunicationError: the store does not answer, or the members have changed meanwhile.
+        """
+        assert view.rank is not None
+        self.view, self._severed = view, False
+        store = dist.PrefixStore(f"bagua/group/{view.group}", self._connect(view.store))
+        return Team(
+            view.rank,
+            len(view.members),
+            store,
+            timedelta(seconds=self.options.open_timeout_s),
+            "gloo",
+            f"epoch {view.epoch}",
+            node=f"host={self.seat.name}",
+            staged=device.type == "cuda",
+            alert=self.check_group,
+        )
+
+    def watch(self, pool: LanePool) -> None:
+        """Cut the connections of these lanes once their groups are out of use."""
+        self._pool = pool
+
+    def check_group(self) -> None:
+        """Raise if the groups in use are those of the past.
+
+        Raises:
+            CommunicationError: they are.
+        """
+        if self.out_of_use:
+            raise CommunicationError(f"the members of group {self.group} have changed")
+
+    @property
+    def out_of_use(self) -> bool:
+        """Whether the members have changed since the groups in use were opened."""
+        view = self.seat.view()
+        return view is not None and view.group != self.group
+
+    def _connect(self, address: str) -> dist.Store:
+        host, _, port = address.rpartition(":")
+        deadline = time.monotonic() + self.options.open_timeout_s
+        while True:
+            try:
+                socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
+                limit = timedelta(seconds=self.options.open_timeout_s)
+                return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+            except (OSError, RuntimeError) as error:
+                self.check_group()
+                if time.monotonic() > deadline:
+                    raise CommunicationError(f"the store at {address} does not answer: {error}") from error
+                time.sleep(_POLL_S)
+
+    # -- within a step -------------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """While this rank waits for an exchange: free it if the members have changed."""
+        if self.out_of_use:
+            self.sever()
+
+    def sever(self) -> None:
+        """Cut all connections of the groups in use. Exchanges in flight fail, here and at the peers."""
+        if not self._severed and self._pool is not None:
+            self._severed = True
+            self._noticed = self._noticed or time.monotonic()
+            for lane in self._pool.all:
+                lane.groups.sever()
+
+    def leave_groups(self) -> None:
+        """Before the next ones are opened."""
+        self._noticed = self._noticed or time.monotonic()
+        self.sever()
+
+    def exchange_failed(self, why: str) -> None:
+        """An exchange of the step in progress has failed: the step is lost, and the groups are."""
+        self._noticed = self._noticed or time.monotonic()
+        if not self.lost:
+            _log.info("recovery: step %d is lost: %s", self.attempts, why)
+            self.lost = why
+        self.sever()
+        self.seat.exchange_failed(self.group)
+
+    def reopening_failed(self, error: RuntimeError) -> None:
+        """The groups of the present view could not be opened: have others, unless that has been tried for too long.
+
+        Raises:
+            CommunicationError: it has.
+        """
+        now = time.monotonic()
+        if now - self._noticed > self.options.max_blocked_s:
+            raise CommunicationError(
+                f"host {self.seat.name}: no groups could be opened within {self.options.max_blocked_s:g} s; at last: "
+                f"{error}"
+            ) from error
+        self.exchange_failed(f"{type(error).__name__}: {error}")
+        time.sleep(_RETRY_S)
+
+    def weights_fetched(self, step: int) -> None:
+        """This rank holds the weights of `step`, which it lacked when the groups were opened.
+
+        Raises:
+            CommunicationError: the members have changed meanwhile, so that these may not count any more.
+        """
+        view = self.view
+        assert view is not None
+        if not self._granted(lambda: self.seat.weights_fetched(view.epoch, step)):
+            raise CommunicationError(f"the weights of step {step} came too late for group {self.group}")
+
+    def may_begin(self, step: int) -> bool:
+        """Whether step `step` can begin with the groups in use. Waits while the next epoch is being decided.
+
+        Raises:
+            CommunicationError: it took longer than `max_blocked_s`.
+        """
+        return self._granted(lambda: self.seat.start_step(self.group, step))
+
+    def may_apply(self, step: int) -> bool:
+        """Whether the mean gradients of `step` may be applied. If not, the step is lost. Waits as `may_begin`."""
+        if not self.lost and not self._granted(lambda: self.seat.finish_step(self.group, step)):
+            self._noticed = self._noticed or time.monotonic()
+            self.lost = "the members have changed"
+        return not self.lost
+
+    def _granted(self, ask: Callable[[], Verdict]) -> bool:
+        deadline = time.monotonic() + self.options.max_blocked_s
+        while (verdict := ask()) is Verdict.WAIT:
+            if time.monotonic() > deadline:
+                raise CommunicationError(
+                    f"host {self.seat.name}: no membership epoch was decided within {self.options.max_blocked_s:g} s"
+                )
+            time.sleep(_POLL_S)
+        return verdict is Verdict.GRANTED
+
+    # -- between steps -------------------------------------------------------------------------------------------
+
+    def step_ended(self) -> bool:
+        """The optimizers have stepped. Returns whether the step counts."""
+        self.attempts += 1
+        counts = not self.lost
+        if self.to_skip:
+            self.to_skip -= 1
+            self.lost = "other ranks have begun more steps" if self.to_skip else ""
+        return counts
+
+    def recovered(self, before: View | None, step: int) -> None:
+        """The groups of the present view are in use."""
+        view = self.view
+        assert view is not None
+        old = view.members if before is None else before.members
+        gone = tuple(each for each in old if each not in view.members)
+        came = tuple(each for each in view.members if each not in old)
+        stalled = time.monotonic() - self._noticed if self._noticed else 0.0
+        change = MembershipChange(view.epoch, step, gone, came, view.reason, bool(self.lost), stalled)
+        self.changes = (*self.changes[-999:], change)
+        self._noticed = 0.0
+        self.lost = "other ranks have begun more steps" if self.to_skip else ""
+        who = "".join((f"; lost {', '.join(gone)}" if gone else "", f"; joined {', '.join(came)}" if came else ""))
+        _log.warning(
+            "recovery: %d ranks train on from step %d in epoch %d%s (stalled %.2f s%s)",
+            len(view.members), step, view.epoch, who, stalled, ", one step dropped" if change.skipped else "",
+        )  # fmt: skip

@@ -1,0 +1,100 @@
+"""The options of fault-tolerant training."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bagua.engine.startup.request import Request
+from bagua.membership.seat import Seat
+
+__all__ = ["FaultTolerance", "as_fault_tolerance", "check_tolerates", "seat_of"]
+
+
+@dataclass(frozen=True)
+class FaultTolerance:
+    """Options of `bagua.distribute(..., fault_tolerant=...)`.
+
+    How soon a host counts as lost is an option of the launcher: `bagua run --fault-tolerant --detect-s`.
+
+    Args:
+        open_timeout_s: seconds to open the process groups of a new membership epoch, and for one transfer on them.
+        max_blocked_s: seconds to wait for a membership epoch, for example while a minority is cut off. After it the
+            rank raises `CommunicationError`.
+        seat: the connection to the agent of this host. Default: to the launcher's.
+
+    Raises:
+        ValueError: names the option that is not a positive number of seconds.
+
+    Examples:
+        >>> bagua.FaultTolerance(max_blocked_s=600.0).open_timeout_s
+        60.0
+    """
+
+    open_timeout_s: float = 60.0
+    max_blocked_s: float = 1800.0
+    seat: Seat | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("open_timeout_s", "max_blocked_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name}: expected a positive number of seconds, got {value!r}")
+
+
+def as_fault_tolerance(value: Any) -> FaultTolerance | None:
+    """The options in `fault_tolerant`, an argument of `distribute`; None if it is off.
+
+    Raises:
+        TypeError: it is neither a bool nor options.
+        ValueError: there is no launcher that knows the members.
+    """
+    if value is None or value is False:
+        return None
+    if value is not True and not isinstance(value, FaultTolerance):
+        raise TypeError(f"fault_tolerant: expected True, False or bagua.FaultTolerance, got {type(value).__name__}")
+    options = FaultTolerance() if value is True else value
+    if options.seat is None and not os.environ.get("BAGUA_SEAT"):
+        raise ValueError(
+            "fault_tolerant: no launcher tells this rank who the members are; start with `bagua run --fault-tolerant`"
+        )
+    return options
+
+
+def seat_of(options: FaultTolerance) -> Seat:
+    """The connection to the agent of this host."""
+    if options.seat is not None:
+        return options.seat
+    raise ValueError("fault_tolerant: no launcher tells this rank who the members are")
+
+
+def check_tolerates(request: Request, again: bool, has_group: bool) -> ValueError | None:
+    """What cannot go on after a lost rank yet; None if all can.
+
+    Args:
+        again: the module is distributed already.
+        has_group: the user gave a process group.
+    """
+    algorithm = request.algorithm
+    if algorithm is not None and not algorithm.lost_step:
+        return ValueError(
+            f"fault_tolerant: {algorithm.name!r} has no rule for a lost step yet; gradient_allreduce, bytegrad and "
+            "power_sgd have one"
+        )
+    refused = {
+        "process_group": has_group,
+        "guard": request.guard is not None,
+        "broadcast_buffers": request.broadcast_buffers,
+        "autotune": request.tune is not None,
+        "a second call of bagua.distribute()": again,
+    }
+    for name, given in refused.items():
+        if given:
+            return ValueError(f"{name}: not with fault_tolerant yet")
+    if any(isinstance(each, torch.optim.LBFGS) for each in request.optimizers):
+        return ValueError("optimizers: LBFGS evaluates the model within its step; not with fault_tolerant")
+    return None

@@ -1,0 +1,174 @@
+"""Ranks in processes of their own, each with the agent of its host, that train until they are killed or done."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import bagua
+from bagua.engine.hooks import attachments
+from bagua.membership import Agent, Epoch, Member, Options, Record
+from bagua.membership.seat import LocalSeat, payload_of
+from bagua.membership.transport import Transport
+from tests.fork_server import ForkServer
+
+__all__ = ["Job", "start_job"]
+
+LIMIT_S = 120.0
+TOKEN = b"sixteen bytes or more"
+Line = dict[str, Any]
+
+
+def digest(module: torch.nn.Module) -> str:
+    """Of the weights."""
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
+
+
+def make_model() -> torch.nn.Module:
+    """The same weights everywhere."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 3)]
+    return torch.nn.Sequential(*layers)
+
+
+def run_rank(pipe: Connection, job: Line) -> None:
+    """Train, and tell the test of each step."""
+    try:
+        _train(pipe, job)
+    except BaseException:
+        pipe.send({"error": traceback.format_exc()})
+
+
+def _train(pipe: Connection, job: Line) -> None:
+    logging.getLogger("bagua").setLevel(logging.ERROR)
+    place = job["place"]
+    listener, store = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    mine = [f"127.0.0.1:{each.getsockname()[1]}" for each in (listener, store)]
+    pipe.send({"loaded": mine, "pid": os.getpid()})
+    addresses = pipe.recv()  # so agents start at about the same time
+    port = store.getsockname()[1]
+    server = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=store.detach(),
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    members = [Member(f"n{i}", 0, agent, payload_of(meet)) for i, (agent, meet) in enumerate(addresses)]
+    agent = Agent(
+        Record("job", members[place].name, 0, members[place].address),
+        Options(detect_s=job["detect_s"]),
+        time.monotonic(),
+        epoch=Epoch.first(members, tie_break=job["tie_break"]),
+        payload=members[place].payload,
+        seed=place,
+    )
+    seat = LocalSeat(Transport(agent, listener, TOKEN))
+    torch.set_num_threads(1)
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    tolerance = bagua.FaultTolerance(seat=seat, max_blocked_s=90.0)
+    bagua.distribute(model, optimizer, job["algorithm"], fault_tolerant=tolerance, **job["options"])
+    generator = torch.Generator().manual_seed(place)
+    for attempt in range(job["steps"]):
+        x = torch.randn(8, 20, generator=generator)
+        model(x).square().mean().backward()
+        if [place, attempt] == job["fails_at"]:  # its last exchange, although it has ended well for the others
+            pipe.send({"holds": attempt})
+            pipe.recv()
+            recovery = attachments[model].engine.failures.recovery
+            assert recovery is not None
+            recovery.exchange_failed("a test")
+        optimizer.step()
+        applied = any(p.grad is not None for p in model.parameters())
+        optimizer.zero_grad()
+        pipe.send({"attempt": attempt, "applied": applied, "digest": digest(model)})
+        time.sleep(job["pause_s"])
+    stats = bagua.stats(model)
+    moments = [optimizer.state[p]["exp_avg_sq"].sum().item() for p in model.parameters()]
+    changes = [{"lost": c.lost, "joined": c.joined, "step": c.step, "skipped": c.skipped} for c in stats.membership]
+    pipe.send({"ended": place, "steps": stats.steps, "digest": digest(model), "moments": moments, "changes": changes})
+    pipe.recv()  # the agent's vote may be needed until all have ended
+    bagua.detach(model)
+    seat.close()
+    del server
+
+
+class Job:
+    """Ranks that train.
+
+    Attributes:
+        lines: what each has told so far.
+    """
+
+    def __init__(self, server: ForkServer, size: int, job: Line) -> None:
+        self.lines: list[list[Line]] = [[] for _ in range(size)]
+        self._pipes = [server.fork(run_rank, {"place": place, **job}) for place in range(size)]
+        everyone = list(range(size))
+        self.wait_for(everyone, lambda line: "loaded" in line, "start")
+        self._pids = [lines[0]["pid"] for lines in self.lines]
+        for pipe in self._pipes:
+            pipe.send([lines[0]["loaded"] for lines in self.lines])
+
+    def wait_for(self, places: list[int], found: Callable[[Line], bool], what: str) -> None:
+        """Return when each of `places` has told something for which `found` is true."""
+        deadline = time.monotonic() + LIMIT_S
+        while missing := [place for place in places if not any(map(found, self.lines[place]))]:
+            ready = wait([self._pipes[place] for place in missing], max(deadline - time.monotonic(), 0.0))
+            assert ready, f"no {what} of {missing} within {LIMIT_S} s: {[lines[-1:] for lines in self.lines]}"
+            for place in missing:
+                if self._pipes[place] in ready:
+                    try:
+                        self.lines[place].append(self._pipes[place].recv())
+                    except EOFError:
+                        raise AssertionError(f"no {what}, rank {place} has ended: {self.lines[place][-1:]}") from None
+
+    def signal_at(self, place: int, attempt: int, number: signal.Signals) -> None:
+        """Send a signal to a rank once it has made so many steps."""
+        self.wait_for([place], lambda line: line.get("attempt", -1) >= attempt, f"step {attempt}")
+        os.kill(self._pids[place], number)
+
+    def resume(self, place: int) -> None:
+        """Let a rank that was stopped go on."""
+        os.kill(self._pids[place], signal.SIGCONT)
+
+    def go_on(self, place: int) -> None:
+        """Let a rank that holds go on."""
+        self._pipes[place].send("go on")
+
+    def ends(self, places: list[int]) -> list[Line]:
+        """What these ranks tell when all have trained."""
+        self.wait_for(places, lambda line: "ended" in line, "end")
+        for place in places:
+            self._pipes[place].send("end")
+        return [next(line for line in self.lines[place] if "ended" in line) for place in places]
+
+    def close(self) -> None:
+        """Kill those that are left."""
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pipe in self._pipes:
+            pipe.close()
+
+
+@contextmanager
+def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
+    """Ranks that train. At the end those that are left are killed."""
+    given = {"detect_s": 60.0, "tie_break": False, "options": {}, "pause_s": 0.01, "fails_at": None, **job}
+    started = Job(server, size, given)
+    try:
+        yield started
+    finally:
+        started.close()

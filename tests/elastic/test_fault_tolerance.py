@@ -1,0 +1,92 @@
+"""Ranks in processes that are killed or stopped in the middle of training: the others train on, in their processes."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.elastic.fault_tolerant_rank import Job, start_job
+from tests.fork_server import ForkServer
+
+pytestmark = pytest.mark.process
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    made = ForkServer()
+    yield made
+    made.close()
+
+
+def check_survivors(job: Job, places: list[int], lost: str) -> None:
+    """They end with the same weights and optimizer state, after as many steps, and say who was lost."""
+    ends = job.ends(places)
+    first = ends[0]
+    for end in ends:
+        assert (end["steps"], end["digest"], end["moments"]) == (first["steps"], first["digest"], first["moments"])
+        assert [change["lost"] for change in end["changes"]] == [(lost,)]
+    assert STEPS - 2 <= first["steps"] <= STEPS  # one step is lost, or two where one rank was a step ahead of another
+    for place in places:
+        steps = [line for line in job.lines[place] if "attempt" in line]
+        assert len(steps) == STEPS
+        for before, now in itertools.pairwise(steps):
+            assert (before["digest"] != now["digest"]) or not now["applied"]
+        assert sum(not line["applied"] for line in steps) <= 2
+
+
+@pytest.mark.parametrize(
+    ("place", "algorithm", "options"),
+    [
+        (1, "gradient_allreduce", {}),
+        (0, "bytegrad", {"codec": "int4"}),  # the first one also serves the store in which the groups meet
+        (2, "power_sgd", {}),
+    ],
+)
+def test_a_killed_rank_is_left_out(server: ForkServer, place: int, algorithm: str, options: dict[str, Any]) -> None:
+    others = [each for each in range(3) if each != place]
+    with start_job(server, 3, algorithm=algorithm, options=options, steps=STEPS) as job:
+        job.signal_at(place, 10, signal.SIGKILL)
+        check_survivors(job, others, f"n{place}")
+
+
+def test_a_stopped_rank_is_left_out_and_refuses_to_go_on_when_it_wakes(server: ForkServer) -> None:
+    with start_job(server, 3, detect_s=4.0, algorithm="bytegrad", steps=STEPS) as job:
+        job.signal_at(0, 10, signal.SIGSTOP)
+        check_survivors(job, [1, 2], "n0")
+        job.resume(0)
+        job.wait_for([0], lambda line: "was left out of membership epoch" in line.get("error", ""), "refusal")
+
+
+def test_two_ranks_are_lost_one_after_the_other(server: ForkServer) -> None:
+    with start_job(server, 4, algorithm="gradient_allreduce", tie_break=True, steps=STEPS) as job:
+        job.signal_at(3, 5, signal.SIGKILL)
+        job.signal_at(1, 20, signal.SIGKILL)
+        ends = job.ends([0, 2])
+        assert ends[0]["digest"] == ends[1]["digest"]
+        assert [[change["lost"] for change in end["changes"]] for end in ends] == [[("n3",), ("n1",)]] * 2
+
+
+def test_of_two_ranks_one_trains_on_alone(server: ForkServer) -> None:
+    with start_job(server, 2, algorithm="gradient_allreduce", tie_break=True, steps=STEPS) as job:
+        job.signal_at(1, 10, signal.SIGKILL)
+        check_survivors(job, [0], "n1")
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_a_rank_that_lacks_a_step_that_counts_gets_it_from_the_others(server: ForkServer, algorithm: str) -> None:
+    with start_job(server, 3, algorithm=algorithm, steps=20, fails_at=[1, 7]) as job:
+        job.wait_for([1], lambda line: "holds" in line, "step 7")
+        job.wait_for([0, 2], lambda line: line.get("attempt") == 7, "step 7")  # they have applied it
+        job.go_on(1)
+        ends = job.ends([0, 1, 2])
+    assert len({end["digest"] for end in ends}) == 1 and ends[0]["moments"] == ends[1]["moments"] == ends[2]["moments"]
+    assert {end["steps"] for end in ends} == {19}  # the step that the others had begun meanwhile is lost
+    steps = [{line["attempt"]: line for line in lines if "attempt" in line} for lines in job.lines]
+    assert steps[0][7]["applied"] and not steps[1][7]["applied"]
+    assert not steps[0][8]["applied"] and not steps[1][8]["applied"]  # it skips one, so that data stay in step
+    assert all(steps[place][9]["digest"] == steps[0][9]["digest"] and steps[place][9]["applied"] for place in range(3))
