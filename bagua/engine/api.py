@@ -24,8 +24,9 @@ from bagua.engine.hooks import attach, attachments
 from bagua.engine.inference_mode import outside_inference
 from bagua.engine.lanes.lane import make_lane
 from bagua.engine.optimizer_discovery import follow_optimizers
+from bagua.engine.recovery.limits import check_tolerates
 from bagua.engine.recovery.manager import RecoveryManager
-from bagua.engine.recovery.options import FaultTolerance, as_fault_tolerance, check_tolerates, seat_of
+from bagua.engine.recovery.options import FaultTolerance, as_fault_tolerance, seat_of
 from bagua.engine.recovery.reopen import follow_membership
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
 from bagua.engine.startup.handshake import shake_hands

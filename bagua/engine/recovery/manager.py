@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
+from bagua.comm.remote_store import connect_store
 from bagua.comm.team import Team
 from bagua.engine.lanes.pool import LanePool
 from bagua.engine.recovery.change import MembershipChange
@@ -23,7 +22,6 @@ __all__ = ["RecoveryManager"]
 
 _POLL_S = 0.002
 _RETRY_S = 0.1  # between two attempts to open groups
-_PROBE_S = 1.0  # for the host of a store to answer
 _log = logging.getLogger("bagua")
 
 
@@ -98,7 +96,9 @@ class RecoveryManager:
         """
         assert view.rank is not None
         self.view, self._severed = view, False
-        store = dist.PrefixStore(f"bagua/group/{view.group}", self._connect(view.store))
+        store = connect_store(
+            view.store, f"bagua/group/{view.group}", self.options.open_timeout_s, alert=self.check_group
+        )
         return Team(
             view.rank,
             len(view.members),
@@ -129,20 +129,6 @@ class RecoveryManager:
         """Whether the members have changed since the groups in use were opened."""
         view = self.seat.view()
         return view is not None and view.group != self.group
-
-    def _connect(self, address: str) -> dist.Store:
-        host, _, port = address.rpartition(":")
-        deadline = time.monotonic() + self.options.open_timeout_s
-        while True:
-            try:
-                socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
-                limit = timedelta(seconds=self.options.open_timeout_s)
-                return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
-            except (OSError, RuntimeError) as error:
-                self.check_group()
-                if time.monotonic() > deadline:
-                    raise CommunicationError(f"the store at {address} does not answer: {error}") from error
-                time.sleep(_POLL_S)
 
     # -- within a step -------------------------------------------------------------------------------------------
 

@@ -7,12 +7,9 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from bagua.engine.startup.request import Request
 from bagua.membership.seat import Seat
 
-__all__ = ["FaultTolerance", "as_fault_tolerance", "check_tolerates", "seat_of"]
+__all__ = ["FaultTolerance", "as_fault_tolerance", "seat_of"]
 
 
 @dataclass(frozen=True)
@@ -70,31 +67,3 @@ def seat_of(options: FaultTolerance) -> Seat:
     if options.seat is not None:
         return options.seat
     raise ValueError("fault_tolerant: no launcher tells this rank who the members are")
-
-
-def check_tolerates(request: Request, again: bool, has_group: bool) -> ValueError | None:
-    """What cannot go on after a lost rank yet; None if all can.
-
-    Args:
-        again: the module is distributed already.
-        has_group: the user gave a process group.
-    """
-    algorithm = request.algorithm
-    if algorithm is not None and not algorithm.lost_step:
-        return ValueError(
-            f"fault_tolerant: {algorithm.name!r} has no rule for a lost step yet; gradient_allreduce, bytegrad and "
-            "power_sgd have one"
-        )
-    refused = {
-        "process_group": has_group,
-        "guard": request.guard is not None,
-        "broadcast_buffers": request.broadcast_buffers,
-        "autotune": request.tune is not None,
-        "a second call of bagua.distribute()": again,
-    }
-    for name, given in refused.items():
-        if given:
-            return ValueError(f"{name}: not with fault_tolerant yet")
-    if any(isinstance(each, torch.optim.LBFGS) for each in request.optimizers):
-        return ValueError("optimizers: LBFGS evaluates the model within its step; not with fault_tolerant")
-    return None

@@ -1,0 +1,37 @@
+"""What cannot be combined with fault tolerance yet."""
+
+from __future__ import annotations
+
+import torch
+
+from bagua.engine.startup.request import Request
+
+__all__ = ["check_tolerates"]
+
+
+def check_tolerates(request: Request, again: bool, has_group: bool) -> ValueError | None:
+    """What cannot go on after a lost rank yet; None if all can.
+
+    Args:
+        again: the module is distributed already.
+        has_group: the user gave a process group.
+    """
+    algorithm = request.algorithm
+    if algorithm is not None and not algorithm.lost_step:
+        return ValueError(
+            f"fault_tolerant: {algorithm.name!r} has no rule for a lost step yet; gradient_allreduce, bytegrad and "
+            "power_sgd have one"
+        )
+    refused = {
+        "process_group": has_group,
+        "guard": request.guard is not None,
+        "broadcast_buffers": request.broadcast_buffers,
+        "autotune": request.tune is not None,
+        "a second call of bagua.distribute()": again,
+    }
+    for name, given in refused.items():
+        if given:
+            return ValueError(f"{name}: not with fault_tolerant yet")
+    if any(isinstance(each, torch.optim.LBFGS) for each in request.optimizers):
+        return ValueError("optimizers: LBFGS evaluates the model within its step; not with fault_tolerant")
+    return None
