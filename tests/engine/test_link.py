@@ -58,8 +58,15 @@ def compare() -> Any:
     return [each[1] for each in (fast, slow, small, given, lossy, narrow)]
 
 
+def test_cores_where_the_system_does_not_tell_which_are_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has no `os.sched_getaffinity`."""
+    assert 1 <= link.usable_cores() <= (os.cpu_count() or 1)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert link.usable_cores() == (os.cpu_count() or 1)
+
+
 def test_a_fast_link_carries_sums_on_few_lanes(pool: RankPool) -> None:
-    few = max(2, int(len(os.sched_getaffinity(0)) / 2 / link._CORES_PER_LANE))
+    few = max(2, int(link.usable_cores() / 2 / link._CORES_PER_LANE))
     for fast, slow, small, given, lossy, narrow in pool.run(2, compare):
         assert [each for each, _ in (fast, slow, small, given, lossy, narrow)] == [few, None, None, None, few, few]
         assert given[1] == {0, 1, 2, 3}, "what the user says"

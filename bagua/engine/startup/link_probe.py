@@ -37,7 +37,7 @@ def lanes_of_sums(
     if team.size == 1 or team.backend != "gloo" or num_bytes < _SMALLEST_BYTES:
         return None
     ranks_here = next(len(node) for node in nodes if team.rank in node)
-    cores = len(os.sched_getaffinity(0)) / ranks_here
+    cores = usable_cores() / ranks_here
     found = [
         decode(message)
         for message in team.all_gather_bytes("measured rate", encode([num_bytes / max(seconds, 1e-9), cores]))
@@ -45,6 +45,13 @@ def lanes_of_sums(
     if _typical_rate([rate for rate, _ in found], nodes) < _FAST_BYTES_PER_S:
         return None
     return max(2, int(min(cores for _, cores in found) / _CORES_PER_LANE))
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use; all of the machine where the system does not tell, as on macOS."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _typical_rate(rates: Sequence[float], nodes: Sequence[Sequence[int]]) -> float:
