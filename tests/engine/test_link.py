@@ -92,7 +92,7 @@ def test_the_rate_is_that_between_nodes(rates: list[float], nodes: list[list[int
 
 def differing() -> str:
     model = nn.Linear(2, 2)
-    options = {"num_lanes": 4} if dist.get_rank() else {}
+    options: dict[str, Any] = {"num_lanes": 4} if dist.get_rank() else {}
     try:
         bagua.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
     except RankMismatchError as error:
