@@ -107,11 +107,10 @@ def test_the_mean_is_that_of_sgd_and_ranks_stay_near() -> None:
     assert max(apart) < 2 * drift / (1 - rate)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 5])
-def test_resume_with_an_exchange_under_way_is_bit_identical(stop: int) -> None:
-    algorithm = LowPrecisionDecentralized(overlap=True, communication_interval=2)
-    for whole, resumed in run_teams(3, interrupted, lambda p: torch.optim.SGD(p, lr=LR), algorithm, stop, 9):
-        assert torch.equal(whole, resumed)
+def test_resume_with_an_exchange_under_way_is_bit_identical() -> None:
+    algorithm, stops = LowPrecisionDecentralized(overlap=True, communication_interval=2), (1, 2, 5)
+    for whole, resumed in run_teams(3, interrupted, lambda p: torch.optim.SGD(p, lr=LR), algorithm, stops, 9):
+        assert [stop for stop in stops if not torch.equal(whole, resumed[stop])] == []
 
 
 @dataclass(frozen=True)
