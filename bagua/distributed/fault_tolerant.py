@@ -9,13 +9,10 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import shutil
 import socket
 import sys
-import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,12 +100,13 @@ class Settings:
         )
 
 
-def run(settings: Settings, prog: str) -> None:
+def run(settings: Settings, prog: str, directory: Path) -> None:
     """Take part in the job with one rank until it ends.
 
     Args:
         settings: of this host.
         prog: what was called, for lines of the log.
+        directory: of its own, see `run_directory`.
 
     Raises:
         JoinError: the job was neither founded nor found.
@@ -119,14 +117,6 @@ def run(settings: Settings, prog: str) -> None:
     def say(text: str) -> None:
         print(f"{prog}: {text}", file=sys.stderr, flush=True)
 
-    directory = Path(tempfile.mkdtemp(prefix="bagua-run-"))  # of mode 0700
-    try:
-        _take_part(settings, directory, say)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _take_part(settings: Settings, directory: Path, say: Callable[[str], None]) -> None:
     try:
         served = ServedStore(settings.endpoints)
         family = socket.AF_INET6 if ":" in served.host else socket.AF_INET

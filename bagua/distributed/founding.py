@@ -15,10 +15,11 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch.distributed import TCPStore
 
-from bagua.distributed.job_store import JobNote, ServedStore, ask, fingerprint
+from bagua.distributed.job_store import JobNote, ServedStore, ask, fingerprint, in_threads
 from bagua.membership import Epoch, Member
 from bagua.membership.encoding import checked_argument
 from bagua.membership.messages import MAX_ADDRESS, MAX_NAME
@@ -112,9 +113,15 @@ class Founding:
             _register(self._served.store, self._me, 0)
             return self._found()
         if stores and stores[0] is not None:  # the first host answers, and knows of no job yet
-            _register(stores[0], self._me, self._served.place)
-            self._seen = int(stores[0].add(_COUNT, 0))
+            in_threads([partial(self._register_at, stores[0])])
         return None
+
+    def _register_at(self, store: TCPStore) -> None:
+        try:
+            _register(store, self._me, self._served.place)
+            self._seen = int(store.add(_COUNT, 0))
+        except RuntimeError:  # the first host is lost; the next look finds out
+            self._seen = 0
 
     def _of(self, notes: list[JobNote]) -> Job:
         """The job that has gone on the longest, with all contacts that its hosts know."""

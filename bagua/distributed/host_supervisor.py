@@ -75,7 +75,7 @@ class HostSupervisor:
         self._waits_since: float | None = time.monotonic()  # for a place for a rank; None: no rank is to be started
         self._failure: dict[int, ProcessFailure] = {}  # of the rank that ended last, by its number
         self._signal: int | None = None
-        self._kill = False
+        self._kill = self._hurries = False
         self._close_by = self._serve_until = 0.0
         self._ended = self._left = False
         self._alone_since: float | None = None
@@ -111,7 +111,8 @@ class HostSupervisor:
             event = self._transport.events.get(timeout=_POLL_S)
         except queue.Empty:
             return
-        self._say(_told(event))
+        if not self._ended or self._failure:
+            self._say(_told(event))
         self._seats.refresh()
         if isinstance(event, EpochBegan | Excluded):
             self._alone_since = None
@@ -129,7 +130,7 @@ class HostSupervisor:
         if self._transport.failed:
             raise JoinError("the agent of this host has failed; its traceback is above")
         if self._rank is None:
-            if self._signal is not None and not self._ended:
+            if self._signal is not None and not self._hurries:
                 self._leave()
             elif self._waits_since is not None:
                 self._await_place(now, self._waits_since)
@@ -158,8 +159,9 @@ class HostSupervisor:
             self._leave()
 
     def _leave(self) -> None:
+        self._hurries = self._signal is not None
         self._transport.call(lambda agent, now: agent.leave(now))
-        self._end(_SERVE_S if self._signal is None else max(_LEAVE_S, 3 * self._detect_s))
+        self._end(max(_LEAVE_S, 3 * self._detect_s) if self._hurries else _SERVE_S)
 
     def _await_place(self, now: float, since: float) -> None:
         """Start a rank as soon as this host has a place for it: that of a founder, or of a learner."""

@@ -7,12 +7,15 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -21,14 +24,13 @@ from bagua.membership import Epoch, MessageError
 from bagua.membership.encoding import checked_text, epoch_from_wire, epoch_to_wire
 from bagua.membership.messages import MAX_ADDRESS, MAX_MEMBERS, MAX_NAME
 
-__all__ = ["JobNote", "ServedStore", "ask", "connect", "fingerprint"]
+__all__ = ["JobNote", "ServedStore", "ask", "connect", "fingerprint", "in_threads"]
 
 _KEY = "bagua/job"
 _PROBE_S = 2.0  # for a host to answer
 _ANSWER_S = 5.0  # for its store to answer
 _MAX_NOTE = 1 << 19
 _log = logging.getLogger("bagua")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,15 @@ class JobNote:
             raise MessageError("not a note of a job") from None
         if type(number) is not int or type(contacts) is not list or len(contacts) > MAX_MEMBERS:
             raise MessageError("not a note of a job")
+        if checked_text(token, 128) and not re.fullmatch("([0-9a-f]{2}){16,}", token):
+            raise MessageError("a note of a job with a token that is none")
         return cls(
             checked_text(run_id, _MAX_NOTE),
             checked_text(job, MAX_NAME),
             epoch_from_wire(founders),
             number,
             tuple(checked_text(each, MAX_ADDRESS) for each in contacts),
-            checked_text(token, 128),
+            token,
             checked_text(check, 128),
         )
 
@@ -168,12 +172,18 @@ def ask(addresses: Sequence[str]) -> tuple[list[JobNote | None], list[TCPStore |
         except MessageError as error:
             _log.warning("rendezvous: %s serves something else: %s", addresses[at], error)
 
-    threads = [threading.Thread(target=look, args=(at,), daemon=True) for at in range(len(addresses))]
+    in_threads([partial(look, at) for at in range(len(addresses))])
+    return notes.copy(), stores.copy()
+
+
+def in_threads(calls: Sequence[Callable[[], None]]) -> None:
+    """Make calls to stores that may never return. Those that take too long are left behind."""
+    threads = [threading.Thread(target=call, name="bagua-ask", daemon=True) for call in calls]
+    deadline = time.monotonic() + _PROBE_S + _ANSWER_S
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(_PROBE_S + _ANSWER_S)
-    return notes.copy(), stores.copy()
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
+from contextlib import ExitStack
 from functools import partial
 
 from torch.distributed import DistError
@@ -17,6 +18,7 @@ from torch.distributed.run import determine_local_world_size, run
 
 from bagua.distributed import failover, fault_tolerant
 from bagua.distributed.failures import FirstFailure
+from bagua.distributed.run_directory import run_directory
 from bagua.elastic import memory
 from bagua.signals import end_by_exception
 
@@ -48,7 +50,11 @@ def start(args: Namespace, prog: str) -> int:
         return 2
     _set_threads(args, prog)
     nested = "TORCHELASTIC_ERROR_FILE" in os.environ
-    launch = partial(_run, args) if tolerant is None else partial(fault_tolerant.run, tolerant, prog)
+    kept = ExitStack()  # for tracebacks, which `record` reads after the end of the ranks
+    if tolerant is None:
+        launch = partial(_run, args)
+    else:
+        launch = partial(fault_tolerant.run, tolerant, prog, kept.enter_context(run_directory()))
     held = _hold_memory(args)
     try:
         # A launcher that was itself launched passes on, through `record`, the failure that came first.
@@ -68,6 +74,7 @@ def start(args: Namespace, prog: str) -> int:
         print(f"{prog}: ended by SIGINT; no rank was started", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
+        kept.close()
         if held is not None:
             del os.environ[memory.VARIABLE]
             held.close()

@@ -173,7 +173,18 @@ def test_a_note_of_something_else_is_refused() -> None:
     note = JobNote("job", "ab", Epoch.first([Member("a", 0, "a:1")]), 3, ("a:1",), "", "cd")
     assert JobNote.parse(note.to_text().encode()) == note
     wire = json.loads(note.to_text())
-    for place, wrong in ((0, 1), (1, None), (2, []), (3, "3"), (4, "a:1"), (4, [1]), (5, None), (6, 0)):
+    for place, wrong in (
+        (0, 1),
+        (1, None),
+        (2, []),
+        (3, "3"),
+        (4, "a:1"),
+        (4, [1]),
+        (5, None),
+        (5, "ab"),
+        (5, "x" * 32),
+        (6, 0),
+    ):
         with pytest.raises(MessageError):
             JobNote.parse(json.dumps([*wire[:place], wrong, *wire[place + 1 :]]).encode())
     for text in (b"", b"{}", b"[1]", b"\xff", json.dumps(wire[:-1]).encode()):

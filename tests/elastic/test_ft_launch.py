@@ -113,6 +113,37 @@ def test_a_launcher_that_is_told_to_end_leaves_in_order(hosts: Hosts) -> None:
     assert [each.wait() for each in all_three[:2]] == [128 + signal.SIGINT] * 2
 
 
+STUBBORN = """
+import pathlib, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]) / "told").touch())
+"""
+
+
+def test_a_second_signal_does_not_wait(hosts: Hosts) -> None:
+    """The rank does not end by itself."""
+    hosts.script.write_text(STUBBORN + hosts.script.read_text())
+    host = hosts.start("--nnodes", "1")
+    hosts.await_step(3, [host])
+    os.kill(host.pid, signal.SIGTERM)
+    wait_for(lambda: (host.folder / "told").exists(), "signal for the rank", hosts)
+    os.kill(host.pid, signal.SIGTERM)
+    assert host.wait() == 128 + signal.SIGTERM
+
+
+def test_a_launcher_that_waits_for_the_others_is_told_to_end(hosts: Hosts) -> None:
+    """Its rank has ended; those of the others train on without it."""
+    all_three = hosts.start_all()
+    called = names(all_three)
+    hosts.stop(all_three[:1])
+    wait_for(lambda: not all_three[0].ranks(), "end of the rank")
+    os.kill(all_three[0].pid, signal.SIGTERM)
+    assert all_three[0].wait() == 128 + signal.SIGTERM
+    hosts.await_members(called[1:], all_three[1:])
+    hosts.await_step(6, all_three[1:])
+    hosts.stop(all_three[1:])
+    assert [each.wait() for each in all_three[1:]] == [0, 0]
+
+
 def test_all_ranks_fail(hosts: Hosts) -> None:
     """A fault of the script: nobody has the weights, so the job ends, with restarts left or without."""
     all_three = hosts.start_all("--max-restarts", "1")
@@ -162,7 +193,9 @@ def test_wrong_arguments_are_one_line(flags: tuple[str, ...], message: str, caps
 def test_a_job_of_one_host(tmp_path: Path) -> None:
     """In a process of its own, to its very end. A traceback goes into the summary."""
     path = script(tmp_path, "import bagua, sys\nbagua.init_process_group()\nprint('here', sys.argv[1:])\n1 / 0\n")
-    ended = launch(tmp_path, *RUN, "--fault-tolerant", path, "local=${local_rank}")
+    outer = tmp_path / "outer.json"  # as if a launcher had started this one
+    env = {"TORCHELASTIC_ERROR_FILE": str(outer)}
+    ended = launch(tmp_path, *RUN, "--fault-tolerant", path, "local=${local_rank}", env=env)
     assert ended.code == 1 and "here ['local=0']" in ended.out
-    assert "ZeroDivisionError: division by zero" in ended.err
+    assert "ZeroDivisionError: division by zero" in ended.err and "ZeroDivisionError" in outer.read_text()
     assert not list(tmp_path.glob("bagua-run-*"))
