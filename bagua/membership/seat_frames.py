@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import fields
 from typing import Any
 
 from bagua.membership.messages import MAX_MEMBERS, MessageError
@@ -72,28 +73,42 @@ def number(value: Any) -> int:
     return value
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    if type(value) is not list or len(value) > MAX_MEMBERS:
+        raise MessageError(f"expected a list of at most {MAX_MEMBERS} names, got {value!r:.80}")
+    return tuple(_text(item) for item in value)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise MessageError(f"expected text, got {value!r:.80}")
+    return value
+
+
+def _optional(value: Any) -> int | None:
+    return None if value is None else number(value)
+
+
+_READERS = {"int": number, "int | None": _optional, "str": _text, "tuple[str, ...]": _names}
+_FIELDS = {field.name: _READERS[str(field.type)] for field in fields(View)}
+
+
 def view_to_wire(view: View | None) -> list[Any] | None:
     """A view as lists, text and numbers."""
-    if view is None:
-        return None
-    return [view.epoch, view.group, view.step, list(view.members), view.rank, view.store, view.reason]
+    return None if view is None else [getattr(view, name) for name in _FIELDS]
 
 
 def view_from_wire(value: Any) -> View | None:
-    """The view that `view_to_wire` wrote.
+    """The view that `view_to_wire` wrote, after JSON.
 
     Raises:
         MessageError: it is none.
     """
     if value is None:
         return None
-    if type(value) is not list or len(value) != 7:
+    if type(value) is not list or len(value) != len(_FIELDS):
         raise MessageError(f"expected a view, got {value!r:.80}")
-    epoch, group, step, members, rank, store, reason = value
-    if type(members) is not list or len(members) > MAX_MEMBERS or not all(type(m) is str for m in members):
-        raise MessageError(f"expected the names of members, got {members!r:.80}")
-    if rank is not None and number(rank) >= len(members):
-        raise MessageError(f"expected a rank below {len(members)}, got {rank}")
-    if type(store) is not str or type(reason) is not str:
-        raise MessageError("expected the address of a store, and a reason")
-    return View(number(epoch), number(group), number(step), tuple(members), rank, store, reason)
+    view = View(**{name: read(item) for (name, read), item in zip(_FIELDS.items(), value, strict=True)})
+    if view.rank is not None and view.rank >= len(view.members):
+        raise MessageError(f"expected a rank below {len(view.members)}, got {view.rank}")
+    return view
