@@ -187,7 +187,7 @@ def in_threads(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(_family(host), socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -198,10 +198,14 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _family(host: str) -> int:
+    """IPv4 for names, as in `_serve` of the failover: all hosts of a job need the same."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def _own_address(host: str, port: int) -> str:
     """Of the interface that reaches `host`. Nothing is sent."""
-    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
         own: Any = probe.getsockname()
         return own[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.launchers import DEAF_S, Hosts, Launched, wait_for
+from tests.elastic.launchers import DEAF_S, Hosts, Launched, runs, wait_for
 from tests.fork_server import ForkServer
 from tests.launch.launching import RUN, launch, script
 
@@ -130,16 +130,33 @@ def test_a_second_signal_does_not_wait(hosts: Hosts) -> None:
     assert host.wait() == 128 + signal.SIGTERM
 
 
-def test_a_launcher_that_waits_for_the_others_is_told_to_end(hosts: Hosts) -> None:
-    """Its rank has ended; those of the others train on without it."""
+DEAF = """
+import os, pathlib, sys, time
+(pathlib.Path(sys.argv[1]) / f"{os.getpid()}.json").touch()
+while True: time.sleep(1)
+"""
+
+
+def test_a_rank_that_asks_nothing_ends_with_its_launcher(hosts: Hosts) -> None:
+    hosts.script.write_text(DEAF)
+    host = hosts.start("--nnodes", "1")
+    wait_for(lambda: host.ranks() != [], "rank", hosts)
+    host.kill()
+
+
+def test_a_launcher_whose_rank_has_ended_waits_for_the_others(hosts: Hosts) -> None:
+    """They do not notice, until it is told to end: then they train on without it."""
     all_three = hosts.start_all()
     called = names(all_three)
     hosts.stop(all_three[:1])
     wait_for(lambda: not all_three[0].ranks(), "end of the rank")
+    hosts.await_step(6, all_three[1:])
+    view = all_three[1].seen()
+    assert runs(all_three[0].pid) and view is not None and view.view is not None and view.view["epoch"] == 1
     os.kill(all_three[0].pid, signal.SIGTERM)
     assert all_three[0].wait() == 128 + signal.SIGTERM
     hosts.await_members(called[1:], all_three[1:])
-    hosts.await_step(6, all_three[1:])
+    hosts.await_step(9, all_three[1:])
     hosts.stop(all_three[1:])
     assert [each.wait() for each in all_three[1:]] == [0, 0]
 
