@@ -73,8 +73,13 @@ def _sockets() -> Iterator[socket.socket]:
     """The TCP sockets of this process, each as a duplicate: its number may be reused at any time."""
     for name in os.listdir(_FDS):
         try:
-            sock = socket.socket(fileno=os.dup(int(name)))
-        except (OSError, ValueError):  # no socket, or closed meanwhile
+            number = os.dup(int(name))
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            sock = socket.socket(fileno=number)
+        except OSError:  # no socket; it stays open then
+            os.close(number)
             continue
         with sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
