@@ -222,16 +222,13 @@ class HostSupervisor:
         self._serve_until = time.monotonic() + serve_s
 
     def _is_over(self) -> bool:
-        epoch, me = self._known()
+        epoch, _ = self._known()
         has_weights, joining = self._transport.call(lambda agent, _: (agent.held != NO_MODEL, agent.joining))
         if epoch is None or (has_weights and not self._ended):
             return self._ended and self._kill
         # Those that want to join, too: they would wait for a job that has ended.
         hosts = {member.name: store_in(member.payload) for member in (*epoch.members, *joining)}
-        self._notes.tell(
-            hosts,
-            ENDED if self._ended else lost(epoch.number) if self._failure else "",
-        )
+        self._notes.tell(hosts, ENDED if self._ended else lost(epoch.number) if self._failure else "")
         trainers = {member.name for member in epoch.trainers} - {self._name}
         waited_for = trainers - self._notes.without_weights(trainers, epoch.number)
         if not self._ended:
@@ -239,9 +236,9 @@ class HostSupervisor:
             return False
         if self._left or self._kill or time.monotonic() > self._serve_until:
             return True
-        # The others wait for the note of a host that trains.
-        waits = me is not None and me.trains
-        untold = hosts.keys() - {self._name, *self._notes.delivered} if waits else set[str]()
+        # One that has ended itself may be gone, and does not wait for this host.
+        untold = hosts.keys() - {self._name, *self._notes.delivered}
+        untold -= self._notes.ended(untold)
         return (not waited_for and not untold) or self._is_alone(waited_for | untold)
 
     def _is_alone(self, others: set[str]) -> bool:

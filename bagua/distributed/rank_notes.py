@@ -36,23 +36,27 @@ class RankNotes:
 
     def __init__(self, store: TCPStore, name: str) -> None:
         self._store, self._name = store, name
-        self._threads: dict[tuple[str, str], threading.Thread] = {}
+        self._threads: dict[str, threading.Thread] = {}  # one for each host, so that a note never overtakes another
+        self._news = threading.Condition()  # of the two below
+        self._note, self._closing = "", False
         self._delivered: set[str] = set()
-        self._closing = threading.Event()
 
     def tell(self, hosts: Mapping[str, str], note: str) -> None:
-        """Write the note to these, in the background, until it is delivered. Repeated calls are free.
+        """Write the newest note to these, in the background, until it is delivered. Repeated calls are free.
 
         Args:
             hosts: names, and the addresses of their stores.
             note: `ENDED` or `lost(epoch)`; nothing is written if it is empty.
         """
-        for name, address in hosts.items() if note else ():
-            if name != self._name and (name, note) not in self._threads:
-                thread = threading.Thread(
-                    target=self._deliver, args=(name, address, note), name="bagua-note", daemon=True
-                )
-                self._threads[name, note] = thread
+        if not note:
+            return
+        with self._news:
+            self._note = note
+            self._news.notify_all()
+        for name, address in hosts.items():
+            if name != self._name and name not in self._threads:
+                thread = threading.Thread(target=self._deliver, args=(name, address), name="bagua-note", daemon=True)
+                self._threads[name] = thread
                 thread.start()
 
     @property
@@ -60,32 +64,49 @@ class RankNotes:
         """Hosts that know that this host's rank has ended for good."""
         return self._delivered
 
+    def ended(self, hosts: Collection[str]) -> set[str]:
+        """Those of the hosts that have told this one that their ranks have ended for good."""
+        return {name for name in hosts if self._note_of(name) == ENDED}
+
     def without_weights(self, trainers: Collection[str], epoch: int) -> set[str]:
         """Those of the trainers of an epoch whose ranks have ended, as they have told this host."""
         found: set[str] = set()
         for name in trainers:
-            if not self._store.check([f"{_KEY}/{name}"]):
-                continue
-            word, _, number = self._store.get(f"{_KEY}/{name}").decode(errors="replace").partition(" ")
+            word, _, number = self._note_of(name).partition(" ")
             # One that has lost its weights may have fetched others since: then it trains in a later epoch.
             if word == ENDED or (word == "lost" and number.isdigit() and int(number) >= epoch):
                 found.add(name)
         return found
 
+    def _note_of(self, name: str) -> str:
+        key = f"{_KEY}/{name}"
+        return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
+
     def close(self) -> None:
         """Give up what is not delivered yet."""
-        self._closing.set()
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
         deadline = time.monotonic() + _JOIN_S
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _deliver(self, name: str, address: str, note: str) -> None:
-        while not self._closing.is_set():
+    def _deliver(self, name: str, address: str) -> None:
+        written = ""
+        while True:
+            with self._news:
+                while self._note == written and not self._closing:
+                    self._news.wait()
+                if self._closing:
+                    return
+                note = self._note
             try:
                 connect(address).set(f"{_KEY}/{self._name}", note)
             except (OSError, RuntimeError, ValueError):
-                self._closing.wait(_RETRY_S)
+                with self._news:
+                    self._news.wait_for(lambda: self._closing, _RETRY_S)
                 continue
+            written = note
             if note == ENDED:
                 self._delivered.add(name)
-            return
+                return

@@ -34,7 +34,7 @@ def test_a_rank_that_has_ended_has_no_weights_to_give(stores: list[ServedStore],
     assert notes[1].without_weights({"h0", "h1"}, 1) == set()
     notes[0].tell(addresses, ENDED)
     wait_for(lambda: set(notes[0].delivered) == {"h1"}, "note")
-    assert notes[1].without_weights({"h0", "h1"}, 7) == {"h0"}
+    assert notes[1].without_weights({"h0", "h1"}, 7) == notes[1].ended({"h0", "h1"}) == {"h0"}
     assert notes[0].without_weights({"h0", "h1"}, 7) == set()  # its own end is known without a note
 
 
@@ -42,7 +42,9 @@ def test_lost_weights_may_be_fetched_again(stores: list[ServedStore], notes: lis
     """A host that trains in a later epoch than the one in which it lost its weights has others."""
     notes[0].tell({"h1": stores[1].address}, lost(4))
     wait_for(lambda: bool(notes[1].without_weights({"h0"}, 4)), "note")
-    assert notes[1].without_weights({"h0"}, 5) == set()
+    assert notes[1].without_weights({"h0"}, 5) == notes[1].ended({"h0"}) == set()
+    notes[0].tell({"h1": stores[1].address}, lost(5))
+    wait_for(lambda: bool(notes[1].without_weights({"h0"}, 5)), "later note")
     assert not notes[0].delivered  # the rank will be started again: the host has not ended
 
 
