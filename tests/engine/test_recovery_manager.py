@@ -1,0 +1,217 @@
+"""What the training thread of a rank does with the answers of its host's agent."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua
+from bagua.engine.recovery.manager import RecoveryManager
+from bagua.errors import CommunicationError
+from bagua.membership.actions import Verdict
+from tests.engine.scripted_seat import ScriptedSeat, view
+
+CPU = torch.device("cpu")
+GRANTED, WAIT, DENIED = Verdict.GRANTED, Verdict.WAIT, Verdict.DENIED
+
+
+class Lanes:
+    """Counts how often connections are cut."""
+
+    def __init__(self) -> None:
+        self.cut = 0
+        self.all = [SimpleNamespace(groups=SimpleNamespace(sever=self._sever)) for _ in range(2)]
+
+    def _sever(self) -> None:
+        self.cut += 1
+
+
+def in_group(number: int, *answers: Verdict, repeats: bool = False, **options: Any) -> tuple[ScriptedSeat, Any, Lanes]:
+    """A seat, and a manager that uses the groups of epoch `number`."""
+    seat, lanes = ScriptedSeat(view(number, "n0", "n1", "n2"), answers, repeats), Lanes()
+    manager: Any = RecoveryManager(seat, bagua.FaultTolerance(seat=seat, **options))
+    manager.view = seat.now
+    manager.watch(lanes)
+    return seat, manager, lanes
+
+
+# -- answers of the agent --------------------------------------------------------------------------------------------
+
+
+def test_a_step_begins_when_the_agent_has_stopped_waiting() -> None:
+    seat, manager, _ = in_group(3, WAIT, WAIT, GRANTED)
+    assert manager.may_begin(7)
+    assert seat.asked == [("start", 3, 7)] * 3
+
+
+def test_a_step_that_may_not_begin_is_not_yet_lost() -> None:
+    _, manager, lanes = in_group(3, WAIT, DENIED)
+    assert not manager.may_begin(7)
+    assert manager.lost == "" and lanes.cut == 0
+
+
+def test_a_step_is_applied_when_the_agent_has_stopped_waiting() -> None:
+    seat, manager, _ = in_group(3, WAIT, GRANTED)
+    assert manager.may_apply(7)
+    assert seat.asked == [("finish", 3, 7)] * 2
+    assert manager.step_ended() and manager.attempts == 1
+
+
+def test_a_step_that_is_denied_is_lost_and_not_asked_about_again() -> None:
+    seat, manager, _ = in_group(3, WAIT, DENIED)
+    assert not manager.may_apply(7)
+    assert manager.lost == "the members have changed"
+    assert not manager.may_apply(7)
+    assert seat.asked == [("finish", 3, 7)] * 2
+    assert not manager.step_ended() and manager.attempts == 1
+
+
+@pytest.mark.parametrize("question", ["may_begin", "may_apply"])
+def test_a_decision_that_never_comes(question: str) -> None:
+    seat, manager, _ = in_group(3, WAIT, repeats=True, max_blocked_s=0.05)
+    with pytest.raises(CommunicationError, match=r"host n0: no membership epoch was decided within 0.05 s"):
+        getattr(manager, question)(7)
+    assert len(seat.asked) > 1
+
+
+def test_weights_that_were_fetched_too_late() -> None:
+    seat, manager, _ = in_group(3, WAIT, GRANTED, DENIED)
+    manager.weights_fetched(8)
+    assert seat.asked == [("fetched", 3, 8)] * 2
+    with pytest.raises(CommunicationError, match="the weights of step 8 came too late for group 3"):
+        manager.weights_fetched(8)
+
+
+# -- exchanges in flight ---------------------------------------------------------------------------------------------
+
+
+def test_a_failed_exchange_loses_the_step_and_its_groups() -> None:
+    seat, manager, lanes = in_group(3)
+    manager.exchange_failed("no response")
+    manager.exchange_failed("another one, for the same reason")
+    assert manager.lost == "no response"
+    assert lanes.cut == 2, "each lane once"
+    assert seat.asked == [("failed", 3)] * 2
+    assert not manager.may_apply(0) and not manager.step_ended()
+
+
+def test_a_rank_that_waits_is_freed_when_the_members_change() -> None:
+    seat, manager, lanes = in_group(3)
+    manager.poll()
+    manager.check_group()
+    assert lanes.cut == 0
+    seat.now = view(4, "n0", "n1")
+    manager.poll()
+    manager.poll()
+    assert lanes.cut == 2 and manager.out_of_use
+    with pytest.raises(CommunicationError, match="the members of group 3 have changed"):
+        manager.check_group()
+
+
+def test_an_epoch_with_the_same_groups_changes_nothing() -> None:
+    seat, manager, lanes = in_group(3)
+    now = view(3, "n0", "n1", "n2")
+    seat.now = type(now)(**{**vars(now), "epoch": 9})
+    manager.poll()
+    assert not manager.out_of_use and lanes.cut == 0
+
+
+# -- new groups ------------------------------------------------------------------------------------------------------
+
+
+def test_a_team_meets_in_the_store_of_the_view() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    server = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    seat, manager, lanes = in_group(3, open_timeout_s=61.0)
+    manager.exchange_failed("a test")
+    now = seat.now = view(5, "n0", store=f"127.0.0.1:{port}")
+    team = manager.open_team(now, CPU)
+    assert (team.rank, team.size, team.timeout.total_seconds()) == (0, 1, 61.0)
+    assert manager.view is now and manager.group == 5 and not manager.out_of_use
+    team.store.set("key", "value")
+    assert server.get("bagua/group/5/key") == b"value"
+    manager.sever()
+    assert lanes.cut == 4, "the connections of the new groups are others"
+
+
+def test_a_store_that_is_gone_is_not_waited_for_once_the_members_change() -> None:
+    seat, manager, _ = in_group(3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        gone = f"127.0.0.1:{listener.getsockname()[1]}"
+    seat.now = view(6, "n0", "n2")
+    with pytest.raises(CommunicationError, match="the members of group 5 have changed"):
+        manager.open_team(view(5, "n0", "n1", store=gone), CPU)
+
+
+def test_groups_that_cannot_be_opened_are_given_up_in_the_end() -> None:
+    seat, manager, _ = in_group(3, max_blocked_s=0.05)
+    manager.leave_groups()
+    cause = CommunicationError("connection refused")
+    with pytest.raises(
+        CommunicationError, match=r"no groups could be opened within 0.05 s; at last: connection refused"
+    ) as raised:
+        for _ in range(100):
+            manager.reopening_failed(cause)
+    assert raised.value.__cause__ is cause
+    assert set(seat.asked) <= {("failed", 3)}
+
+
+# -- steps and changes -----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_has_begun_fewer_steps_skips_as_many() -> None:
+    seat, manager, _ = in_group(3)
+    assert [manager.step_ended() for _ in range(4)] == [True] * 4
+    manager.exchange_failed("a test")
+    assert not manager.step_ended()
+    manager.view = view(4, "n0", "n1")
+    manager.to_skip = 2  # others had begun 7
+    manager.recovered(view(3, "n0", "n1", "n2"), 4)
+    seat.asked.clear()
+    counted: list[bool] = []
+    for _ in range(3):
+        applied = manager.may_apply(4)
+        counted.append(manager.step_ended())
+        assert applied == counted[-1]
+    assert counted == [False, False, True]
+    assert manager.attempts == 8 and manager.to_skip == 0
+    assert seat.asked == [("finish", 4, 4)], "skipped steps are nobody's business"
+
+
+def test_changes_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    _, manager, _ = in_group(3)
+    manager.exchange_failed("a test")
+    manager.step_ended()
+    before, manager.view = manager.view, view(4, "n0", "n3", reason="n1 is silent")
+    with caplog.at_level(logging.WARNING, logger="bagua"):
+        manager.recovered(before, 12)
+    (change,) = manager.changes
+    assert (change.epoch, change.step, change.reason, change.skipped) == (4, 12, "n1 is silent", True)
+    assert (change.lost, change.joined) == (("n1", "n2"), ("n3",))
+    assert change.stalled_s > 0 and manager.lost == ""
+    assert "2 ranks train on from step 12 in epoch 4; lost n1, n2; joined n3" in caplog.text
+    assert "one step dropped" in caplog.text
+
+
+def test_a_change_that_costs_no_step() -> None:
+    _, manager, _ = in_group(3)
+    before, manager.view = manager.view, view(4, "n0", "n1", "n2", "n3")
+    manager.recovered(before, 12)
+    (change,) = manager.changes
+    assert (change.lost, change.joined, change.skipped, change.stalled_s) == ((), ("n3",), False, 0.0)
+
+
+def test_the_newest_changes_are_kept() -> None:
+    _, manager, _ = in_group(3)
+    for step in range(1100):
+        manager.recovered(manager.view, step)
+    assert [change.step for change in manager.changes] == list(range(100, 1100))

@@ -1,0 +1,157 @@
+"""What cannot be combined with fault tolerance is refused by name, before anything is exchanged."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bagua
+from bagua import algorithms
+from bagua.engine.hooks import attachments
+from bagua.errors import RankMismatchError
+from tests.engine.scripted_seat import ScriptedSeat, view
+from tests.rank_threads import run_teams, teams
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def store() -> tuple[str, dist.TCPStore]:
+    """As of a launcher, and its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    served = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return f"127.0.0.1:{port}", served
+
+
+def tolerance(store: str, members: int = 1, rank: int = 0) -> tuple[ScriptedSeat, bagua.FaultTolerance]:
+    """Options with an agent that agrees to everything."""
+    seat = ScriptedSeat(view(1, *(f"n{place}" for place in range(members)), rank=rank, store=store))
+    return seat, bagua.FaultTolerance(seat=seat, open_timeout_s=LIMIT_S)
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer."""
+    model = nn.Linear(3, 2)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("name", ["open_timeout_s", "max_blocked_s"])
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "60", None, [1.0]])
+def test_a_time_that_is_none(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: expected a positive number of seconds, got "):
+        bagua.FaultTolerance(**{name: value})
+
+
+@pytest.mark.parametrize(("value", "kind"), [(1, "int"), ("yes", "str"), ({"max_blocked_s": 60.0}, "dict")])
+def test_neither_a_bool_nor_options(value: Any, kind: str) -> None:
+    model, optimizer = small()
+    with pytest.raises(TypeError, match=f"^fault_tolerant: expected True, False or bagua.FaultTolerance, got {kind}$"):
+        bagua.distribute(model, optimizer, fault_tolerant=value)
+
+
+def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BAGUA_SEAT", raising=False)
+    model, optimizer = small()
+    for value in (True, bagua.FaultTolerance(max_blocked_s=5.0)):
+        with pytest.raises(ValueError, match=r"^fault_tolerant: no launcher tells this rank .*`bagua run --fault-tol"):
+            bagua.distribute(model, optimizer, fault_tolerant=value)
+
+
+REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
+    "process_group": lambda: {"process_group": teams(1)[0]},
+    "guard": lambda: {"guard": bagua.Guard()},
+    "broadcast_buffers": lambda: {"broadcast_buffers": True},
+    "autotune": lambda: {"autotune": True},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_do_not_go_together(name: str, store: tuple[str, dist.TCPStore]) -> None:
+    model, optimizer = small()
+    before = [param.clone() for param in model.parameters()]
+    seat, options = tolerance(store[0])
+    with pytest.raises(ValueError, match=f"^{name}: not with fault_tolerant yet$"):
+        bagua.distribute(model, optimizer, "bytegrad", fault_tolerant=options, **REFUSED[name]())
+    assert model not in attachments and seat.asked == []
+    model(torch.ones(1, 3)).sum().backward()  # a plain module
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    bagua.distribute(model, optimizer, "bytegrad", fault_tolerant=options)
+    bagua.detach(model)
+
+
+def test_lbfgs(store: tuple[str, dist.TCPStore]) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"^optimizers: LBFGS evaluates the model within its step; not with fault_tol"):
+        bagua.distribute(model, torch.optim.LBFGS(model.parameters()), fault_tolerant=tolerance(store[0])[1])
+
+
+def test_a_second_call(store: tuple[str, dist.TCPStore]) -> None:
+    model, optimizer = small()
+    options = tolerance(store[0])[1]
+    bagua.distribute(model, optimizer, "bytegrad", fault_tolerant=options)
+    with pytest.raises(ValueError, match=r"^a second call of bagua.distribute\(\): not with fault_tolerant yet$"):
+        bagua.distribute(model, optimizer, "gradient_allreduce", fault_tolerant=options)
+    assert "ByteGrad" in bagua.stats(model).algorithm
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert bagua.stats(model).steps == 1
+    bagua.detach(model)
+
+
+def test_join(store: tuple[str, dist.TCPStore]) -> None:
+    model, optimizer = small()
+    bagua.distribute(model, optimizer, fault_tolerant=tolerance(store[0])[1])
+    with pytest.raises(ValueError, match=r"^join: Linear is fault-tolerant, and all ranks need as many batches then$"):
+        with bagua.join(model):
+            pass
+    bagua.detach(model)
+
+
+NAMES = {each.name for each in algorithms.available()}
+WITHOUT_A_RULE = sorted(name for name in NAMES if not algorithms.get(name).lost_step)
+
+
+def test_algorithms_with_a_rule() -> None:
+    rest = sorted(NAMES - set(WITHOUT_A_RULE))
+    assert rest == ["bytegrad", "gradient_allreduce", "power_sgd"], "name the new one in the message of limits.py"
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_RULE)
+def test_algorithms_without_a_rule_for_a_lost_step(name: str, store: tuple[str, dist.TCPStore]) -> None:
+    made = {
+        "qadam": bagua.optim.QAdam,
+        "one_bit_lamb": bagua.optim.OneBitLamb,
+        "zero_one_adam": bagua.optim.ZeroOneAdam,
+    }
+    model = nn.Linear(3, 2)
+    optimizer = made.get(name, torch.optim.Adam)(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=f"^fault_tolerant: '{name}' has no rule for a lost step yet; gradient_allred"):
+        bagua.distribute(model, optimizer, name, fault_tolerant=tolerance(store[0])[1])
+    assert model not in attachments
+
+
+def test_the_other_ranks_hear_of_it(store: tuple[str, dist.TCPStore]) -> None:
+    address = store[0]
+
+    def main(team: Any) -> str:
+        model, optimizer = small()
+        options = tolerance(address, 2, team.rank)[1]
+        with pytest.raises(ValueError, match="not with fault_tolerant yet") as raised:
+            bagua.distribute(model, optimizer, fault_tolerant=options, broadcast_buffers=team.rank == 1)
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    first, second = run_teams(2, main)
+    expected = "broadcast_buffers: not with fault_tolerant yet"
+    assert second == f"ValueError: {expected}"
+    assert first.startswith(f"{RankMismatchError.__name__}: rank 1 cannot distribute its module: ")
+    assert expected in first
