@@ -132,6 +132,11 @@ class Team:
         timeout = backend.options._timeout
         return cls(pg.rank(), pg.size(), store, timeout, name, group_name, counters=counters, staged=staged)
 
+    @classmethod
+    def alone(cls) -> Team:
+        """A team of this rank only, which needs no process group."""
+        return cls(0, 1, dist.HashStore(), timedelta(seconds=60), name="alone")
+
     def all_gather_bytes(self, what: str, payload: bytes) -> list[bytes]:
         """All-gather small messages through the store; returns those of all ranks, by rank. Collective over the team.
 

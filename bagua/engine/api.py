@@ -27,7 +27,7 @@ from bagua.engine.optimizer_discovery import follow_optimizers
 from bagua.engine.recovery.limits import check_tolerates
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.options import FaultTolerance, as_fault_tolerance, seat_of
-from bagua.engine.recovery.reopen import follow_membership
+from bagua.engine.recovery.reopen import follow_membership, join_job
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
 from bagua.engine.startup.handshake import shake_hands
 from bagua.engine.startup.inventory import Inventory
@@ -140,7 +140,9 @@ def distribute(
         team = Team.of(process_group, device)
     else:
         manager = RecoveryManager(seat_of(tolerance), tolerance)
-        team = manager.open_team(manager.await_view(), device)
+        view = manager.await_member()
+        manager.newcomer = view.rank is None
+        team = Team.alone() if manager.newcomer else manager.open_team(view, device)
         problem = problem or check_tolerates(request, previous is not None, process_group is not None)
     problem = problem or check_files(tune, team.rank)
     signature = request.signature()
@@ -183,6 +185,8 @@ def distribute(
     attachments[module] = attach(module, engine, request.optimizers, process_group)
     if manager is not None:
         follow_membership(module, attachments[module], manager)
+        if manager.newcomer:
+            join_job(module, manager)
     if previous is not None:
         previous.engine.close()
     before_exit(_stop_lanes)

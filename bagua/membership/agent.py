@@ -171,7 +171,10 @@ class Agent:
 
         They may be older than the present epoch, as long as their steps still count.
         """
-        return self._progress.fetch(epoch, step)
+        verdict = self._progress.fetch(epoch, step)
+        if verdict is Verdict.GRANTED:
+            self._next_beat = self._now  # ask at once to train with the others
+        return verdict
 
     def exchange_failed(self, now: float, group: int) -> None:
         """A connection of `group` has failed: it is to be opened anew, also if no member is lost."""

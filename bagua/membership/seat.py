@@ -31,6 +31,7 @@ class View:
         rank: of this host; None if it does not train.
         store: host:port of the store in which the groups meet: that of the first member.
         reason: why the epoch was decided, for the log.
+        learners: names of the hosts that wait for the weights, to train with the others.
     """
 
     epoch: int
@@ -40,6 +41,7 @@ class View:
     rank: int | None
     store: str
     reason: str
+    learners: tuple[str, ...] = ()
 
 
 def payload_of(store: str) -> str:
@@ -82,6 +84,7 @@ def view_of(epoch: Epoch, name: str, incarnation: int) -> View:
         rank=rank,
         store=store_in(trainers[0].payload) if trainers else "",
         reason=epoch.reason,
+        learners=tuple(each.name for each in epoch.members if not each.trains),
     )
 
 

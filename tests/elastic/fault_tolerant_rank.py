@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import signal
@@ -28,7 +29,7 @@ from tests.fork_server import ForkServer
 
 __all__ = ["Job", "start_job"]
 
-LIMIT_S = 120.0
+LIMIT_S = 25.0
 TOKEN = b"sixteen bytes or more"
 Line = dict[str, Any]
 
@@ -54,7 +55,7 @@ def run_rank(pipe: Connection, job: Line) -> None:
 
 
 def _train(pipe: Connection, job: Line) -> None:
-    logging.getLogger("bagua").setLevel(logging.ERROR)
+    logging.getLogger("bagua").setLevel(logging.INFO); logging.basicConfig(level=logging.INFO)
     place = job["place"]
     listener, store = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     mine = [f"127.0.0.1:{each.getsockname()[1]}" for each in (listener, store)]
@@ -66,12 +67,14 @@ def _train(pipe: Connection, job: Line) -> None:
         timeout=timedelta(seconds=60),
     )  # fmt: skip
     members = [Member(f"n{i}", 0, agent, payload_of(meet)) for i, (agent, meet) in enumerate(addresses)]
+    arrives = place == len(members)  # to a job that is running
     agent = Agent(
-        Record("job", members[place].name, 0, members[place].address),
+        Record("job", f"n{place}", 0, mine[0]),
         Options(detect_s=job["detect_s"]),
         time.monotonic(),
-        epoch=Epoch.first(members, tie_break=job["tie_break"]),
-        payload=members[place].payload,
+        epoch=None if arrives else Epoch.first(members, tie_break=job["tie_break"]),
+        contacts=[member.address for member in members] if arrives else [],
+        payload=payload_of(mine[1]),
         seed=place,
     )
     seat = LocalSeat(Transport(agent, listener, TOKEN))
@@ -81,7 +84,11 @@ def _train(pipe: Connection, job: Line) -> None:
     tolerance = bagua.FaultTolerance(seat=seat, max_blocked_s=90.0)
     bagua.distribute(model, optimizer, job["algorithm"], fault_tolerant=tolerance, **job["options"])
     generator = torch.Generator().manual_seed(place)
-    for attempt in range(job["steps"]):
+    first = bagua.stats(model).steps
+    pipe.send({"begins": first, "digest": digest(model)})
+    for attempt in itertools.count():
+        if bagua.stats(model).steps >= job["steps"]:
+            break
         x = torch.randn(8, 20, generator=generator)
         model(x).square().mean().backward()
         if [place, attempt] == job["fails_at"]:  # its last exchange, although it has ended well for the others
@@ -93,7 +100,8 @@ def _train(pipe: Connection, job: Line) -> None:
         optimizer.step()
         applied = any(p.grad is not None for p in model.parameters())
         optimizer.zero_grad()
-        pipe.send({"attempt": attempt, "applied": applied, "digest": digest(model)})
+        steps = bagua.stats(model).steps
+        pipe.send({"attempt": attempt, "steps": steps, "applied": applied, "digest": digest(model)})
         time.sleep(job["pause_s"])
     stats = bagua.stats(model)
     moments = [optimizer.state[p]["exp_avg_sq"].sum().item() for p in model.parameters()]
@@ -113,13 +121,27 @@ class Job:
     """
 
     def __init__(self, server: ForkServer, size: int, job: Line) -> None:
-        self.lines: list[list[Line]] = [[] for _ in range(size)]
-        self._pipes = [server.fork(run_rank, {"place": place, **job}) for place in range(size)]
-        everyone = list(range(size))
-        self.wait_for(everyone, lambda line: "loaded" in line, "start")
-        self._pids = [lines[0]["pid"] for lines in self.lines]
+        self._server, self._job = server, job
+        self.lines: list[list[Line]] = []
+        self._pipes: list[Connection] = []
+        for place in range(size):
+            self._fork(place)
+        self.wait_for(list(range(size)), lambda line: "loaded" in line, "start")
+        self._founders = [lines[0]["loaded"] for lines in self.lines]
         for pipe in self._pipes:
-            pipe.send([lines[0]["loaded"] for lines in self.lines])
+            pipe.send(self._founders)
+
+    def _fork(self, place: int) -> None:
+        self._pipes.append(self._server.fork(run_rank, {"place": place, **self._job}))
+        self.lines.append([])
+
+    def arrive(self) -> int:
+        """Start a rank that joins the founders; returns its place."""
+        place = len(self._pipes)
+        self._fork(place)
+        self.wait_for([place], lambda line: "loaded" in line, "start")
+        self._pipes[place].send(self._founders)
+        return place
 
     def wait_for(self, places: list[int], found: Callable[[Line], bool], what: str) -> None:
         """Return when each of `places` has told something for which `found` is true."""
@@ -137,11 +159,11 @@ class Job:
     def signal_at(self, place: int, attempt: int, number: signal.Signals) -> None:
         """Send a signal to a rank once it has made so many steps."""
         self.wait_for([place], lambda line: line.get("attempt", -1) >= attempt, f"step {attempt}")
-        os.kill(self._pids[place], number)
+        os.kill(self.lines[place][0]["pid"], number)
 
     def resume(self, place: int) -> None:
         """Let a rank that was stopped go on."""
-        os.kill(self._pids[place], signal.SIGCONT)
+        os.kill(self.lines[place][0]["pid"], signal.SIGCONT)
 
     def go_on(self, place: int) -> None:
         """Let a rank that holds go on."""
@@ -156,9 +178,9 @@ class Job:
 
     def close(self) -> None:
         """Kill those that are left."""
-        for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for lines in self.lines:
+            with contextlib.suppress(ProcessLookupError, IndexError):
+                os.kill(lines[0]["pid"], signal.SIGKILL)
         for pipe in self._pipes:
             pipe.close()
 

@@ -41,6 +41,7 @@ class RecoveryManager:
         lost: why the step in progress is lost; "" if it is not.
         attempts: steps that this rank has begun, lost ones included.
         to_skip: steps that this rank skips because others have already begun as many more.
+        newcomer: this rank has no weights of the job: it has just started, or was left out of an epoch.
         changes: of the membership, newest last.
     """
 
@@ -49,9 +50,10 @@ class RecoveryManager:
         self.view: View | None = None
         self.lost = ""
         self.attempts = self.to_skip = 0
+        self.newcomer = False
         self.changes: tuple[MembershipChange, ...] = ()
         self._pool: LanePool | None = None
-        self._severed = False
+        self._severed = self._fetched = False
         self._noticed = 0.0
 
     @property
@@ -61,25 +63,43 @@ class RecoveryManager:
 
     # -- groups --------------------------------------------------------------------------------------------------
 
-    def await_view(self) -> View:
-        """Wait for groups other than those in use.
+    def await_member(self) -> View:
+        """Wait until this host is a member of the job, with or without its weights.
 
         Raises:
-            CommunicationError: there were none within `max_blocked_s`, or this host does not train any more.
+            CommunicationError: it was not within `max_blocked_s`.
+        """
+        deadline = time.monotonic() + self.options.max_blocked_s
+        while (view := self.seat.view()) is None or not (view.rank is not None or self.seat.name in view.learners):
+            if time.monotonic() > deadline:
+                raise CommunicationError(
+                    f"host {self.seat.name} was not let in within {self.options.max_blocked_s:g} s"
+                )
+            time.sleep(_POLL_S)
+        return view
+
+    def await_view(self, learn: Callable[[View], None]) -> View:
+        """Wait for groups other than those in use, in which this host trains.
+
+        Args:
+            learn: fetches the weights from those that train; called while this host has none.
+
+        Raises:
+            CommunicationError: there were none within `max_blocked_s`.
         """
         deadline = time.monotonic() + self.options.max_blocked_s
         while True:
             view = self.seat.view()
-            if view is not None and view.group > self.group:
-                if view.rank is None and self.view is None:
-                    raise CommunicationError(
-                        f"host {self.seat.name}: the job is at step {view.step} already, and a rank cannot join it yet"
-                    )
-                if view.rank is None:
-                    raise CommunicationError(
-                        f"host {self.seat.name} was left out of membership epoch {view.epoch} ({view.reason}): what it "
-                        "trained since does not count; start this rank again"
-                    )
+            if view is not None and view.rank is None:
+                if not self.newcomer and view.group > self.group:
+                    _log.warning(
+                        "recovery: host %s was left out of membership epoch %d (%s): what it trained since does not "
+                        "count; it joins again", self.seat.name, view.epoch, view.reason,
+                    )  # fmt: skip
+                    self.newcomer, self._fetched = True, False
+                if self.newcomer and not self._fetched and self.seat.name in view.learners:
+                    learn(view)
+            elif view is not None and view.group > self.group:
                 return view
             if time.monotonic() > deadline:
                 raise CommunicationError(
@@ -174,6 +194,11 @@ class RecoveryManager:
         self.exchange_failed(f"{type(error).__name__}: {error}")
         time.sleep(_RETRY_S)
 
+    def has_fetched(self, epoch: int, step: int) -> bool:
+        """A newcomer holds the weights that a member held in `epoch` after `step` steps. Whether these count."""
+        self._fetched = self._granted(lambda: self.seat.weights_fetched(epoch, step))
+        return self._fetched
+
     def weights_fetched(self, step: int) -> None:
         """This rank holds the weights of `step`, which it lacked when the groups were opened.
 
@@ -231,7 +256,7 @@ class RecoveryManager:
         stalled = time.monotonic() - self._noticed if self._noticed else 0.0
         change = MembershipChange(view.epoch, step, gone, came, view.reason, bool(self.lost), stalled)
         self.changes = (*self.changes[-999:], change)
-        self._noticed = 0.0
+        self._noticed, self.newcomer, self._fetched = 0.0, False, False
         self.lost = "other ranks have begun more steps" if self.to_skip else ""
         who = "".join((f"; lost {', '.join(gone)}" if gone else "", f"; joined {', '.join(came)}" if came else ""))
         _log.warning(

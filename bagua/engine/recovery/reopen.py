@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,19 +19,33 @@ from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments
 from bagua.engine.lanes.lane import make_lane
 from bagua.engine.recovery.manager import RecoveryManager
+from bagua.engine.recovery.transfer import Arrivals, fetch_weights
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
 from bagua.engine.startup.rollback import unless_it_fails
 from bagua.errors import CommunicationError, RankMismatchError
+from bagua.membership.seat import View
 
-__all__ = ["follow_membership"]
+__all__ = ["follow_membership", "join_job"]
+
+_log = logging.getLogger("bagua")
 
 
 def follow_membership(module: nn.Module, attachment: Attachment, manager: RecoveryManager) -> None:
     """From now on each step of `module` begins with the agreement of the host's agent, or with new groups."""
-    attachment.before_step = partial(_before_step, manager)
+    attachment.before_step = partial(_before_step, manager, Arrivals(manager))
 
 
-def _before_step(manager: RecoveryManager, module: nn.Module) -> None:
+def join_job(module: nn.Module, manager: RecoveryManager) -> None:
+    """Take part in a running job: fetch the weights and open groups with those that train.
+
+    Raises:
+        CommunicationError: it did not succeed within `max_blocked_s`.
+        RankMismatchError: the others train another module or with other options.
+    """
+    _recover(manager, module)
+
+
+def _before_step(manager: RecoveryManager, arrivals: Arrivals, module: nn.Module) -> None:
     """Before a forward pass in training mode: return when the step can begin.
 
     Raises:
@@ -46,6 +62,7 @@ def _before_step(manager: RecoveryManager, module: nn.Module) -> None:
         if manager.to_skip and not manager.out_of_use:
             return
         if not manager.lost and manager.may_begin(attachments[module].engine.step):
+            arrivals.serve(attachments[module].engine)
             return
         _recover(manager, module)
 
@@ -57,7 +74,7 @@ def _recover(manager: RecoveryManager, module: nn.Module) -> None:
     manager.leave_groups()
     before = manager.view
     while True:
-        view = manager.await_view()
+        view = manager.await_view(partial(_learn, manager, attachment.engine))
         try:
             team = manager.open_team(view, attachment.engine.inventory.device)
             engine = _reopen(manager, module, attachment, team)
@@ -73,6 +90,25 @@ def _recover(manager: RecoveryManager, module: nn.Module) -> None:
     attachment.engine.close()
     manager.watch(engine.pool)
     manager.recovered(before, engine.step)
+
+
+def _learn(manager: RecoveryManager, engine: Engine, view: View) -> None:
+    """Fetch the weights beside training; if that fails it is tried again."""
+
+    def check() -> None:
+        now = manager.seat.view()
+        if now is None or now.store != view.store or now.rank is not None:
+            raise CommunicationError("the members have changed")
+
+    name = manager.seat.name
+    try:
+        epoch, step = fetch_weights(engine, name, view.store, manager.options.open_timeout_s, check)
+    except RuntimeError as error:
+        _log.warning("recovery: %s could not fetch the weights: %s", name, error)
+        return
+    engine.state.step = step
+    counts = manager.has_fetched(epoch, step)
+    _log.info("recovery: %s has fetched the weights of step %d%s", name, step, "" if counts else ", too late")
 
 
 @contextmanager
@@ -104,10 +140,13 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
     inventory, config, root = old.inventory, old.config, old.state.root
     mine = {
         "step": old.step,
-        "attempts": manager.attempts,
+        "attempts": None if manager.newcomer else manager.attempts,
+        "lanes_of_sums": config.lanes_of_sums,
         "order": old.state.order,
         "node": team.node,
-        "model": hashlib.sha256(encode([inventory.signature(), repr(root), repr(config)])).hexdigest(),
+        "model": hashlib.sha256(
+            encode([inventory.signature(), repr(root), repr(replace(config, lanes_of_sums=None))])
+        ).hexdigest(),
     }
     messages = team.all_gather_bytes("opening the groups of a membership epoch", encode(mine))
     ranks: list[dict[str, Any]] = [decode(each) for each in messages]
@@ -135,6 +174,7 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
         groups.leave(abort=True)
         raise
     old.binding.release_buckets()
+    config = replace(config, lanes_of_sums=ranks[source]["lanes_of_sums"])
     with unless_it_fails(inventory.trainable.values(), lane, remember=False):
         order, notices = ranks[source]["order"], old.state.notices
         engine = Engine(
@@ -155,5 +195,8 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
         engine.close()
         raise CommunicationError("the members have changed while the groups were opened")
     engine.reducer.sync = old.reducer.sync
-    manager.to_skip = max(each["attempts"] for each in ranks) - manager.attempts
+    most = max((each["attempts"] for each in ranks if each["attempts"] is not None), default=manager.attempts)
+    if manager.newcomer:
+        manager.attempts = most
+    manager.to_skip = most - manager.attempts
     return engine

@@ -1,0 +1,217 @@
+"""Hands the weights to a host that joins a running job, beside training."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bagua.comm.remote_store import connect_store
+from bagua.comm.team import Team, decode, encode
+from bagua.engine.engine import Engine
+from bagua.engine.recovery.manager import RecoveryManager
+from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
+from bagua.errors import CommunicationError
+
+__all__ = ["Arrivals", "WeightServer", "fetch_weights"]
+
+_POLL_S = 0.05
+_WHAT = "fetching the weights of a running job"
+_log = logging.getLogger("bagua")
+
+
+@dataclass
+class _Weights:
+    """Tensors of one rank and the state of its optimizers.
+
+    Attributes:
+        params: trainable and frozen parameters by name.
+        optimizers: optimizers, or what has their `param_groups` and `state`.
+    """
+
+    params: dict[str, nn.Parameter]
+    buffers: list[Tensor]
+    optimizers: list[Any]
+    device: torch.device
+
+    @classmethod
+    def of(cls, engine: Engine) -> _Weights:
+        """Those in use."""
+        inventory = engine.inventory
+        params = {**inventory.parameters, **inventory.frozen}
+        return cls(params, list(inventory.buffers.values()), list(engine.optimizers), inventory.device)
+
+    @torch.no_grad()
+    def copy(self) -> _Weights:
+        """A copy that training does not change."""
+        params = {name: nn.Parameter(p.detach().clone(), requires_grad=False) for name, p in self.params.items()}
+        twin = {id(self.params[name]): param for name, param in params.items()}
+        optimizers: list[Any] = []
+        for optimizer in self.optimizers:
+            groups = [
+                {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": []}
+                for group in optimizer.param_groups
+            ]
+            for group, made in zip(optimizer.param_groups, groups, strict=True):
+                made["params"] = [twin[id(p)] for p in group["params"] if id(p) in twin]
+            state = {twin[id(p)]: copy.deepcopy(each) for p, each in optimizer.state.items() if id(p) in twin}
+            optimizers.append(SimpleNamespace(param_groups=groups, state=state))
+        return _Weights(params, [buffer.detach().clone() for buffer in self.buffers], optimizers, self.device)
+
+    def transfer(self, team: Team) -> None:
+        """From rank 0 of `team` to its rank 1.
+
+        Raises:
+            RuntimeError: the other one is gone.
+        """
+        groups = team.open("weights")
+        try:
+            replicate_tensors([*self.params.values(), *self.buffers], groups.world, self.device)
+            replicate_optimizers(self.optimizers, self.params, team, groups.world, self.device)
+        finally:
+            groups.leave(abort=True)
+
+
+class WeightServer:
+    """Gives the weights to one host that joins. Waits for its request, and sends, in a thread of its own.
+
+    The training thread makes the copy, between two steps: call `offer` before each.
+
+    Args:
+        learner: name of the host that joins.
+        store: host:port of the store in which both meet.
+        timeout_s: for one transfer.
+        stopped: set when nobody is to be served any more.
+
+    Attributes:
+        wanted: whether the host still waits.
+    """
+
+    def __init__(self, learner: str, store: str, timeout_s: float, stopped: threading.Event) -> None:
+        self.wanted = True
+        self._learner, self._address, self._timeout_s, self._stopped = learner, store, timeout_s, stopped
+        self._asked, self._given = threading.Event(), threading.Event()
+        self._weights: tuple[_Weights, int, int] | None = None
+        self._thread = threading.Thread(target=self._run, name="bagua-weights", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the host has the weights, or waits no more."""
+        return not self._thread.is_alive()
+
+    def offer(self, engine: Engine, epoch: int) -> None:
+        """Between two steps: take a copy for the host, if it has asked for one."""
+        if self._asked.is_set() and not self._given.is_set():
+            self._weights = _Weights.of(engine).copy(), epoch, engine.step
+            self._given.set()
+
+    def _waited_for(self) -> bool:
+        return self.wanted and not self._stopped.is_set()
+
+    def _run(self) -> None:
+        try:
+            while self._waited_for():
+                nonce = self._await_request()
+                if nonce is None:
+                    return
+                self._asked.set()
+                while not self._given.wait(_POLL_S):
+                    if not self._waited_for():
+                        return
+                assert self._weights is not None
+                (weights, epoch, step), self._weights = self._weights, None
+                self._asked.clear()
+                self._given.clear()
+                try:
+                    team = _team(0, self._address, self._learner, nonce, self._timeout_s, self._check)
+                    team.broadcast_bytes(_WHAT, encode({"epoch": epoch, "step": step}))
+                    weights.transfer(team)
+                    _log.info("recovery: %s has been given the weights of step %d", self._learner, step)
+                except RuntimeError as error:
+                    _log.warning("recovery: %s could not be given the weights: %s", self._learner, error)
+        except RuntimeError as error:
+            _log.warning("recovery: no more weights for %s: %s", self._learner, error)
+
+    def _check(self) -> None:
+        if not self._waited_for():
+            raise CommunicationError(f"{self._learner} does not wait any more")
+
+    def _await_request(self) -> str | None:
+        store: Any = connect_store(self._address, _key(self._learner), self._timeout_s, self._check)
+        while self._waited_for():
+            if store.check(["request"]):
+                nonce = bytes(store.get("request")).decode("ascii", "replace")
+                store.delete_key("request")
+                return nonce
+            time.sleep(_POLL_S)
+        return None
+
+
+class Arrivals:
+    """Serves the hosts that wait for the weights, on the rank that is to: the first one."""
+
+    def __init__(self, manager: RecoveryManager) -> None:
+        self._manager = manager
+        self._servers: dict[str, WeightServer] = {}
+        self._stopped = threading.Event()
+        weakref.finalize(self, self._stopped.set)
+
+    def serve(self, engine: Engine) -> None:
+        """Between two steps: begin to serve those that have come, and take copies for those that have asked."""
+        view = self._manager.seat.view()
+        mine = view is not None and view.rank == 0 and view.group == self._manager.group
+        learners = view.learners if view is not None and mine else ()
+        if not learners and not self._servers:
+            return
+        for name, server in self._servers.items():
+            server.wanted = name in learners
+        self._servers = {name: server for name, server in self._servers.items() if not server.ended}
+        assert view is not None
+        for name in learners:
+            if name not in self._servers:
+                timeout_s = self._manager.options.open_timeout_s
+                self._servers[name] = WeightServer(name, view.store, timeout_s, self._stopped)
+            self._servers[name].offer(engine, view.epoch)
+
+
+def fetch_weights(
+    engine: Engine, learner: str, store: str, timeout_s: float, alert: Callable[[], object]
+) -> tuple[int, int]:
+    """Overwrite the weights and optimizer state of `engine` with those of the job; returns their epoch and step.
+
+    Args:
+        learner: name of this host.
+        store: host:port of the store of the first member.
+        alert: called while it waits; raises if somebody else is the first member now.
+
+    Raises:
+        RuntimeError: the member that sent them is lost, or `alert` has raised. The weights are then no model's.
+    """
+    nonce = secrets.token_hex(8)
+    requests: Any = connect_store(store, _key(learner), timeout_s, alert)
+    requests.set("request", nonce)
+    team = _team(1, store, learner, nonce, timeout_s, alert)
+    told = decode(team.broadcast_bytes(_WHAT, None))
+    _Weights.of(engine).transfer(team)
+    return int(told["epoch"]), int(told["step"])
+
+
+def _key(learner: str) -> str:
+    return f"bagua/weights/{learner}"
+
+
+def _team(rank: int, store: str, learner: str, nonce: str, timeout_s: float, alert: Callable[[], object]) -> Team:
+    meeting = connect_store(store, f"{_key(learner)}/{nonce}", timeout_s, alert)
+    return Team(rank, 2, meeting, timedelta(seconds=timeout_s), "gloo", f"weights of {learner}", node="", alert=alert)
