@@ -13,7 +13,7 @@ from tests.elastic.fault_tolerant_rank import Job, start_job
 from tests.fork_server import ForkServer
 
 pytestmark = pytest.mark.process
-STEPS = 40
+ONCE = [1, 1, 1, 1]  # how often the members change, as each place sees it
 
 
 @pytest.fixture(scope="module")
@@ -23,20 +23,24 @@ def server() -> Iterator[ForkServer]:
     made.close()
 
 
+def moves(end: dict[str, Any]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Who was lost and who came, change by change."""
+    return [(each["lost"], each["joined"]) for each in end["changes"] if each["lost"] or each["joined"]]
+
+
 def check_survivors(job: Job, places: list[int], lost: str) -> None:
     """They end with the same weights and optimizer state, after as many steps, and say who was lost."""
     ends = job.ends(places)
     first = ends[0]
     for end in ends:
         assert (end["steps"], end["digest"], end["moments"]) == (first["steps"], first["digest"], first["moments"])
-        assert [change["lost"] for change in end["changes"]] == [(lost,)]
-    assert first["steps"] == STEPS
+        assert moves(end) == [((lost,), ())]
     for place in places:
         steps = [line for line in job.lines[place] if "attempt" in line]
-        assert STEPS <= len(steps) <= STEPS + 2  # one step is lost, or two where one rank was a step ahead of another
-        for before, now in itertools.pairwise(steps):
-            assert (before["digest"] != now["digest"]) or not now["applied"]
+        # One step is lost, or two where one rank was a step ahead of another.
         assert sum(not line["applied"] for line in steps) <= 2
+        for before, now in itertools.pairwise(steps):
+            assert before["digest"] != now["digest"] or not now["applied"]
 
 
 @pytest.mark.parametrize(
@@ -49,74 +53,72 @@ def check_survivors(job: Job, places: list[int], lost: str) -> None:
 )
 def test_a_killed_rank_is_left_out(server: ForkServer, place: int, algorithm: str, options: dict[str, Any]) -> None:
     others = [each for each in range(3) if each != place]
-    with start_job(server, 3, algorithm=algorithm, options=options, steps=STEPS) as job:
+    with start_job(server, 3, algorithm=algorithm, options=options, changes=ONCE) as job:
         job.signal_at(place, 10, signal.SIGKILL)
         check_survivors(job, others, f"n{place}")
 
 
 def test_a_stopped_rank_is_left_out_and_joins_again_when_it_wakes(server: ForkServer) -> None:
-    with start_job(server, 3, detect_s=4.0, algorithm="bytegrad", steps=300) as job:
+    with start_job(server, 3, detect_s=4.0, algorithm="bytegrad", changes=[1, 2, 2]) as job:
         job.signal_at(0, 10, signal.SIGSTOP)
         job.wait_for([1, 2], lambda line: line.get("steps", 0) >= 20, "step without the stopped rank")
         job.resume(0)
         ends = job.ends([0, 1, 2])
     assert len({end["digest"] for end in ends}) == 1
-    assert ends[1]["changes"][0]["lost"] == ("n0",) and ends[1]["changes"][-1]["joined"] == ("n0",)
+    assert moves(ends[1]) == moves(ends[2]) == [(("n0",), ()), ((), ("n0",))]
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "power_sgd"])
 def test_a_rank_that_arrives_trains_with_the_others(server: ForkServer, algorithm: str) -> None:
-    with start_job(server, 2, algorithm=algorithm, steps=400) as job:
+    with start_job(server, 2, algorithm=algorithm, changes=ONCE) as job:
         job.wait_for([0, 1], lambda line: line.get("steps", 0) >= 10, "step 10")
         place = job.arrive()
         ends = job.ends([0, 1, place])
     assert len({end["digest"] for end in ends}) == 1 and ends[0]["moments"] == ends[2]["moments"]
     begins = next(line for line in job.lines[place] if "begins" in line)
-    assert 10 <= begins["begins"] < 400
     steps = {line["steps"]: line["digest"] for line in job.lines[0] if "attempt" in line}
+    assert begins["begins"] >= 10
     assert begins["digest"] == steps[begins["begins"]]  # the weights of the others, not its own
-    for change in (ends[0]["changes"], ends[1]["changes"]):
-        assert [each["joined"] for each in change] == [("n2",)]
+    assert moves(ends[0]) == moves(ends[1]) == [((), ("n2",))]
 
 
 def test_a_lost_rank_is_replaced(server: ForkServer) -> None:
-    with start_job(server, 3, algorithm="bytegrad", options={"codec": "int4"}, steps=400) as job:
+    with start_job(server, 3, algorithm="bytegrad", options={"codec": "int4"}, changes=[2, 2, 2, 1]) as job:
         job.signal_at(0, 10, signal.SIGKILL)
         job.wait_for([1, 2], lambda line: line.get("steps", 0) >= 20, "step without the lost rank")
         place = job.arrive()
         ends = job.ends([1, 2, place])
     assert len({end["digest"] for end in ends}) == 1
-    assert [(each["lost"], each["joined"]) for each in ends[0]["changes"]] == [(("n0",), ()), ((), ("n3",))]
+    assert moves(ends[0]) == moves(ends[1]) == [(("n0",), ()), ((), ("n3",))]
 
 
 def test_two_ranks_are_lost_one_after_the_other(server: ForkServer) -> None:
-    with start_job(server, 4, algorithm="gradient_allreduce", tie_break=True, steps=STEPS) as job:
+    with start_job(server, 4, algorithm="gradient_allreduce", tie_break=True, changes=[2, 2, 2, 2]) as job:
         job.signal_at(3, 5, signal.SIGKILL)
         job.signal_at(1, 20, signal.SIGKILL)
         ends = job.ends([0, 2])
-        assert ends[0]["digest"] == ends[1]["digest"]
-        assert [[change["lost"] for change in end["changes"]] for end in ends] == [[("n3",), ("n1",)]] * 2
+    assert ends[0]["digest"] == ends[1]["digest"]
+    assert moves(ends[0]) == moves(ends[1]) == [(("n3",), ()), (("n1",), ())]
 
 
 def test_of_two_ranks_one_trains_on_alone(server: ForkServer) -> None:
-    with start_job(server, 2, algorithm="gradient_allreduce", tie_break=True, steps=STEPS) as job:
+    with start_job(server, 2, algorithm="gradient_allreduce", tie_break=True, changes=ONCE) as job:
         job.signal_at(1, 10, signal.SIGKILL)
         check_survivors(job, [0], "n1")
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
 def test_a_rank_that_lacks_a_step_that_counts_gets_it_from_the_others(server: ForkServer, algorithm: str) -> None:
-    with start_job(server, 3, algorithm=algorithm, steps=20, fails_at=[1, 7]) as job:
+    with start_job(server, 3, algorithm=algorithm, changes=ONCE, fails_at=[1, 7]) as job:
         job.wait_for([1], lambda line: "holds" in line, "step 7")
         job.wait_for([0, 2], lambda line: line.get("attempt") == 7, "step 7")  # they have applied it
         job.go_on(1)
         ends = job.ends([0, 1, 2])
     assert len({end["digest"] for end in ends}) == 1 and ends[0]["moments"] == ends[1]["moments"] == ends[2]["moments"]
-    assert {end["steps"] for end in ends} == {20}
+    assert len({end["steps"] for end in ends}) == 1
     steps = [{line["attempt"]: line for line in lines if "attempt" in line} for lines in job.lines]
     assert steps[0][7]["applied"] and not steps[1][7]["applied"]
     assert steps[0].keys() == steps[1].keys() == steps[2].keys()
     for attempt in range(8, len(steps[0])):  # if the others had begun step 8 it is lost, and it skips its own
-        assert (
-            len({each[attempt]["applied"] for each in steps}) == 1 == len({each[attempt]["digest"] for each in steps})
-        )
+        assert len({each[attempt]["applied"] for each in steps}) == 1
+        assert len({each[attempt]["digest"] for each in steps}) == 1
