@@ -194,25 +194,27 @@ class RendezvousStore(dist.Store):
 
     Attributes:
         written: keys of this rank.
-        connections: of the group.
+        connections: of the group; None without `alert`: nobody would cut them.
     """
 
     def __init__(self, store: BoundedStore, alert: Callable[[], object] | None = None) -> None:
         super().__init__()
         self._store, self._alert = store, alert
         self.written: list[str] = []
-        self.connections = GlooConnections()
+        self.connections = GlooConnections() if alert is not None else None
 
     def set(self, key: str, value: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Write."""
         self.written.append(key)
-        self.connections.published(value)
+        if self.connections is not None:
+            self.connections.published(value)
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Read a key that is there."""
         value = self._store.get(key)
-        self.connections.found(value)
+        if self.connections is not None:
+            self.connections.found(value)
         return value
 
     def check(self, keys: list[str]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
