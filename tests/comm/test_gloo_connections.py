@@ -50,6 +50,7 @@ def is_open(near: socket.socket, far: socket.socket) -> bool:
 
 
 def sever_while_blocked(team: Team, opened: threading.Barrier, ended: threading.Barrier) -> tuple[str, float]:
+    team.alert = lambda: None  # somebody would cut connections: only then are they looked for
     first, second = (team.open(name, False, team.discover_nodes(["n"] * team.size)) for name in ("first", "second"))
     opened.wait(LIMIT_S)
     errors: list[str] = []

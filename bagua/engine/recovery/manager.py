@@ -73,7 +73,7 @@ class RecoveryManager:
         while (view := self.seat.view()) is None or not (view.rank is not None or self.seat.name in view.learners):
             if time.monotonic() > deadline:
                 raise CommunicationError(
-                    f"host {self.seat.name} was not let in within {self.options.max_blocked_s:g} s"
+                    f"host {self.seat.name} was not let into the job within {self.options.max_blocked_s:g} s"
                 )
             time.sleep(_POLL_S)
         return view
