@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import bagua
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.errors import CommunicationError
 from bagua.membership.actions import Verdict
+from bagua.membership.seat import View
 from tests.engine.scripted_seat import ScriptedSeat, view
 
 CPU = torch.device("cpu")
@@ -163,6 +165,82 @@ def test_groups_that_cannot_be_opened_are_given_up_in_the_end() -> None:
             manager.reopening_failed(cause)
     assert raised.value.__cause__ is cause
     assert set(seat.asked) <= {("failed", 3)}
+
+
+# -- members and newcomers -------------------------------------------------------------------------------------------
+
+
+def learning(group: int) -> View:
+    """The host n0 waits for the weights that n1 and n2 train."""
+    return replace(view(group, "n1", "n2", rank=None, reason="n0 is silent"), learners=("n0",))
+
+
+def never(_: View) -> None:
+    """Fetches weights."""
+    raise AssertionError("this host has its weights")
+
+
+class Calls:
+    """Fetches weights: takes note, and goes on to the next view."""
+
+    def __init__(self, seat: ScriptedSeat, manager: Any, *then: View | bool) -> None:
+        self.seen: list[int] = []
+        self._seat, self._manager, self._then = seat, manager, list(then)
+
+    def __call__(self, now: View) -> None:
+        self.seen.append(now.group)
+        then = self._then.pop(0)
+        if isinstance(then, View):
+            self._seat.now = then
+        elif then:
+            assert self._manager.has_fetched(now.epoch, 40)
+            self._seat.now = view(now.group + 1, "n1", "n2", "n0", rank=2)
+
+
+def test_the_next_groups_are_used_when_there_are_some() -> None:
+    seat, manager, _ = in_group(3, max_blocked_s=0.05)
+    with pytest.raises(CommunicationError, match=r"host n0: no membership epoch after group 3 within 0.05 s"):
+        manager.await_view(never)
+    seat.now = view(4, "n0", "n1")
+    assert manager.await_view(never) is seat.now
+    assert manager.view.group == 3, "it is adopted when the groups are opened"
+
+
+def test_a_host_that_is_left_out_fetches_the_weights_until_it_has_them(caplog: pytest.LogCaptureFixture) -> None:
+    seat, manager, _ = in_group(3)
+    seat.now = learning(4)
+    learn = Calls(seat, manager, False, learning(6), True)  # the first transfer breaks off
+    with caplog.at_level(logging.WARNING, logger="bagua"):
+        now = manager.await_view(learn)
+    assert (now.group, now.rank) == (7, 2) and manager.newcomer
+    assert learn.seen == [4, 4, 6]
+    assert seat.asked == [("fetched", 6, 40)]
+    assert caplog.text.count("host n0 was left out of membership epoch 4 (n0 is silent)") == 1
+    manager.view, before = now, manager.view
+    manager.recovered(before, 41)
+    assert not manager.newcomer
+
+
+def test_weights_that_do_not_count_any_more_are_fetched_again() -> None:
+    seat, manager, _ = in_group(3, WAIT, DENIED)
+    manager.newcomer = True
+    assert not manager.has_fetched(4, 40)
+    seat.now = learning(4)
+    learn = Calls(seat, manager, view(5, "n0", "n1", "n2"))
+    assert manager.await_view(learn).group == 5
+    assert learn.seen == [4]
+
+
+def test_a_newcomer_waits_until_it_is_let_in() -> None:
+    seat = ScriptedSeat(None)
+    manager = RecoveryManager(seat, bagua.FaultTolerance(seat=seat, max_blocked_s=0.05))
+    for stranger in (None, view(4, "n1", "n2", rank=None)):
+        seat.now = stranger
+        with pytest.raises(CommunicationError, match=r"host n0 was not let into the job within 0.05 s"):
+            manager.await_member()
+    for member in (learning(4), view(4, "n0")):
+        seat.now = member
+        assert manager.await_member() is member
 
 
 # -- steps and changes -----------------------------------------------------------------------------------------------
