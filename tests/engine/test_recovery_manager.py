@@ -221,6 +221,15 @@ def test_a_host_that_is_left_out_fetches_the_weights_until_it_has_them(caplog: p
     assert not manager.newcomer
 
 
+def test_a_host_that_has_the_weights_waits_until_it_trains() -> None:
+    seat, manager, _ = in_group(3, max_blocked_s=0.05)
+    manager.newcomer = True
+    seat.now = learning(4)
+    assert manager.has_fetched(4, 40)
+    with pytest.raises(CommunicationError, match="no membership epoch after group 3"):
+        manager.await_view(never)
+
+
 def test_weights_that_do_not_count_any_more_are_fetched_again() -> None:
     seat, manager, _ = in_group(3, WAIT, DENIED)
     manager.newcomer = True
