@@ -123,6 +123,8 @@ def distribute(
     if process_group is None and previous is not None:
         process_group = previous.process_group
     if previous is not None:
+        if previous.before_step is not None:
+            raise ValueError(f"module: {type(module).__name__} is fault-tolerant, and keeps its algorithm and options")
         previous.engine.failures.leave_broken_pass()
     if hierarchical is not None:
         algorithm_options["hierarchical"] = hierarchical
@@ -143,7 +145,7 @@ def distribute(
         view = manager.await_member()
         manager.newcomer = view.rank is None
         team = Team.alone() if manager.newcomer else manager.open_team(view, device)
-        problem = problem or check_tolerates(request, previous is not None, process_group is not None)
+        problem = problem or check_tolerates(request, previous is not None, process_group is not None, manager.seat)
     problem = problem or check_files(tune, team.rank)
     signature = request.signature()
     ready = previous is not None and not previous.engine.failed

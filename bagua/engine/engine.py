@@ -195,6 +195,8 @@ class Engine:
             extra=dict(self.memory.series),
             tuning=tuning.progress(self.binding.settings) if tuning is not None else None,
             membership=recovery.changes if recovery is not None else (),
+            rank=self.team.rank,
+            size=self.team.size,
         )
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -227,6 +229,8 @@ class Engine:
             ValueError: it was saved with another configuration, or does not fit the module; names what differs.
         """
         state, binding = self.state, self.binding
+        if self.failures.recovery is not None:
+            raise ValueError("state dict: a fault-tolerant module counts its steps with the other hosts, from 0")
         self.dispatcher.wait()
         check_header(data, self._circumstances())
         state.algorithm.on_load(self.context)

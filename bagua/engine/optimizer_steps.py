@@ -44,6 +44,12 @@ class OptimizerSteps:
                 "(_apply_optimizer_in_backward, or a hook that calls step()); step after backward() instead"
             )
         closure = closure_in(args, kwargs)
+        if closure is not None and tracker.fault_tolerant:
+            tracker.nesting.leave()
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps with a closure, which a fault-tolerant module cannot repeat after a "
+                "loss; call backward() before step()"
+            )
         if closure is None:
             tracker.step_begins()
             return None

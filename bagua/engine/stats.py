@@ -95,6 +95,7 @@ class Stats:
         quality: the last measurement of the `Guard`.
         tuning: autotuning status and progress; None without autotuning.
         membership: with `fault_tolerant`, the changes of the members, newest last.
+        rank, size: of this process among those that train the module now.
     """
 
     algorithm: str
@@ -109,6 +110,8 @@ class Stats:
     quality: Quality | None = None
     tuning: Progress | None = None
     membership: tuple[MembershipChange, ...] = ()
+    rank: int = 0
+    size: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """All attributes as plain dicts, for a logger; with those that are computed, which `asdict` leaves out.

@@ -74,6 +74,11 @@ class StepTracker:
         self._watch = PassWatch(list(self._inventory.parameters.values()))
         self._withheld = Withheld()
 
+    @property
+    def fault_tolerant(self) -> bool:
+        """Whether training goes on after a lost rank."""
+        return self._failures.recovery is not None
+
     def announce(self, moment: Moment) -> int:
         """Within a join: before something that all ranks do together; returns the first rank that has inputs."""
         return self.joining.announce(moment, self._team.size) if self.joining is not None else 0

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from bagua.engine.startup.request import Request
+from bagua.membership.seat import Seat
 
 __all__ = ["check_tolerates"]
 
+_taken: weakref.WeakSet[Seat] = weakref.WeakSet()
 
-def check_tolerates(request: Request, again: bool, has_group: bool) -> ValueError | None:
+
+def check_tolerates(request: Request, again: bool, has_group: bool, seat: Seat) -> ValueError | None:
     """What cannot go on after a lost rank yet; None if all can.
 
     Args:
         again: the module is distributed already.
         has_group: the user gave a process group.
+        seat: of this process; its agent counts the steps of one module, from the first on.
     """
     algorithm = request.algorithm
     if algorithm is not None and not algorithm.lost_step:
@@ -22,6 +28,8 @@ def check_tolerates(request: Request, again: bool, has_group: bool) -> ValueErro
             f"fault_tolerant: {algorithm.name!r} has no rule for a lost step yet; gradient_allreduce, bytegrad and "
             "power_sgd have one"
         )
+    if seat in _taken:
+        return ValueError("fault_tolerant: a module of this process was given it before, and only one can be")
     refused = {
         "process_group": has_group,
         "guard": request.guard is not None,
@@ -34,4 +42,5 @@ def check_tolerates(request: Request, again: bool, has_group: bool) -> ValueErro
             return ValueError(f"{name}: not with fault_tolerant yet")
     if any(isinstance(each, torch.optim.LBFGS) for each in request.optimizers):
         return ValueError("optimizers: LBFGS evaluates the model within its step; not with fault_tolerant")
+    _taken.add(seat)
     return None

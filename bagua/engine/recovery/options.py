@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+from bagua.membership.remote_seat import RemoteSeat
 from bagua.membership.seat import Seat
 
 __all__ = ["FaultTolerance", "as_fault_tolerance", "seat_of"]
@@ -64,6 +66,10 @@ def as_fault_tolerance(value: Any) -> FaultTolerance | None:
 
 def seat_of(options: FaultTolerance) -> Seat:
     """The connection to the agent of this host."""
-    if options.seat is not None:
-        return options.seat
-    raise ValueError("fault_tolerant: no launcher tells this rank who the members are")
+    return options.seat if options.seat is not None else _seat_of_launcher(os.getpid())
+
+
+@cache
+def _seat_of_launcher(pid: int) -> Seat:
+    """One connection for the whole process `pid`: a forked one needs its own."""
+    return RemoteSeat()
