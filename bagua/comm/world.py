@@ -45,6 +45,7 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
         **kw: further arguments of `torch.distributed.init_process_group` (`timeout`, `device_id`, `init_method`, ...).
 
     Raises:
+        RuntimeError: the rank joins a fault-tolerant job that is running.
         ValueError: the environment is incomplete, a name of Bagua's backend is unknown, or a second call asks for
             another backend.
 
@@ -64,6 +65,11 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
         return
     if backend is not None:
         _check_ours(backend)
+    if os.environ.get("BAGUA_ARRIVES") == "1":
+        raise RuntimeError(
+            "init_process_group: this rank joins a job that is running, and torch.distributed cannot add a rank to the "
+            "groups of the others; a fault-tolerant script does without: bagua.distribute() needs no process group"
+        )
     error_file.install()  # first, so that the launcher learns of a failure below too
     backend = backend or default_backend()
     explicit = {"init_method", "store", "rank", "world_size"} & {k for k, v in kw.items() if v is not None}

@@ -205,6 +205,7 @@ class HostSupervisor:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             SEAT: str(self._seats.path),
+            "BAGUA_ARRIVES": "1" if view.rank is None else "0",
         }
 
     def _watch_running(self, rank: RankProcess, now: float) -> None:

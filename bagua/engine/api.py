@@ -119,17 +119,17 @@ def distribute(
         >>> model(inputs).square().mean().backward()  # averages the gradients over the ranks
         >>> optimizer.step()
     """
+    tolerance = as_fault_tolerance(fault_tolerant)
     previous = attachments.get(module) if isinstance(module, nn.Module) else None
     if process_group is None and previous is not None:
         process_group = previous.process_group
     if previous is not None:
-        if previous.before_step is not None:
+        if previous.before_step is not None or tolerance is not None:
             raise ValueError(f"module: {type(module).__name__} is fault-tolerant, and keeps its algorithm and options")
         previous.engine.failures.leave_broken_pass()
     if hierarchical is not None:
         algorithm_options["hierarchical"] = hierarchical
     problem: Exception | None = None
-    tolerance = as_fault_tolerance(fault_tolerant)
     request = Request(bucket_bytes, num_lanes, guard, broadcast_buffers, static_graph, gradient_as_bucket_view)
     try:
         request.check(module, optimizers, algorithm, algorithm_options, autotune)
@@ -145,7 +145,7 @@ def distribute(
         view = manager.await_member()
         manager.newcomer = view.rank is None
         team = Team.alone() if manager.newcomer else manager.open_team(view, device)
-        problem = problem or check_tolerates(request, previous is not None, process_group is not None, manager.seat)
+        problem = problem or check_tolerates(request, process_group is not None, manager.seat)
     problem = problem or check_files(tune, team.rank)
     signature = request.signature()
     ready = previous is not None and not previous.engine.failed

@@ -99,9 +99,42 @@ def test_a_second_call(store: tuple[str, dist.TCPStore]) -> None:
     model, optimizer = small()
     options = tolerance(store[0])[1]
     bagua.distribute(model, optimizer, "bytegrad", fault_tolerant=options)
-    with pytest.raises(ValueError, match=r"^a second call of bagua.distribute\(\): not with fault_tolerant yet$"):
-        bagua.distribute(model, optimizer, "gradient_allreduce", fault_tolerant=options)
+    for arguments in ({"fault_tolerant": options}, {}):
+        with pytest.raises(ValueError, match=r"^module: Linear is fault-tolerant, and keeps its algorithm"):
+            bagua.distribute(model, optimizer, "gradient_allreduce", **arguments)
     assert "ByteGrad" in bagua.stats(model).algorithm
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert bagua.stats(model).steps == 1
+    bagua.detach(model)
+
+
+def test_another_module_of_the_process(store: tuple[str, dist.TCPStore]) -> None:
+    """Nor the same one again: the agent goes on counting steps."""
+    model, optimizer = small()
+    options = tolerance(store[0])[1]
+    bagua.distribute(model, optimizer, fault_tolerant=options)
+    other, its_optimizer = small()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^fault_tolerant: a module of this process was given it before"):
+            bagua.distribute(other, its_optimizer, fault_tolerant=options)
+        bagua.detach(model) if model in attachments else None
+
+
+def test_a_saved_state(store: tuple[str, dist.TCPStore]) -> None:
+    model, optimizer = small()
+    bagua.distribute(model, optimizer, fault_tolerant=tolerance(store[0])[1])
+    state = bagua.state_dict(model)
+    with pytest.raises(ValueError, match=r"^state dict: a fault-tolerant module counts its steps with the other hosts"):
+        bagua.load_state_dict(model, state)
+    bagua.detach(model)
+
+
+def test_a_closure(store: tuple[str, dist.TCPStore]) -> None:
+    model, optimizer = small()
+    bagua.distribute(model, optimizer, fault_tolerant=tolerance(store[0])[1])
+    with pytest.raises(RuntimeError, match=r"^SGD steps with a closure, which a fault-tolerant module cannot repeat"):
+        optimizer.step(lambda: 0.0)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert bagua.stats(model).steps == 1

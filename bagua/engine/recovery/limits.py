@@ -14,11 +14,10 @@ __all__ = ["check_tolerates"]
 _taken: weakref.WeakSet[Seat] = weakref.WeakSet()
 
 
-def check_tolerates(request: Request, again: bool, has_group: bool, seat: Seat) -> ValueError | None:
+def check_tolerates(request: Request, has_group: bool, seat: Seat) -> ValueError | None:
     """What cannot go on after a lost rank yet; None if all can.
 
     Args:
-        again: the module is distributed already.
         has_group: the user gave a process group.
         seat: of this process; its agent counts the steps of one module, from the first on.
     """
@@ -35,7 +34,6 @@ def check_tolerates(request: Request, again: bool, has_group: bool, seat: Seat) 
         "guard": request.guard is not None,
         "broadcast_buffers": request.broadcast_buffers,
         "autotune": request.tune is not None,
-        "a second call of bagua.distribute()": again,
     }
     for name, given in refused.items():
         if given:
