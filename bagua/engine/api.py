@@ -24,7 +24,7 @@ from bagua.engine.hooks import attach, attachments
 from bagua.engine.inference_mode import outside_inference
 from bagua.engine.lanes.lane import make_lane
 from bagua.engine.optimizer_discovery import follow_optimizers
-from bagua.engine.recovery.limits import check_tolerates
+from bagua.engine.recovery.limits import check_tolerates, take_seat
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.options import FaultTolerance, as_fault_tolerance, seat_of
 from bagua.engine.recovery.reopen import follow_membership, join_job
@@ -186,6 +186,7 @@ def distribute(
         previous.remove_hooks()
     attachments[module] = attach(module, engine, request.optimizers, process_group)
     if manager is not None:
+        take_seat(manager.seat)
         follow_membership(module, attachments[module], manager)
         if manager.newcomer:
             join_job(module, manager)

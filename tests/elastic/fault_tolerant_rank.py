@@ -81,8 +81,9 @@ def _train(pipe: Connection, job: Line) -> None:
     torch.set_num_threads(1)
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    options = {**job["options"], **(job["options_of_arrival"] if arrives else {})}
     tolerance = bagua.FaultTolerance(seat=seat, max_blocked_s=90.0)
-    bagua.distribute(model, optimizer, job["algorithm"], fault_tolerant=tolerance, **job["options"])
+    bagua.distribute(model, optimizer, job["algorithm"], fault_tolerant=tolerance, **options)
     generator = torch.Generator().manual_seed(place)
     pipe.send({"begins": bagua.stats(model).steps, "digest": digest(model)})
     for attempt in itertools.count():
@@ -167,6 +168,10 @@ class Job:
         """Let a rank that was stopped go on."""
         os.kill(self.lines[place][0]["pid"], signal.SIGCONT)
 
+    def kill(self, place: int) -> None:
+        """End a rank."""
+        os.kill(self.lines[place][0]["pid"], signal.SIGKILL)
+
     def go_on(self, place: int) -> None:
         """Let a rank that holds go on."""
         self._pipes[place].send("go on")
@@ -196,6 +201,7 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
             after the last change; others as in `Job`.
     """
     given = {"steps": 15, "detect_s": 60.0, "tie_break": False, "options": {}, "pause_s": 0.01, "fails_at": None, **job}
+    given.setdefault("options_of_arrival", {})
     started = Job(server, size, given)
     try:
         yield started

@@ -82,6 +82,20 @@ def test_a_rank_that_arrives_trains_with_the_others(server: ForkServer, algorith
     assert moves(ends[0]) == moves(ends[1]) == [((), ("n2",))]
 
 
+def test_a_rank_that_arrives_with_other_options_is_refused_and_disturbs_nobody(server: ForkServer) -> None:
+    with start_job(
+        server, 2, algorithm="bytegrad", options_of_arrival={"codec": "int4"}, changes=[1, 1, 1], detect_s=4.0
+    ) as job:
+        job.wait_for([0, 1], lambda line: line.get("steps", 0) >= 10, "step 10")
+        wrong = job.arrive()
+        job.wait_for(
+            [wrong], lambda line: "the job trains another module than this rank" in line.get("error", ""), "error"
+        )
+        job.kill(wrong)
+        seen = max(line["steps"] for line in job.lines[0] if "steps" in line)
+        job.wait_for([0, 1], lambda line: line.get("steps", 0) > seen + 5, "more steps")
+
+
 def test_a_lost_rank_is_replaced(server: ForkServer) -> None:
     with start_job(server, 3, algorithm="bytegrad", options={"codec": "int4"}, changes=[2, 2, 2, 1]) as job:
         job.signal_at(0, 10, signal.SIGKILL)

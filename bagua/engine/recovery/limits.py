@@ -9,7 +9,7 @@ import torch
 from bagua.engine.startup.request import Request
 from bagua.membership.seat import Seat
 
-__all__ = ["check_tolerates"]
+__all__ = ["check_tolerates", "take_seat"]
 
 _taken: weakref.WeakSet[Seat] = weakref.WeakSet()
 
@@ -40,5 +40,9 @@ def check_tolerates(request: Request, has_group: bool, seat: Seat) -> ValueError
             return ValueError(f"{name}: not with fault_tolerant yet")
     if any(isinstance(each, torch.optim.LBFGS) for each in request.optimizers):
         return ValueError("optimizers: LBFGS evaluates the model within its step; not with fault_tolerant")
-    _taken.add(seat)
     return None
+
+
+def take_seat(seat: Seat) -> None:
+    """From now on its agent counts the steps of one module."""
+    _taken.add(seat)

@@ -99,6 +99,7 @@ class RecoveryManager:
                     self.newcomer, self._fetched = True, False
                 if self.newcomer and not self._fetched and self.seat.name in view.learners:
                     learn(view)
+                    deadline = time.monotonic() + self.options.max_blocked_s
             elif view is not None and view.group > self.group:
                 return view
             if time.monotonic() > deadline:

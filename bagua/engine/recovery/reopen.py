@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,7 @@ from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments
 from bagua.engine.lanes.lane import make_lane
 from bagua.engine.recovery.manager import RecoveryManager
-from bagua.engine.recovery.transfer import Arrivals, fetch_weights
+from bagua.engine.recovery.transfer import Arrivals, fetch_weights, fingerprint
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
 from bagua.engine.startup.rollback import unless_it_fails
 from bagua.errors import CommunicationError, RankMismatchError
@@ -144,17 +143,17 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
         "lanes_of_sums": config.lanes_of_sums,
         "order": old.state.order,
         "node": team.node,
-        "model": hashlib.sha256(
-            encode([inventory.signature(), repr(root), repr(replace(config, lanes_of_sums=None))])
-        ).hexdigest(),
+        "fingerprint": fingerprint(old),
     }
     messages = team.all_gather_bytes("opening the groups of a membership epoch", encode(mine))
     ranks: list[dict[str, Any]] = [decode(each) for each in messages]
-    for rank, each in enumerate(ranks):
-        if each["model"] != ranks[0]["model"]:
-            raise RankMismatchError(f"rank {rank} trains another module than rank 0, or with other options")
     step = max(each["step"] for each in ranks)
     source = next(rank for rank, each in enumerate(ranks) if each["step"] == step)
+    if mine["fingerprint"] != ranks[source]["fingerprint"]:
+        raise RankMismatchError(f"this rank trains another module than rank {source}, or with other options")
+    for rank, each in enumerate(ranks):
+        if each["fingerprint"] != mine["fingerprint"]:
+            raise CommunicationError(f"rank {rank} trains another module, or with other options: it has to leave")
     key = team.next_lane()
     nodes = team.discover_nodes([each["node"] for each in ranks])
     groups = team.open(f"lane/{key}", root.hierarchical_groups, nodes)

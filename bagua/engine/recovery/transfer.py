@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,9 @@ from bagua.comm.team import Team, decode, encode
 from bagua.engine.engine import Engine
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
-from bagua.errors import CommunicationError
+from bagua.errors import CommunicationError, RankMismatchError
 
-__all__ = ["Arrivals", "WeightServer", "fetch_weights"]
+__all__ = ["Arrivals", "WeightServer", "fetch_weights", "fingerprint"]
 
 _POLL_S = 0.05
 _WHAT = "fetching the weights of a running job"
@@ -102,7 +103,7 @@ class WeightServer:
         self.wanted = True
         self._learner, self._address, self._timeout_s, self._stopped = learner, store, timeout_s, stopped
         self._asked, self._given = threading.Event(), threading.Event()
-        self._weights: tuple[_Weights, int, int] | None = None
+        self._weights: tuple[_Weights, dict[str, Any]] | None = None
         self._thread = threading.Thread(target=self._run, name="bagua-weights", daemon=True)
         self._thread.start()
 
@@ -114,7 +115,8 @@ class WeightServer:
     def offer(self, engine: Engine, epoch: int) -> None:
         """Between two steps: take a copy for the host, if it has asked for one."""
         if self._asked.is_set() and not self._given.is_set():
-            self._weights = _Weights.of(engine).copy(), epoch, engine.step
+            about = {"epoch": epoch, "step": engine.step, "fingerprint": fingerprint(engine)}
+            self._weights = _Weights.of(engine).copy(), about
             self._given.set()
 
     def _waited_for(self) -> bool:
@@ -122,8 +124,9 @@ class WeightServer:
 
     def _run(self) -> None:
         try:
+            nonce = ""
             while self._waited_for():
-                nonce = self._await_request()
+                nonce = self._await_request(nonce)
                 if nonce is None:
                     return
                 self._asked.set()
@@ -131,14 +134,14 @@ class WeightServer:
                     if not self._waited_for():
                         return
                 assert self._weights is not None
-                (weights, epoch, step), self._weights = self._weights, None
+                (weights, about), self._weights = self._weights, None
                 self._asked.clear()
                 self._given.clear()
                 try:
                     team = _team(0, self._address, self._learner, nonce, self._timeout_s, self._check)
-                    team.broadcast_bytes(_WHAT, encode({"epoch": epoch, "step": step}))
+                    team.broadcast_bytes(_WHAT, encode(about))
                     weights.transfer(team)
-                    _log.info("recovery: %s has been given the weights of step %d", self._learner, step)
+                    _log.info("recovery: %s has been given the weights of step %d", self._learner, about["step"])
                 except RuntimeError as error:
                     _log.warning("recovery: %s could not be given the weights: %s", self._learner, error)
         except RuntimeError as error:
@@ -148,13 +151,14 @@ class WeightServer:
         if not self._waited_for():
             raise CommunicationError(f"{self._learner} does not wait any more")
 
-    def _await_request(self) -> str | None:
+    def _await_request(self, last: str) -> str | None:
+        """The next request, which is not `last`; None if the host waits no more."""
         store: Any = connect_store(self._address, _key(self._learner), self._timeout_s, self._check)
         while self._waited_for():
             if store.check(["request"]):
                 nonce = bytes(store.get("request")).decode("ascii", "replace")
-                store.delete_key("request")
-                return nonce
+                if nonce != last:
+                    return nonce
             time.sleep(_POLL_S)
         return None
 
@@ -198,14 +202,25 @@ def fetch_weights(
 
     Raises:
         RuntimeError: the member that sent them is lost, or `alert` has raised. The weights are then no model's.
+        RankMismatchError: the job trains another module than this rank, or with other options.
     """
     nonce = secrets.token_hex(8)
     requests: Any = connect_store(store, _key(learner), timeout_s, alert)
     requests.set("request", nonce)
     team = _team(1, store, learner, nonce, timeout_s, alert)
     told = decode(team.broadcast_bytes(_WHAT, None))
+    if told["fingerprint"] != fingerprint(engine):
+        raise RankMismatchError(
+            f"{learner}: the job trains another module than this rank, or with other options of bagua.distribute()"
+        )
     _Weights.of(engine).transfer(team)
     return int(told["epoch"]), int(told["step"])
+
+
+def fingerprint(engine: Engine) -> str:
+    """Equal for engines that train the same module with the same options."""
+    options = repr(replace(engine.config, lanes_of_sums=None))
+    return hashlib.sha256(encode([engine.inventory.signature(), repr(engine.state.root), options])).hexdigest()
 
 
 def _key(learner: str) -> str:
