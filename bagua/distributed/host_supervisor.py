@@ -177,7 +177,7 @@ class HostSupervisor:
             self._end(0.0)
 
     def _start(self, view: View) -> None:
-        """The ranks of founders make up the first groups; a newcomer's is numbered as if it were the next one."""
+        """The ranks of founders make up the first groups. In the summary a newcomer's is the next one."""
         self._rank_number = len(view.members) if view.rank is None else view.rank
         env = {**os.environ, **self._environment(view)}
         self._rank = RankProcess(self._command, env, self._directory / f"attempt_{self._starts}" / "0")
@@ -185,8 +185,10 @@ class HostSupervisor:
         self._waits_since = None
 
     def _environment(self, view: View) -> Mapping[str, str]:
-        rank, size = str(self._rank_number), str(max(len(view.members), self._rank_number + 1))
-        host, _, port = view.store.rpartition(":")
+        """A newcomer's default group is its own: nobody would come to another before its host trains."""
+        newcomer = view.rank is None
+        rank, size = ("0", "1") if newcomer else (str(view.rank), str(len(view.members)))
+        host, _, port = (self._served.address if newcomer else view.store).rpartition(":")
         return {
             "RANK": rank,
             "WORLD_SIZE": size,
