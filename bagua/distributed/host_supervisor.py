@@ -75,7 +75,7 @@ class HostSupervisor:
         self._waits_since: float | None = time.monotonic()  # for a place for a rank; None: no rank is to be started
         self._failure: dict[int, ProcessFailure] = {}  # of the rank that ended last, by its number
         self._signal: int | None = None
-        self._kill = self._hurries = False
+        self._kill = self._leaves = self._hurries = False
         self._close_by = self._serve_until = 0.0
         self._ended = self._left = False
         self._alone_since: float | None = None
@@ -118,7 +118,16 @@ class HostSupervisor:
             self._alone_since = None
             contacts = tuple(member.address for member in event.epoch.members)
             self._served.note(replace(self._job.note, number=event.epoch.number, contacts=contacts))
+            self._make_way(event)
         self._left |= isinstance(event, Left)
+
+    def _make_way(self, event: EpochBegan | Excluded) -> None:
+        """Others open new groups, so they train on: this host, whose rank has ended, must not be waited for in them."""
+        previous = event.previous if isinstance(event, EpochBegan) else None
+        opened = previous is not None and event.epoch.group != previous.group
+        if opened and self._ended and not self._leaves:
+            self._transport.call(lambda agent, now: agent.weights_lost(now, agent.payload))
+            self._leave()
 
     def _known(self) -> tuple[Epoch | None, Member | None]:
         return self._transport.call(lambda agent, _: (agent.epoch, agent.member))
@@ -159,7 +168,7 @@ class HostSupervisor:
             self._leave()
 
     def _leave(self) -> None:
-        self._hurries = self._signal is not None
+        self._leaves, self._hurries = True, self._signal is not None
         self._transport.call(lambda agent, now: agent.leave(now))
         self._end(max(_LEAVE_S, 3 * self._detect_s) if self._hurries else _SERVE_S)
 

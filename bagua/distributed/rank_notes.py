@@ -15,7 +15,7 @@ __all__ = ["ENDED", "RankNotes", "lost"]
 ENDED = "ended"  # for good
 _KEY = "bagua/rank"
 _RETRY_S = 0.5
-_JOIN_S = 1.0
+_JOIN_S = 8.0  # longer than an attempt to connect takes
 
 
 def lost(epoch: int) -> str:

@@ -131,6 +131,20 @@ def test_a_second_signal_does_not_wait(hosts: Hosts) -> None:
     assert host.wait() == 128 + signal.SIGTERM
 
 
+def test_others_may_train_on_without_a_rank_that_has_ended(hosts: Hosts) -> None:
+    """A loss makes them open new groups, in which nobody would answer for the rank that has ended."""
+    first, second, third = all_three = hosts.start_all()
+    called = names(all_three)
+    hosts.stop([first])
+    wait_for(lambda: not first.ranks(), "end of the rank")
+    third.kill()
+    hosts.await_members([called[1]], [second])
+    hosts.await_step(6, [second])
+    assert first.wait() == 0
+    hosts.stop([second])
+    assert second.wait() == 0
+
+
 DEAF = """
 import os, pathlib, sys, time
 (pathlib.Path(sys.argv[1]) / f"{os.getpid()}.json").touch()
@@ -167,7 +181,7 @@ def test_all_ranks_fail(hosts: Hosts) -> None:
     all_three = hosts.start_all("--max-restarts", "1")
     hosts.stop(all_three, code=5)
     assert [each.wait() for each in all_three] == [5, 5, 5]
-    assert "no rank is left that has the weights: the job ends" in all_three[0].text()
+    assert any("no rank is left that has the weights: the job ends" in each.text() for each in all_three)
 
 
 def test_a_stopped_rank_is_killed(server: ForkServer, tmp_path: Path) -> None:
