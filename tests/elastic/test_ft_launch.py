@@ -131,20 +131,6 @@ def test_a_second_signal_does_not_wait(hosts: Hosts) -> None:
     assert host.wait() == 128 + signal.SIGTERM
 
 
-def test_others_may_train_on_without_a_rank_that_has_ended(hosts: Hosts) -> None:
-    """A loss makes them open new groups, in which nobody would answer for the rank that has ended."""
-    first, second, third = all_three = hosts.start_all()
-    called = names(all_three)
-    hosts.stop([first])
-    wait_for(lambda: not first.ranks(), "end of the rank")
-    third.kill()
-    hosts.await_members([called[1]], [second])
-    hosts.await_step(6, [second])
-    assert first.wait() == 0
-    hosts.stop([second])
-    assert second.wait() == 0
-
-
 DEAF = """
 import os, pathlib, sys, time
 (pathlib.Path(sys.argv[1]) / f"{os.getpid()}.json").touch()
