@@ -34,6 +34,7 @@ class MomentumAverage(Algorithm):
 
     optimizer_class: ClassVar[type[TwoStage]] = TwoStage
     exactness: ClassVar[Exactness] = Exactness.LOSSY
+    lost_step: ClassVar[str] = "skip"  # the lane reads momenta; only the optimizer's step writes them
 
     hierarchical: bool | None = None
     codec: str | Codec = "minmax_uint8"

@@ -46,6 +46,7 @@ class ZeroOneAdam(MomentumAverage):
 
     name: ClassVar[str] = "zero_one_adam"
     summary: ClassVar[str] = "Adam with momenta averaged in 1 bit, later only every few steps"
+    lost_step: ClassVar[str] = ""  # between synchronisations weights differ, and moments are the rank's own
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     optimizer_class: ClassVar[type[TwoStage]] = ZeroOneAdamOptimizer
 

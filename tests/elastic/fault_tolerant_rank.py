@@ -46,6 +46,15 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
+def make_optimizer(algorithm: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The one that the algorithm needs, past its warm-up before a rank is lost."""
+    if algorithm == "qadam":
+        return bagua.optim.QAdam(model.parameters(), lr=1e-3, warmup_steps=5)
+    if algorithm == "one_bit_lamb":
+        return bagua.optim.OneBitLamb(model.parameters(), lr=1e-3, warmup_steps=5)
+    return torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
 def run_rank(pipe: Connection, job: Line) -> None:
     """Train, and tell the test of each step."""
     try:
@@ -80,7 +89,7 @@ def _train(pipe: Connection, job: Line) -> None:
     seat = LocalSeat(Transport(agent, listener, TOKEN))
     torch.set_num_threads(1)
     model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = make_optimizer(job["algorithm"], model)
     options = {**job["options"], **(job["options_of_arrival"] if arrives else {})}
     tolerance = bagua.FaultTolerance(seat=seat, max_blocked_s=90.0)
     bagua.distribute(model, optimizer, job["algorithm"], fault_tolerant=tolerance, **options)

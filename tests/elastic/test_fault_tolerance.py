@@ -49,6 +49,8 @@ def check_survivors(job: Job, places: list[int], lost: str) -> None:
         (1, "gradient_allreduce", {}),
         (0, "bytegrad", {"codec": "int4"}),  # the first one also serves the store in which the groups meet
         (2, "power_sgd", {}),
+        (1, "qadam", {"codec": "sign"}),
+        (0, "one_bit_lamb", {}),
     ],
 )
 def test_a_killed_rank_is_left_out(server: ForkServer, place: int, algorithm: str, options: dict[str, Any]) -> None:
@@ -68,7 +70,7 @@ def test_a_stopped_rank_is_left_out_and_joins_again_when_it_wakes(server: ForkSe
     assert moves(ends[1]) == moves(ends[2]) == [(("n0",), ()), ((), ("n0",))]
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "power_sgd"])
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "power_sgd", "qadam"])
 def test_a_rank_that_arrives_trains_with_the_others(server: ForkServer, algorithm: str) -> None:
     with start_job(server, 2, algorithm=algorithm, changes=ONCE) as job:
         job.wait_for([0, 1], lambda line: line.get("steps", 0) >= 10, "step 10")
@@ -121,7 +123,7 @@ def test_of_two_ranks_one_trains_on_alone(server: ForkServer) -> None:
         check_survivors(job, [0], "n1")
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "one_bit_lamb"])
 def test_a_rank_that_lacks_a_step_that_counts_gets_it_from_the_others(server: ForkServer, algorithm: str) -> None:
     with start_job(server, 3, algorithm=algorithm, changes=ONCE, fails_at=[1, 7]) as job:
         job.wait_for([1], lambda line: "holds" in line, "step 7")

@@ -24,8 +24,8 @@ def check_tolerates(request: Request, has_group: bool, seat: Seat) -> ValueError
     algorithm = request.algorithm
     if algorithm is not None and not algorithm.lost_step:
         return ValueError(
-            f"fault_tolerant: {algorithm.name!r} has no rule for a lost step yet; gradient_allreduce, bytegrad and "
-            "power_sgd have one"
+            f"fault_tolerant: {algorithm.name!r} has no rule for a lost step yet; gradient_allreduce, bytegrad, "
+            "power_sgd, qadam and one_bit_lamb have one"
         )
     if seat in _taken:
         return ValueError("fault_tolerant: a module of this process was given it before, and only one can be")
