@@ -124,8 +124,10 @@ def distribute(
     if process_group is None and previous is not None:
         process_group = previous.process_group
     if previous is not None:
-        if previous.before_step is not None or tolerance is not None:
+        if previous.before_step is not None:
             raise ValueError(f"module: {type(module).__name__} is fault-tolerant, and keeps its algorithm and options")
+        if tolerance is not None:
+            raise ValueError("fault_tolerant: the module is distributed already; call bagua.detach() first")
         previous.engine.failures.leave_broken_pass()
     if hierarchical is not None:
         algorithm_options["hierarchical"] = hierarchical

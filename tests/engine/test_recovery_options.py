@@ -109,6 +109,14 @@ def test_a_second_call(store: tuple[str, dist.TCPStore]) -> None:
     bagua.detach(model)
 
 
+def test_a_module_that_is_distributed_without_it(store: tuple[str, dist.TCPStore]) -> None:
+    model, optimizer = small()
+    bagua.distribute(model, optimizer, process_group=teams(1)[0])
+    with pytest.raises(ValueError, match=r"^fault_tolerant: the module is distributed already; call bagua.detach"):
+        bagua.distribute(model, optimizer, fault_tolerant=tolerance(store[0])[1])
+    bagua.detach(model)
+
+
 def test_another_module_of_the_process(store: tuple[str, dist.TCPStore]) -> None:
     """Nor the same one again: the agent goes on counting steps."""
     model, optimizer = small()
