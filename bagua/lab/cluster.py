@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -73,6 +74,7 @@ class Cluster:
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[Any]] = []
         self._launches = 0
+        self._apart: set[tuple[int, int]] = set()  # hosts that `partition` keeps from each other
         self._started_at = time.monotonic()
         self._closed = False
         shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # counters in memory, not on a disk
@@ -173,6 +175,34 @@ class Cluster:
         with self._lock:
             self._launches += 1
             return _FIRST_PORT + (self._launches - 1) % 2000
+
+    def partition(self, *parts: Sequence[int]) -> None:
+        """Splits the network: hosts of different parts no longer reach each other, and are not told so.
+
+        Each call replaces the split of the one before; `heal` ends it. Hosts that are in no part reach all others.
+
+        Args:
+            parts: numbers of hosts, each in one part at most.
+
+        Raises:
+            ValueError: a number is no host's, or is in two parts.
+            LabError: in pacing mode, which has no frames to lose.
+
+        Examples:
+            >>> cluster.partition([0, 1], [2, 3])  # doctest: +SKIP
+        """
+        where = {index: number for number, part in enumerate(parts) for index in part}
+        if len(where) != sum(len(part) for part in parts) or not where.keys() <= set(range(len(self.hosts))):
+            raise ValueError(f"parts must hold hosts from 0 to {len(self.hosts) - 1}, each once, not {parts!r}")
+        backend = self.open_backend()
+        apart = {(a, b) for a, b in permutations(where, 2) if where[a] != where[b]}
+        for sender, receiver in sorted(apart ^ self._apart):
+            backend.set_blocked(sender, receiver, (sender, receiver) in apart)
+        self._apart = apart
+
+    def heal(self) -> None:
+        """Ends the split of `partition`."""
+        self.partition()
 
     def report(self) -> Report:
         """Bytes of every host and how well the relay kept up, since the start."""

@@ -138,6 +138,10 @@ class Holder:
         """The switch routes: the host need not know the others' hardware addresses."""
         kernel.point_to_point(device)
 
+    def do_block(self, device: str, address: str, blocked: str) -> None:
+        """Loses what the host sends to that address, or not any more."""
+        kernel.block_neighbour(address, device, blocked == "1")
+
     def do_congestion(self, name: str) -> None:
         """How the host's TCP connections adapt their rate."""
         kernel.set_congestion_control(name)

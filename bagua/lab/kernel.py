@@ -22,6 +22,7 @@ __all__ = [
     "CLONE_NEWUTS",
     "add_route",
     "add_to_bridge",
+    "block_neighbour",
     "configure",
     "congestion_control",
     "make_bridge",
@@ -52,6 +53,7 @@ _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6, _TUN_F_TSO_ECN = 1, 2, 4, 8
 _ETHTOOL_STSO, _ETHTOOL_SGSO = 0x1F, 0x24
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_QDISC_BYPASS, _PACKET_IGNORE_OUTGOING = 263, 15, 20, 23
 _ETH_P_ALL = 0x0003
+_NOBODY = bytes((0x02, 0xBA, 0x67, 0x75, 0xFF, 0xFE))  # as hosts' addresses, of a port that no switch has
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
@@ -204,6 +206,21 @@ def add_route(address: str, device: str) -> None:
     body += attribute(destination, socket.inet_aton(address))
     body += attribute(out, struct.pack("I", socket.if_nametoindex(device)))
     request(new_route, ACKNOWLEDGE | CREATE | REPLACE, body, f"route to {address}")
+
+
+def block_neighbour(address: str, device: str, blocked: bool) -> None:
+    """Frames to this address leave `device` for a hardware address that nobody has, so they are lost silently."""
+    new, delete, permanent, destination, hardware = 28, 29, 0x80, 1, 2  # RTM_NEWNEIGH, RTM_DELNEIGH, NUD_, NDA_
+    body = struct.pack("BxHiHBB", socket.AF_INET, 0, socket.if_nametoindex(device), permanent, 0, 0)
+    body += attribute(destination, socket.inet_aton(address))
+    if blocked:
+        body += attribute(hardware, _NOBODY)
+        request(new, ACKNOWLEDGE | CREATE | REPLACE, body, f"blocking {address}")
+        return
+    try:
+        request(delete, ACKNOWLEDGE, body, f"unblocking {address}")
+    except FileNotFoundError:
+        return  # it was not blocked
 
 
 def make_veth(here: str, there: str, pid: int) -> None:

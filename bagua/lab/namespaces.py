@@ -150,6 +150,10 @@ class Namespaces:
             return
         self._relayed("cut").set_cut(index, cut)
 
+    def set_blocked(self, sender: int, receiver: int, blocked: bool) -> None:
+        """Loses what one host sends to another, whatever the wire."""
+        self.ask(sender, f"block {self.interface} {self.addresses[receiver]} {int(blocked)}")
+
     def ask(self, index: int, line: str) -> None:
         """Has a host's holder do something.
 

@@ -80,6 +80,10 @@ class Pacing:
         """Not possible."""
         raise LabError("cut and restore need namespaces: in pacing mode there is no link to cut")
 
+    def set_blocked(self, sender: int, receiver: int, blocked: bool) -> None:
+        """Not possible."""
+        raise LabError("partition needs namespaces: in pacing mode there are no frames to lose")
+
     def ask(self, index: int, line: str) -> None:
         """`pause`, `resume` and `kill` reach the processes one by one; `slow` is in the speed file only."""
         number = {"pause": signal.SIGSTOP, "resume": signal.SIGCONT, "kill": signal.SIGKILL}.get(line)

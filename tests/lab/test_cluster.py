@@ -131,6 +131,66 @@ def test_a_slow_uplink_holds_sockets_back() -> None:
         assert measured_between(0, 300_000, lambda: int(a.run(unacked, timeout=60).stdout))
 
 
+@pytest.mark.parametrize(("wire", "link"), [("veth", None), ("tbf", Link("100mbit")), ("relay", Link("100mbit"))])
+def test_a_partition_is_silent_and_heals(wire: str, link: Link | None) -> None:
+    """A connection between two parts stalls and goes on; a host that is in no part reaches both."""
+    echo = """
+import socket, sys
+with socket.create_server(("", 7005)) as server:
+    print("ready", flush=True)
+    sock = server.accept()[0]
+    while data := sock.recv(1):
+        sock.sendall(data)
+"""
+    ask = """
+import socket, sys
+sock = socket.create_connection((sys.argv[1], 7005))
+for line in sys.stdin:
+    sock.settimeout(float(line))
+    try:
+        sock.sendall(b"x")
+        print(sock.recv(1) == b"x", flush=True)
+    except TimeoutError:
+        print("timeout", flush=True)
+"""
+    try:
+        cluster = Cluster(4, link, wire=wire)
+    except LabError as error:
+        pytest.skip(str(error))
+    with cluster:
+        a, b, c, d = cluster.hosts
+        server = b.popen(python(echo), stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None and server.stdout.readline() == "ready\n"
+        client = a.popen(python(ask, b.address), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        lines, answers = client.stdin, client.stdout
+        assert lines is not None and answers is not None
+
+        def answer(timeout_s: float) -> str:
+            lines.write(f"{timeout_s}\n")
+            lines.flush()
+            return answers.readline().strip()
+
+        assert answer(60) == "True"
+        for host in (b, c, d):
+            listen(host)
+        cluster.partition([0, 3], [1])
+        assert answer(0.5) == "timeout"
+        assert not reaches(a, b) and not reaches(b, d) and reaches(a, d, 30) and reaches(a, c, 30) and reaches(c, b, 30)
+        cluster.partition([0], [3])
+        assert not reaches(a, d) and reaches(a, b, 30)
+        cluster.heal()
+        assert answer(60) == "True" and reaches(a, d, 30)
+        for pipe in (lines, answers, server.stdout):
+            pipe.close()
+
+
+def test_a_partition_of_other_hosts_is_refused() -> None:
+    with Cluster(2) as cluster:
+        for parts in (([0], [0, 1]), ([0, 0],), ([2],), ([-1],)):
+            with pytest.raises(ValueError, match="hosts from 0 to 1, each once"):
+                cluster.partition(*parts)
+
+
 def test_loss_loses_packets() -> None:
     with Cluster(2, Link(loss=0.05), seed=3) as cluster:
         a, b = cluster.hosts

@@ -32,6 +32,8 @@ def test_rate_of_a_socket(caplog: pytest.LogCaptureFixture) -> None:
 def test_pause_and_kill() -> None:
     with Cluster(2, mode="pacing") as cluster:
         a, b = cluster.hosts
+        with pytest.raises(LabError, match="partition needs namespaces"):
+            cluster.partition([0], [1])
         processes = [host.popen(["sleep", "100"]) for host in (a, b)]
         assert within(60, lambda: all(len(descendants(process.pid)) == 2 for process in processes))
         a.pause()
