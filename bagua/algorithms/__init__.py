@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bagua.algorithms.async_model_average import AsyncModelAverage
-from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, Payload
+from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep, Payload
 from bagua.algorithms.bytegrad import ByteGrad
 from bagua.algorithms.decentralized import Decentralized
 from bagua.algorithms.diloco import DiLoCo
@@ -29,6 +29,7 @@ __all__ = [
     "Exactness",
     "GradientAllReduce",
     "LocalSGD",
+    "LostStep",
     "LowPrecisionDecentralized",
     "OneBitLamb",
     "Payload",

@@ -15,7 +15,18 @@ from bagua.algorithms.views import BackgroundLane, Bucket, Gate, Lane, Ticket
 from bagua.comm.groups import Groups
 from bagua.exchanges import ElementwiseHook, Exchange
 
-__all__ = ["Algorithm", "BackgroundLane", "Bucket", "Context", "Exactness", "Gate", "Lane", "Payload", "Ticket"]
+__all__ = [
+    "Algorithm",
+    "BackgroundLane",
+    "Bucket",
+    "Context",
+    "Exactness",
+    "Gate",
+    "Lane",
+    "LostStep",
+    "Payload",
+    "Ticket",
+]
 
 
 class Payload(Enum):
@@ -47,6 +58,18 @@ class Exactness(Enum):
     def replicas_equal(self) -> bool:
         """Whether all ranks hold the same weights after every step."""
         return self in (Exactness.EXACT, Exactness.LOSSY)
+
+
+class LostStep(Enum):
+    """What becomes of a step in which a rank is lost, with `fault_tolerant` (docs/design/0010-recovery.md).
+
+    Attributes:
+        SKIP: no rank applies it: weights and optimizer state stay as they were. A rank that lacks a step that another
+            one has applied fetches weights and optimizer state, so replicas stay equal. For algorithms whose weights
+            change in the optimizer only, after the exchange.
+    """
+
+    SKIP = "skip"
 
 
 _T = TypeVar("_T")
@@ -201,15 +224,15 @@ class Algorithm:
         summary: one line for `available()`.
         exactness: which guarantees of synchronous SGD it keeps.
         payload_kind: whether buckets hold gradients or weights.
-        lost_step: with `fault_tolerant`, what becomes of a step in which a rank is lost. "skip": all ranks drop it, and
-            weights and optimizer state stay as they were. "": training cannot go on.
+        lost_step: with `fault_tolerant`, what becomes of a step in which a rank is lost; None: there is no rule, so
+            training cannot go on.
     """
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     exactness: ClassVar[Exactness] = Exactness.EXACT
     payload_kind: ClassVar[Payload] = Payload.GRAD
-    lost_step: ClassVar[str] = ""
+    lost_step: ClassVar[LostStep | None] = None
 
     @property
     def payload(self) -> Payload:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from bagua import codecs
-from bagua.algorithms.base import Algorithm, Bucket, Context
+from bagua.algorithms.base import Algorithm, Bucket, Context, LostStep
 from bagua.algorithms.feedback import fit_feedback
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
@@ -41,7 +41,7 @@ class GradientAllReduce(Algorithm):
 
     name: ClassVar[str] = "gradient_allreduce"
     summary: ClassVar[str] = "gradients averaged in full precision"
-    lost_step: ClassVar[str] = "skip"
+    lost_step: ClassVar[LostStep | None] = LostStep.SKIP
 
     hierarchical: bool | None = None
     average: bool = True

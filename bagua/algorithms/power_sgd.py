@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from bagua import exchanges
-from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness
+from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.exchanges import Exchange, Hierarchical
@@ -53,7 +53,7 @@ class PowerSGD(Algorithm):
     name: ClassVar[str] = "power_sgd"
     summary: ClassVar[str] = "gradients averaged as low-rank factors, with error feedback"
     exactness: ClassVar[Exactness] = Exactness.LOSSY
-    lost_step: ClassVar[str] = "skip"
+    lost_step: ClassVar[LostStep | None] = LostStep.SKIP
 
     rank: int = 4
     error_feedback: bool = True

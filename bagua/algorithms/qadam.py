@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bagua import codecs
-from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness
+from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep
 from bagua.algorithms.feedback import fit_feedback
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
@@ -34,7 +34,7 @@ class MomentumAverage(Algorithm):
 
     optimizer_class: ClassVar[type[TwoStage]] = TwoStage
     exactness: ClassVar[Exactness] = Exactness.LOSSY
-    lost_step: ClassVar[str] = "skip"  # the lane reads momenta; only the optimizer's step writes them
+    lost_step: ClassVar[LostStep | None] = LostStep.SKIP  # the lane only reads momenta
 
     hierarchical: bool | None = None
     codec: str | Codec = "minmax_uint8"

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from bagua.algorithms.base import Bucket, Context, Exactness
+from bagua.algorithms.base import Bucket, Context, Exactness, LostStep
 from bagua.algorithms.qadam import MomentumAverage
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
@@ -46,7 +46,7 @@ class ZeroOneAdam(MomentumAverage):
 
     name: ClassVar[str] = "zero_one_adam"
     summary: ClassVar[str] = "Adam with momenta averaged in 1 bit, later only every few steps"
-    lost_step: ClassVar[str] = ""  # between synchronisations weights differ, and moments are the rank's own
+    lost_step: ClassVar[LostStep | None] = None  # weights differ between synchronisations
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     optimizer_class: ClassVar[type[TwoStage]] = ZeroOneAdamOptimizer
 
