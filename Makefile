@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast lint bench gpu docs docs-check clean
+.PHONY: help demo test test-fast test-interop lint bench gpu docs docs-check clean
 
 PYTHON ?= python3
 # More arguments for every pip call, e.g. PIP_ARGS="--index-url ..." for a build of torch of your choice.
@@ -21,13 +21,16 @@ DRY ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+INTEROP_VENV := .venv-interop
+INTEROP_STAMP := $(INTEROP_VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints-dev.txt)
 DOCS := $(shell sed -n '/^docs = \[/,/^\]/s/^ *\("[^"]*"\),$$/\1/p' pyproject.toml)
+INTEROP := $(shell sed -n '/^interop-tests = \[/,/^\]/s/^ *\("[^"]*"\),$$/\1/p' pyproject.toml)
 NATIVE := $(shell find bagua -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo 'Variables: PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" PYTEST_ARGS="$(PYTEST_ARGS)"'
 
 $(BIN)/python:
@@ -49,6 +52,16 @@ test: $(STAMP)  ## the everyday tests
 
 test-fast: $(STAMP)  ## the tests that start no process (the unit tier)
 	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "unit and not slow" tests $(PYTEST_ARGS)
+
+# Bagua itself is run from the sources; the kernels are those that .venv has built, or the eager ones.
+$(INTEROP_STAMP): pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(INTEROP_VENV)
+	$(INTEROP_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) '$(TORCH)'
+	$(INTEROP_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-dev.txt $(INTEROP)
+	@touch $@
+
+test-interop: $(INTEROP_STAMP)  ## Hugging Face: Trainer, Accelerate, PEFT, TRL, which `make test` skips; in .venv-interop
+	$(INTEROP_VENV)/bin/python -m pytest -q -rs --dist loadfile -n 2 tests/interop tests/examples/test_hugging_face.py $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## style, format and types
 	$(BIN)/python -m ruff check .
@@ -80,6 +93,6 @@ docs-check: $(STAMP) $(DOCS_STAMP)  ## check docs/: code, links, figures, and th
 	$(BIN)/python -m tests.parity.page --check
 
 clean:  ## remove what was built, .venv too
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP_VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find bagua -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

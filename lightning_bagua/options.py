@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-import bagua
 from bagua.algorithms import Algorithm
+from bagua.interop.engine_options import split_options
 
 __all__ = ["choose"]
 
@@ -45,13 +44,4 @@ def choose(algorithm: str | Algorithm, flatten: bool, kwargs: dict[str, Any]) ->
             raise TypeError(f"{name}: an argument of DistributedDataParallel that Bagua does not have; {_OF_DDP[name]}")
         if name in _OF_LIGHTNING:
             raise TypeError(f"{name}: Lightning provides it")
-    names = {
-        name
-        for name, parameter in inspect.signature(bagua.distribute).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    } - {"hierarchical"}
-    engine_options = {name: value for name, value in kwargs.items() if name in names}
-    options = {name: value for name, value in kwargs.items() if name not in names}
-    if options.get("hierarchical", False) is None:
-        del options["hierarchical"]  # the algorithm's default
-    return bagua.algorithms.get(algorithm, **options), engine_options
+    return split_options(algorithm, kwargs)

@@ -15,10 +15,10 @@ import bagua
 from bagua.algorithms import Algorithm
 from bagua.comm.team import Team
 from bagua.errors import CommunicationError
+from bagua.interop.agreeing_scaler import agreeing_scaler
 from lightning_bagua.options import choose
 from lightning_bagua.rank_state import KEY, gather, put_back
 from lightning_bagua.redirection import call_through_hooks
-from lightning_bagua.scaler import agreeing_scaler
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base

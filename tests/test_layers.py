@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nn": {"comm"},
     "moe": {"codecs", "comm", "engine", "errors"},
     "checkpoint": {"algorithms", "comm", "engine", "exchanges"},
-    "interop": {"algorithms", "codecs", "comm", "engine", "errors", "exchanges"},
+    "interop": {"algorithms", "checkpoint", "codecs", "comm", "engine", "errors", "exchanges"},
     "registration": {"backend"},
     "backend": {"algorithms", "codecs", "comm", "engine", "errors", "exchanges", "registration"},
     "data": {"comm", "errors"},

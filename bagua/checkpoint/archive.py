@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from bagua.checkpoint.items import Item, check_objects, collect
 from bagua.checkpoint.restore import Found, restore, wanted
 from bagua.comm.team import Team, decode, encode
 
-__all__ = ["Loaded", "load", "save", "save_packed", "steps"]
+__all__ = ["Loaded", "load", "read_last", "save", "save_items", "save_packed", "steps"]
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,43 @@ def save(
         raise ValueError(f"step: expected an integer >= 0, got {step!r}")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep: expected an integer >= 1 or None, got {keep!r}")
+    return save_items(directory, lambda: collect(objects), step=step, keep=keep, process_group=process_group)
+
+
+def save_items(
+    directory: str | os.PathLike[str],
+    make: Callable[[], dict[str, Item]],
+    *,
+    step: int,
+    keep: int | None,
+    process_group: Any = None,
+    only_if_different: Collection[str] = (),
+) -> Path:
+    """`save` of the items that `make` returns. Collective.
+
+    Args:
+        directory, step, keep, process_group: as in `save`.
+        make: its errors are raised on all ranks.
+        only_if_different: names of items that are left out if all ranks hold the same.
+
+    Raises:
+        CheckpointError, CommunicationError: as `save`.
+    """
     team, folder, what = team_of(process_group), Path(directory), f"saving step {step} to {os.fspath(directory)}"
     items: dict[str, Item] = {}
     problem: BaseException | None = None
     number, path = 0, folder
     try:
-        items = collect(objects)
+        items = make()
         if team.rank == 0:
             number, path = reserve(folder)
     except Exception as error:  # the other ranks must hear of it
         problem = error
     owners = share(team, what, items, problem)
+    owners = {name: ranks for name, ranks in owners.items() if name not in only_if_different or any(ranks)}
     number, name = decode(team.broadcast_bytes(what, encode([number, path.name]) if team.rank == 0 else None))
-    writers = {name: partial(write_file, value=item.value) for name, item in items.items()}
-    content = _Content(writers, {name: item.kind for name, item in items.items()}, owners)
+    writers = {name: partial(write_file, value=items[name].value) for name in owners}
+    content = _Content(writers, {name: items[name].kind for name in owners}, owners)
     return _complete(folder, (number, name), content, step, keep, team, what)
 
 
@@ -252,19 +275,10 @@ def load(
     """
     check_objects(objects)
     team, folder, what = team_of(process_group), Path(directory), f"loading from {os.fspath(directory)}"
-    choice, problem = _choose(folder, step) if team.rank == 0 else (None, None)
-    (chosen, *_) = agree(team, what, None if choice is None else choice.path.name, problem)
-    if chosen is None:
+    read = _agree_on(folder, step, lambda kinds, where: wanted(kinds, objects, where), team, what)
+    if read is None:
         return None
-    path, found = folder / chosen, None
-    manifest = Manifest(0, 0)
-    try:
-        manifest = read_manifest(path)
-        found = _read(path, manifest, objects, team)
-    except Exception as error:  # the other ranks must hear of it
-        problem = error
-    agree(team, what, None, problem)
-    assert found is not None
+    path, manifest, found = read
     data = restore(found, objects, team, rng=rng)
     return Loaded(manifest.step, manifest.size, path, data)
 
@@ -280,14 +294,58 @@ def _choose(folder: Path, step: int | None) -> tuple[Place | None, BaseException
     return None, CheckpointError(f"{folder} has no checkpoint of step {step}; it has {have}")
 
 
-def _read(path: Path, manifest: Manifest, objects: Mapping[str, Any], team: Team) -> Found:
-    """Read, without changing anything, what this rank needs."""
+def read_last(
+    directory: str | os.PathLike[str], *, process_group: Any = None, all_copies: bool = False
+) -> Found | None:
+    """Read all items of the last complete checkpoint; None if there is none. Collective.
+
+    Args:
+        directory, process_group: as in `load`.
+        all_copies: those of all ranks, also if their number is the same.
+
+    Raises:
+        CheckpointError: files are damaged.
+        CommunicationError: a rank did not arrive within the timeout.
+    """
+    team, what = team_of(process_group), f"loading from {os.fspath(directory)}"
+    read = _agree_on(Path(directory), None, lambda kinds, _: list(kinds), team, what, all_copies)
+    return None if read is None else read[2]
+
+
+def _agree_on(
+    folder: Path,
+    step: int | None,
+    names: Callable[[Mapping[str, str], str], list[str]],
+    team: Team,
+    what: str,
+    all_copies: bool = False,
+) -> tuple[Path, Manifest, Found] | None:
+    """Choose a checkpoint on rank 0, and read on every rank what it needs, without changing anything. Collective."""
+    choice, problem = _choose(folder, step) if team.rank == 0 else (None, None)
+    (chosen, *_) = agree(team, what, None if choice is None else choice.path.name, problem)
+    if chosen is None:
+        return None
+    path, found = folder / chosen, None
+    manifest = Manifest(0, 0)
+    try:
+        manifest = read_manifest(path)
+        found = _read(path, manifest, names(manifest.kinds, str(path)), team, all_copies)
+    except Exception as error:  # the other ranks must hear of it
+        problem = error
+    agree(team, what, None, problem)
+    assert found is not None
+    return path, manifest, found
+
+
+def _read(path: Path, manifest: Manifest, items: Iterable[str], team: Team, all_copies: bool) -> Found:
+    """Read this rank's copies of `items`; if the number of ranks has changed, all ranks'."""
+    same_size = manifest.size == team.size
     parts: dict[str, list[Any]] = {}
-    for name in wanted(manifest.kinds, objects, str(path)):
+    for name in items:
         names = manifest.files[name]
-        if manifest.size == team.size:
+        if same_size and not all_copies:
             names = [names[team.rank]]
-        elif manifest.kinds[name] == "rng":
+        elif not same_size and manifest.kinds[name] == "rng":
             continue
         cache = {file: read_file(path / file, manifest.sums[file]) for file in dict.fromkeys(names)}
         parts[name] = [cache[file] for file in names]

@@ -1,10 +1,10 @@
-"""Lightning makes torch's gradient scaler; algorithms that step with local gradients need Bagua's."""
+"""Frameworks make torch's gradient scaler; algorithms that step with local gradients need Bagua's."""
 
 from __future__ import annotations
 
 import torch
 
-import bagua
+from bagua.engine import GradScaler
 
 __all__ = ["agreeing_scaler"]
 
@@ -16,7 +16,7 @@ def agreeing_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> torch
     """
     if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
         return scaler
-    return bagua.GradScaler(
+    return GradScaler(
         device.type,
         init_scale=scaler.get_scale() if scaler.is_enabled() else 2.0**16,
         growth_factor=scaler.get_growth_factor() if scaler.is_enabled() else 2.0,
