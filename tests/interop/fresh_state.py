@@ -1,5 +1,6 @@
 """Accelerate keeps its state for the process; jobs of the rank pool need a new one each."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os

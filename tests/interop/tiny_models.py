@@ -1,5 +1,6 @@
 """Random models and data for Hugging Face's loops, small enough for seconds; nothing is downloaded."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,6 @@
 """Jobs for ranks: the Trainer, with Bagua or with DDP."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging
