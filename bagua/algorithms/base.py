@@ -67,9 +67,14 @@ class LostStep(Enum):
         SKIP: no rank applies it: weights and optimizer state stay as they were. A rank that lacks a step that another
             one has applied fetches weights and optimizer state, so replicas stay equal. For algorithms whose weights
             change in the optimizer only, after the exchange.
+        REPEAT: the ranks that are left repeat the exchange with which the step ends; each keeps its own weights and
+            optimizer state until it counts (`Context.commit`). A rank that lacks an exchange that counts takes over the
+            state of a rank that has it. For algorithms whose replicas differ between two exchanges. A step that
+            averages gradients is lost as with SKIP.
     """
 
     SKIP = "skip"
+    REPEAT = "repeat"
 
 
 _T = TypeVar("_T")
@@ -214,6 +219,22 @@ class Context(Protocol):
         """
         ...
 
+    @property
+    def repeats(self) -> bool:
+        """Whether `on_step_end` may be called again for the same step: change nothing before `commit` then."""
+        return False
+
+    def commit(self) -> None:
+        """Wait for all that was launched, until it counts on all ranks; then apply it. In `on_step_end` only.
+
+        With `fault_tolerant` the hosts agree on that; otherwise it is `wait`.
+
+        Raises:
+            CommunicationError: an exchange failed, or a rank was lost. With `LostStep.REPEAT` the engine then calls
+                `on_step_end` again, with the ranks that are left.
+        """
+        self.wait()
+
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -226,6 +247,8 @@ class Algorithm:
         payload_kind: whether buckets hold gradients or weights.
         lost_step: with `fault_tolerant`, what becomes of a step in which a rank is lost; None: there is no rule, so
             training cannot go on.
+        kept: with `fault_tolerant`, names of tensors (`Context.tensor`) that a rank keeps when the members change, and
+            that a newcomer gets. All others are made anew by `setup`.
     """
 
     name: ClassVar[str] = ""
@@ -233,6 +256,7 @@ class Algorithm:
     exactness: ClassVar[Exactness] = Exactness.EXACT
     payload_kind: ClassVar[Payload] = Payload.GRAD
     lost_step: ClassVar[LostStep | None] = None
+    kept: ClassVar[tuple[str, ...]] = ()
 
     @property
     def payload(self) -> Payload:
@@ -294,6 +318,10 @@ class Algorithm:
         """Whether optimizers see the same gradients on all ranks, and so skip the same steps."""
         return self.payload is Payload.GRAD
 
+    def averages_gradients(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether the next step averages gradients or momenta in its backward pass. The same on all ranks."""
+        return self.payload is Payload.GRAD
+
     @property
     def hierarchical_groups(self) -> bool:
         """Whether lanes need groups within and between nodes."""
@@ -327,3 +355,9 @@ class Algorithm:
 
     def on_load(self, ctx: Context) -> None:
         """Saved weights were loaded: drop what is in flight."""
+
+    def on_members_changed(self, ctx: Context) -> None:
+        """With `fault_tolerant`, after `setup` with other ranks: tensors in `kept` are back, nothing is in flight."""
+
+    def on_lost_step(self, ctx: Context) -> None:
+        """With `fault_tolerant`: the optimizers have stepped without gradients, and the step does not count."""

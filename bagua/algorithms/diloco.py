@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bagua import codecs
-from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, Payload
+from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep, Payload
 from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
@@ -61,6 +61,8 @@ class DiLoCo(Algorithm):
     summary: ClassVar[str] = "local steps; every few dozen, outer Nesterov SGD on the averaged pseudo-gradient"
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     payload_kind: ClassVar[Payload] = Payload.PARAM
+    lost_step: ClassVar[LostStep | None] = LostStep.REPEAT
+    kept: ClassVar[tuple[str, ...]] = ("anchor", "momentum", "launched_at")
 
     communication_interval: int = 64
     outer_lr: float = 0.7
@@ -145,20 +147,37 @@ class DiLoCo(Algorithm):
             begun = step - self.delay
             late = [each for each in self._due(ctx, begun) if int(ctx.tensor("launched_at", each)) == begun]
             if late:
-                ctx.wait()  # for these only: a delay is never longer than the space between two rounds
+                for bucket in late:
+                    if bucket.index in self._interrupted(ctx):
+                        self._launch(ctx, bucket)
+                ctx.commit()  # these only: a delay is never longer than the space between two rounds
                 self._outer_step(ctx, late)
+                for bucket in late:
+                    ctx.tensor("launched_at", bucket).fill_(-1)  # not again if this call is repeated
         due = self._due(ctx, step)
         for bucket in due:
-            # Here, not on the lane: the inner steps that follow move the weights. The anchor is first rounded to the
-            # type of the weights: d must not hold what the last `x = anchor` rounded off, or the anchor would stick
-            # to the grid of 16-bit numbers.
-            d = self._delta(ctx, bucket).copy_(ctx.tensor("anchor", bucket)).sub_(bucket.flat)
-            ctx.launch(self.exchange, bucket, d)
+            self._launch(ctx, bucket)
             if self.delay:
                 ctx.tensor("launched_at", bucket).fill_(step)
         if due and not self.delay:
-            ctx.wait()
+            ctx.commit()
             self._outer_step(ctx, due)
+
+    def on_members_changed(self, ctx: Context) -> None:
+        """Rounds in flight are lost; they begin again at the step at which they should have ended."""
+        self._interrupted(ctx).update(bucket.index for bucket in ctx.buckets)
+
+    def _interrupted(self, ctx: Context) -> set[int]:
+        """Buckets whose round in flight, if any, was launched among other ranks."""
+        return ctx.keep("interrupted", set)
+
+    def _launch(self, ctx: Context, bucket: Bucket) -> None:
+        # Here, not on the lane: the inner steps that follow move the weights. The anchor is first rounded to the
+        # type of the weights: d must not hold what the last `x = anchor` rounded off, or the anchor would stick
+        # to the grid of 16-bit numbers.
+        d = self._delta(ctx, bucket).copy_(ctx.tensor("anchor", bucket)).sub_(bucket.flat)
+        ctx.launch(self.exchange, bucket, d)
+        self._interrupted(ctx).discard(bucket.index)
 
     def _due(self, ctx: Context, step: int) -> list[Bucket]:
         """The buckets whose round begins at the end of step `step`."""

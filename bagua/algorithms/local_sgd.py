@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from bagua import codecs
-from bagua.algorithms.base import Algorithm, Context, Exactness, Payload
+from bagua.algorithms.base import Algorithm, Context, Exactness, LostStep, Payload
 from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
@@ -41,6 +41,7 @@ class LocalSGD(Algorithm):
     summary: ClassVar[str] = "local steps; weights averaged every few steps"
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     payload_kind: ClassVar[Payload] = Payload.PARAM
+    lost_step: ClassVar[LostStep | None] = LostStep.REPEAT
 
     communication_interval: int = 8
     hierarchical: bool | None = None
@@ -66,7 +67,16 @@ class LocalSGD(Algorithm):
 
     def on_step_end(self, ctx: Context) -> None:
         """Average after every `communication_interval`-th step."""
-        if (ctx.step + 1) % self.communication_interval == 0:
+        if (ctx.step + 1) % self.communication_interval:
+            return
+        if not ctx.repeats:
             for bucket in ctx.buckets:
                 ctx.launch(self.exchange, bucket)
             ctx.wait()
+            return
+        means = [ctx.scratch("mean", bucket).copy_(bucket.flat) for bucket in ctx.buckets]
+        for bucket, mean in zip(ctx.buckets, means, strict=True):
+            ctx.launch(self.exchange, bucket, mean)
+        ctx.commit()
+        for bucket, mean in zip(ctx.buckets, means, strict=True):
+            bucket.flat.copy_(mean)

@@ -46,7 +46,7 @@ class ZeroOneAdam(MomentumAverage):
 
     name: ClassVar[str] = "zero_one_adam"
     summary: ClassVar[str] = "Adam with momenta averaged in 1 bit, later only every few steps"
-    lost_step: ClassVar[LostStep | None] = None  # weights differ between synchronisations
+    lost_step: ClassVar[LostStep | None] = LostStep.REPEAT
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     optimizer_class: ClassVar[type[TwoStage]] = ZeroOneAdamOptimizer
 
@@ -66,12 +66,24 @@ class ZeroOneAdam(MomentumAverage):
             if isinstance(optimizer, ZeroOneAdamOptimizer)
         )
 
+    def averages_gradients(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Not in local steps."""
+        return any(
+            optimizer.kind(optimizer.num_steps + 1) in (StepKind.EXACT, StepKind.MOMENTUM)
+            for optimizer in optimizers
+            if isinstance(optimizer, ZeroOneAdamOptimizer)
+        )
+
     def on_ready(self, ctx: Context, bucket: Bucket) -> None:
         """Nothing is exchanged in local steps."""
+        if self.averages_gradients([self.optimizer(ctx)]):
+            super().on_ready(ctx, bucket)
+
+    def on_lost_step(self, ctx: Context) -> None:
+        """The optimizer counts steps for all parameters at once, whether they have gradients or not."""
         optimizer = self.optimizer(ctx)
         assert isinstance(optimizer, ZeroOneAdamOptimizer)
-        if optimizer.kind(optimizer.num_steps + 1) in (StepKind.EXACT, StepKind.MOMENTUM):
-            super().on_ready(ctx, bucket)
+        optimizer.uncount_step()
 
     def on_step_end(self, ctx: Context) -> None:
         """Exchange at the end of an interval."""
@@ -83,6 +95,6 @@ class ZeroOneAdam(MomentumAverage):
         for bucket, flat in zip(ctx.buckets, means, strict=True):
             optimizer.mean_momenta(bucket.params, bucket.split(flat))
             ctx.launch(self.exchange, bucket, flat)
-        ctx.wait()
+        ctx.commit()
         for bucket, flat in zip(ctx.buckets, means, strict=True):
             optimizer.meet(bucket.params, bucket.split(flat))

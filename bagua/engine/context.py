@@ -14,6 +14,7 @@ from bagua.algorithms.base import Bucket as BucketView
 from bagua.algorithms.base import Ticket as TicketView
 from bagua.comm.groups import Groups
 from bagua.engine.algorithm_memory import AlgorithmMemory
+from bagua.engine.failures import Failures
 from bagua.engine.followed_optimizers import FollowedOptimizers
 from bagua.engine.lanes.dispatcher import Dispatcher
 from bagua.engine.lanes.lane import BackgroundLane, Lane
@@ -49,9 +50,11 @@ class EngineContext:
         pool: LanePool,
         dispatcher: Dispatcher,
         memory: AlgorithmMemory,
+        failures: Failures,
     ) -> None:
         self._state, self._optimizers = state, optimizers
         self._pool, self._dispatcher, self._memory = pool, dispatcher, memory
+        self._failures = failures
         self.launch = dispatcher.launch
         self._binder: weakref.ref[Binder] | None = None
 
@@ -96,6 +99,16 @@ class EngineContext:
     def wait(self, ticket: TicketView | None = None) -> None:
         """Wait for one launch, or for all on the default lanes."""
         self._dispatcher.wait(ticket)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the end of a step may be repeated."""
+        return self._failures.recovery is not None
+
+    def commit(self) -> None:
+        """Wait until all that was launched counts."""
+        self._dispatcher.wait()
+        self._failures.commit_exchange()
 
     def new_lane(self) -> Lane:
         """Open another lane."""

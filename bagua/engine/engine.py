@@ -126,7 +126,7 @@ class Engine:
         if recovery is not None:
             recovery.watch(self.pool)
         self.dispatcher = Dispatcher(self.state, team, self.pool, self.memory, self.failures, self._tally, self._probe)
-        self.context = EngineContext(self.state, self.followed, self.pool, self.dispatcher, self.memory)
+        self.context = EngineContext(self.state, self.followed, self.pool, self.dispatcher, self.memory, self.failures)
         training = TrainingParts(key, self.state, inventory, team, self.followed)
         exchanges = ExchangeParts(self.pool, self.dispatcher, self.memory, self.failures, self.context)
         self.binding = Binding(training, exchanges, self.reducer, config.tunes_hierarchy, tuning)

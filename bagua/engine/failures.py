@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 
-from bagua.algorithms.base import Payload
+from bagua.algorithms.base import LostStep, Payload
 from bagua.comm.team import Team
 from bagua.engine.lanes.lane import Ticket
 from bagua.engine.lanes.pool import LanePool
@@ -78,6 +78,24 @@ class Failures:
             return False
         self._failed = True
         self.recovery.exchange_failed(str(why))
+        self._pool.abandon()
+        return True
+
+    def commit_exchange(self) -> None:
+        """At the end of a step: return once what was exchanged counts.
+
+        Raises:
+            CommunicationError: it does not: the members have changed.
+        """
+        if self.recovery is not None:
+            self.recovery.commit()
+
+    def repeats_exchange(self, why: CommunicationError) -> bool:
+        """The exchange at the end of a step has failed. Whether it is repeated with the ranks that are left."""
+        if self.recovery is None or self._state.algorithm.lost_step is not LostStep.REPEAT:
+            return False
+        self._failed = True
+        self.recovery.exchange_failed(str(why), loses_step=False)
         self._pool.abandon()
         return True
 

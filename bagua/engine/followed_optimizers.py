@@ -27,6 +27,11 @@ class FollowedOptimizers:
         """Those that still exist."""
         return [optimizer for ref in self.refs if (optimizer := ref()) is not None]
 
+    def take_over(self, others: FollowedOptimizers) -> None:
+        """Follow what `others` follow, under the same numbers."""
+        self.refs[:] = others.refs
+        self.expects_more = others.expects_more
+
     def adopt(self, optimizer: torch.optim.Optimizer, instead_of: Sequence[int]) -> int:
         """Follow `optimizer` instead of those with these numbers; return its own."""
         for number in instead_of:

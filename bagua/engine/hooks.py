@@ -23,6 +23,17 @@ from bagua.engine.reducer.reducer import Reducer
 from bagua.engine.torch_wrappers import refuse_ddp
 
 
+class StepsOf:
+    """Where the hooks of optimizers find the engine: it can be replaced while such a hook runs.
+
+    Attributes:
+        ref: to what receives the steps.
+    """
+
+    def __init__(self, steps: OptimizerSteps) -> None:
+        self.ref = weakref.ref(steps)
+
+
 class Attachment:
     """An engine and the handles of all its hooks.
 
@@ -31,6 +42,7 @@ class Attachment:
         trained: ids of the parameters that the engine trains.
         stepped: those of them that the optimizers given to `distribute` hold, or all if none was given.
         step_hooks: by number of the optimizer.
+        steps: whom these hooks call.
         replaced: optimizers in whose place others step now.
         before_step: called before a forward pass in training mode; it may put another attachment in place of this one.
     """
@@ -43,6 +55,7 @@ class Attachment:
         self.structure = Structure(module, engine.inventory)
         self.handles: list[Any] = []
         self.step_hooks: dict[int, list[Any]] = {}
+        self.steps = StepsOf(engine.optimizer_steps)
         self.replaced: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.trained = {id(param) for param in engine.inventory.parameters.values()}
         held = {id(param) for each in engine.optimizers for group in each.param_groups for param in group["params"]}
@@ -71,9 +84,25 @@ attachments = _Attachments()
 
 
 def attach(
-    module: nn.Module, engine: Engine, optimizers: Sequence[torch.optim.Optimizer], process_group: Any
+    module: nn.Module,
+    engine: Engine,
+    optimizers: Sequence[torch.optim.Optimizer],
+    process_group: Any,
+    instead_of: Attachment | None = None,
 ) -> Attachment:
+    """Install all hooks.
+
+    Args:
+        instead_of: its hooks are removed, but those of the optimizers, which may be running: they call `engine` now.
+            The engine follows the same optimizers.
+    """
     attachment = Attachment(module, engine, process_group)
+    if instead_of is not None:
+        attachment.step_hooks, instead_of.step_hooks = instead_of.step_hooks, {}
+        attachment.steps = instead_of.steps
+        attachment.steps.ref = weakref.ref(engine.optimizer_steps)
+        attachment.replaced = instead_of.replaced
+        instead_of.remove_hooks()
     attachment.handles.append(module.register_forward_pre_hook(_before_forward))
     attachment.handles.append(module.register_forward_hook(_after_forward))
     engine.reducer.ask(_sync_asked(weakref.ref(module), weakref.ref(engine.failures)))
@@ -86,14 +115,15 @@ def attach(
     engine.reducer.keep_last(HookOrder(gradient_hooks))
     for param in engine.inventory.sparse.values():
         attachment.handles.append(param.register_post_accumulate_grad_hook(_sparse_hook(reducer)))
-    for number, optimizer in enumerate(optimizers):
-        hook_optimizer(attachment, number, optimizer)
+    if instead_of is None:
+        for number, optimizer in enumerate(optimizers):
+            hook_optimizer(attachment, number, optimizer)
     return attachment
 
 
 def hook_optimizer(attachment: Attachment, number: int, optimizer: torch.optim.Optimizer) -> None:
     """Install hooks that report the steps of `optimizer` to the engine."""
-    before, after = _step_hooks(weakref.ref(attachment.engine.optimizer_steps), number)
+    before, after = _step_hooks(attachment.steps, number)
     attachment.step_hooks[number] = [
         optimizer.register_step_pre_hook(before),
         optimizer.register_step_post_hook(after),
@@ -194,13 +224,13 @@ def _gradient_hook(ref: weakref.ref[Reducer], index: int) -> Any:
     return gradient_ready
 
 
-def _step_hooks(ref: weakref.ref[OptimizerSteps], number: int) -> tuple[Any, Any]:
+def _step_hooks(to: StepsOf, number: int) -> tuple[Any, Any]:
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        steps = ref()
+        steps = to.ref()
         return None if steps is None else steps.begins(number, optimizer, args, kwargs)
 
     def after(*_: Any) -> None:
-        steps = ref()
+        steps = to.ref()
         if steps is not None:
             steps.ends(number)
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bagua.algorithms.base import Algorithm, Exactness, Payload
+from bagua.algorithms.base import Algorithm, Exactness, LostStep, Payload
 from bagua.comm.team import decode, encode
 from bagua.engine.announcer import Announcer, Moment
 from bagua.engine.binding import Binding
@@ -42,6 +42,7 @@ class StepTracker:
         forward_seen, step_begun: in this step; the step was begun by the first optimizer.
         stepped: numbers of the optimizers that have stepped, in this step.
         nesting: steps of optimizers that are in progress.
+        ending: all optimizers have stepped, and the exchange with which the step ends has not succeeded yet.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class StepTracker:
     ) -> None:
         self.broadcasts_buffers = broadcasts_buffers
         self.joining: Announcer | None = None
-        self.hooks_ran = self.forward_seen = self.step_begun = False
+        self.hooks_ran = self.forward_seen = self.step_begun = self.ending = False
         self.stepped: set[int] = set()
         self.nesting = Nesting()
         self._key, self._state, self._inventory = training.key, training.state, training.inventory
@@ -137,8 +138,7 @@ class StepTracker:
     def step_begins(self) -> None:
         """Before an optimizer changes weights."""
         self.end_backward()
-        recovery = self._failures.recovery
-        if recovery is not None and not self.step_begun and not recovery.may_apply(self._state.step):
+        if not self.step_begun and not self._may_step():
             self._drop_gradients()
         if self._failures.step_is_lost:
             self.step_begun = True  # the optimizers find no gradients
@@ -154,28 +154,51 @@ class StepTracker:
                 self._state.algorithm.on_step_begin(self._ctx)
 
     def end_step(self) -> None:
-        """After the step of the last optimizer."""
-        state, binding, recovery = self._state, self._binding, self._failures.recovery
+        """After the step of the last optimizer. With `fault_tolerant` another engine may have taken over then."""
+        state, recovery = self._state, self._failures.recovery
         if recovery is not None and not recovery.step_ended():
+            if state.buckets:
+                state.algorithm.on_lost_step(self._ctx)
             self.stepped.clear()
-            self.forward_seen = self.step_begun = self._shadowed = self.hooks_ran = self._buffers_told = False
-            self._watch.step_ends()
+            self._forget_step()
             return
         self.announce(Moment.STEP)
         self.stepped.clear()
+        if not self.exchange_and_count():
+            assert recovery is not None
+            recovery.recover()
+
+    def exchange_and_count(self) -> bool:
+        """Make the exchange with which a step ends, and count the step. False: repeat it in other groups."""
+        state, binding, algorithm = self._state, self._binding, self._state.algorithm
         if state.buckets:
-            if not self.step_begun:  # there is no optimizer, or it is others' step
-                state.algorithm.on_step_begin(self._ctx)
-            state.algorithm.on_step_end(self._ctx)
-            self._check_quality()
+            self.ending = True
+            try:
+                if not self.step_begun:  # there is no optimizer, or it is others' step
+                    algorithm.on_step_begin(self._ctx)
+                algorithm.on_step_end(self._ctx)
+                self._check_quality()
+            except CommunicationError as error:
+                if self._failures.repeats_exchange(error):
+                    return False
+                self.ending = False
+                raise
+            except BaseException:
+                self.ending = False
+                raise
+            self.ending = False
         state.step += 1
-        self._watch.step_ends()
-        self.forward_seen = self.step_begun = self._shadowed = self.hooks_ran = self._buffers_told = False
+        self._forget_step()
         if state.step in state.schedule:
             self._hand_over(state.schedule.pop(state.step))
         self._tally.step_ended()
         if binding.tuning is not None:
             binding.tuning.step_ended(binding)
+        return True
+
+    def go_on_ending(self) -> None:
+        """This engine takes over from another one whose step has not ended; `exchange_and_count` ends it."""
+        self.ending = self.step_begun = True
 
     def go_on_within(self, stepped: Sequence[int]) -> None:
         """Go on with a step that these optimizers have made; none of them: between two steps.
@@ -263,6 +286,19 @@ class StepTracker:
         self._failures.pass_broke_off()
 
     # ------------------------------------------------------------------------------------------------------------
+
+    def _forget_step(self) -> None:
+        self._watch.step_ends()
+        self.forward_seen = self.step_begun = self._shadowed = self.hooks_ran = self._buffers_told = False
+
+    def _may_step(self) -> bool:
+        """Whether the optimizers may step, with gradients that are this rank's own, or whose mean counts."""
+        recovery, algorithm = self._failures.recovery, self._state.algorithm
+        if recovery is None:
+            return True
+        if algorithm.lost_step is LostStep.REPEAT and not algorithm.averages_gradients(self._optimizers.alive):
+            return not recovery.lost
+        return recovery.may_apply(recovery.round)
 
     def _drop_gradients(self) -> None:
         """Leave nothing to step with: torch's optimizers pass over parameters without a gradient."""

@@ -15,6 +15,8 @@ from bagua.optim.two_stage import TwoStage, decay_of, raised, shrink, update_mom
 
 __all__ = ["StepKind", "ZeroOneAdam"]
 
+_COUNTS = ("num_steps", "drift_left", "drift_size")  # what a step counts in each parameter group
+
 
 class StepKind(Enum):
     """What the ranks exchange in one step."""
@@ -92,6 +94,7 @@ class ZeroOneAdam(TwoStage):
         "local_step_scaler",
         "local_step_clipper",
     )
+    _counts: list[dict[str, Any]] | None = None  # before the last step
 
     def __init__(
         self,
@@ -157,6 +160,7 @@ class ZeroOneAdam(TwoStage):
                 loss = closure()
         number = self._num_steps + 1
         kind = self.kind(number)
+        self._counts = [{key: group[key] for key in _COUNTS if key in group} for group in self.param_groups]
         for group in self.param_groups:
             group["num_steps"] = number
             size = float(group["lr"]) / (1 - group["betas"][0] ** number)
@@ -175,6 +179,17 @@ class ZeroOneAdam(TwoStage):
                 self._step_batch(group, batch, kind, size, size / left)
         self._num_steps = number
         return loss
+
+    def uncount_step(self) -> None:
+        """Take back that the last step was counted; it must have found no gradient. Once per step."""
+        if self._counts is None:
+            raise RuntimeError("uncount_step: no step was made since the last call")
+        for group, counts in zip(self.param_groups, self._counts, strict=True):
+            for key in _COUNTS:
+                group.pop(key, None)
+            group.update(counts)
+        self._counts = None
+        self._num_steps -= 1
 
     @torch.no_grad()
     def mean_momenta(self, params: Sequence[Tensor], out: Sequence[Tensor]) -> None:

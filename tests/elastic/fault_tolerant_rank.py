@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 import bagua
+from bagua.engine.context import EngineContext
 from bagua.engine.hooks import attachments
+from bagua.engine.recovery.catch_up import kept_tensors
 from bagua.membership import Agent, Epoch, Member, Options, Record
 from bagua.membership.seat import LocalSeat, payload_of
 from bagua.membership.transport import Transport
@@ -52,7 +54,44 @@ def make_optimizer(algorithm: str, model: torch.nn.Module) -> torch.optim.Optimi
         return bagua.optim.QAdam(model.parameters(), lr=1e-3, warmup_steps=5)
     if algorithm == "one_bit_lamb":
         return bagua.optim.OneBitLamb(model.parameters(), lr=1e-3, warmup_steps=5)
+    if algorithm == "zero_one_adam":  # from step 14 on intervals of 4 steps, which end after steps 17, 21, ...
+        return bagua.optim.ZeroOneAdam(
+            model.parameters(), lr=1e-3, var_freeze_step=5, local_step_scaler=4, local_step_clipper=4
+        )
     return torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+def outer_digest(module: torch.nn.Module) -> str:
+    """Of what the algorithm keeps when the members change."""
+    kept = kept_tensors(attachments[module].engine)
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in kept.values())).hexdigest()
+
+
+def watch_commit(pipe: Connection, place: int, step: int, point: str, action: str) -> None:
+    """At the end of step `step` this rank dies or holds: "launched", "exchanged" or "committed" its exchange."""
+    original = EngineContext.commit
+
+    def act() -> None:
+        if action == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.send({"holds": place})
+        pipe.recv()
+
+    def commit(self: EngineContext) -> None:
+        if self.step != step:
+            return original(self)
+        EngineContext.commit = original  # once
+        if point == "launched":
+            act()
+        if point == "exchanged":
+            self.wait()
+            act()
+        original(self)
+        if point == "committed":
+            act()
+        return None
+
+    EngineContext.commit = commit
 
 
 def run_rank(pipe: Connection, job: Line) -> None:
@@ -92,6 +131,8 @@ def _train(pipe: Connection, job: Line) -> None:
     optimizer = make_optimizer(job["algorithm"], model)
     options = {**job["options"], **(job["options_of_arrival"] if arrives else {})}
     tolerance = bagua.FaultTolerance(seat=seat, max_blocked_s=90.0)
+    if job["at_commit"] is not None and job["at_commit"][0] == place:
+        watch_commit(pipe, *job["at_commit"])
     bagua.distribute(model, optimizer, job["algorithm"], fault_tolerant=tolerance, **options)
     generator = torch.Generator().manual_seed(place)
     pipe.send({"begins": bagua.stats(model).steps, "digest": digest(model)})
@@ -99,7 +140,8 @@ def _train(pipe: Connection, job: Line) -> None:
         stats = bagua.stats(model)
         if len(stats.membership) >= job["changes"][place]:  # the same on all ranks: members change between two steps
             last = stats.membership[-1].step if stats.membership else 0
-            if stats.steps >= last + job["steps"]:
+            interval, offset = job["interval"]  # within an interval the ranks may be at different steps
+            if stats.steps >= last - (last - offset) % interval + job["steps"]:
                 break
         x = torch.randn(8, 20, generator=generator)
         model(x).square().mean().backward()
@@ -109,6 +151,8 @@ def _train(pipe: Connection, job: Line) -> None:
             recovery = attachments[model].engine.failures.recovery
             assert recovery is not None
             recovery.exchange_failed("a test")
+        if [place, attempt] == job["dies_in_step"]:
+            optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         optimizer.step()
         applied = any(p.grad is not None for p in model.parameters())
         optimizer.zero_grad()
@@ -118,7 +162,16 @@ def _train(pipe: Connection, job: Line) -> None:
     stats = bagua.stats(model)
     moments = [optimizer.state[p]["exp_avg_sq"].sum().item() for p in model.parameters()]
     changes = [{"lost": c.lost, "joined": c.joined, "step": c.step, "skipped": c.skipped} for c in stats.membership]
-    pipe.send({"ended": place, "steps": stats.steps, "digest": digest(model), "moments": moments, "changes": changes})
+    pipe.send(
+        {
+            "ended": place,
+            "steps": stats.steps,
+            "digest": digest(model),
+            "moments": moments,
+            "changes": changes,
+            "outer": outer_digest(model),
+        }
+    )
     pipe.recv()  # the agent's vote may be needed until all have ended
     bagua.detach(model)
     seat.close()
@@ -207,9 +260,21 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
 
     Args:
         job: `changes`: how often the members change, as each place sees it, before it ends; `steps`: that are made
-            after the last change; others as in `Job`.
+            after the last change, from the beginning of an `interval` (length, first end) of local steps on;
+            `at_commit`: arguments of `watch_commit`; `dies_in_step`: place and attempt; others as in `Job`.
     """
-    given = {"steps": 15, "detect_s": 60.0, "tie_break": False, "options": {}, "pause_s": 0.01, "fails_at": None, **job}
+    given = {
+        "steps": 15,
+        "detect_s": 60.0,
+        "tie_break": False,
+        "options": {},
+        "pause_s": 0.01,
+        "fails_at": None,
+        "interval": [1, 0],
+        "at_commit": None,
+        "dies_in_step": None,
+        **job,
+    }
     given.setdefault("options_of_arrival", {})
     started = Job(server, size, given)
     try:

@@ -164,7 +164,8 @@ WITHOUT_A_RULE = sorted(name for name in NAMES if not algorithms.get(name).lost_
 
 def test_algorithms_with_a_rule() -> None:
     rest = sorted(NAMES - set(WITHOUT_A_RULE))
-    named = ["bytegrad", "gradient_allreduce", "one_bit_lamb", "power_sgd", "qadam"]
+    named = ["bytegrad", "diloco", "gradient_allreduce", "local_sgd", "one_bit_lamb", "power_sgd", "qadam"]
+    named += ["zero_one_adam"]
     assert rest == named, "name the new one in the message of limits.py"
 
 
@@ -179,6 +180,13 @@ def test_algorithms_without_a_rule_for_a_lost_step(name: str, store: tuple[str, 
     optimizer = made.get(name, torch.optim.Adam)(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=f"^fault_tolerant: '{name}' has no rule for a lost step yet; gradient_allred"):
         bagua.distribute(model, optimizer, name, fault_tolerant=tolerance(store[0])[1])
+    assert model not in attachments
+
+
+def test_local_steps_without_an_optimizer(store: tuple[str, dist.TCPStore]) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"^optimizers: 'local_sgd' needs them with fault_tolerant: a step ends with"):
+        bagua.distribute(model, [], "local_sgd", fault_tolerant=tolerance(store[0])[1])
     assert model not in attachments
 
 

@@ -6,6 +6,7 @@ import weakref
 
 import torch
 
+from bagua.algorithms.base import LostStep
 from bagua.engine.startup.request import Request
 from bagua.membership.seat import Seat
 
@@ -25,8 +26,10 @@ def check_tolerates(request: Request, has_group: bool, seat: Seat) -> ValueError
     if algorithm is not None and not algorithm.lost_step:
         return ValueError(
             f"fault_tolerant: {algorithm.name!r} has no rule for a lost step yet; gradient_allreduce, bytegrad, "
-            "power_sgd, qadam and one_bit_lamb have one"
+            "power_sgd, qadam, one_bit_lamb, zero_one_adam, local_sgd and diloco have one"
         )
+    if algorithm is not None and algorithm.lost_step is LostStep.REPEAT and not request.optimizers:
+        return ValueError(f"optimizers: {algorithm.name!r} needs them with fault_tolerant: a step ends with theirs")
     if seat in _taken:
         return ValueError("fault_tolerant: a module of this process was given it before, and only one can be")
     refused = {

@@ -25,6 +25,10 @@ _RETRY_S = 0.1  # between two attempts to open groups
 _log = logging.getLogger("bagua")
 
 
+def _cannot_recover() -> None:
+    raise AssertionError("no engine follows the membership")
+
+
 class RecoveryManager:
     """The membership as the training thread of one rank follows it.
 
@@ -39,19 +43,22 @@ class RecoveryManager:
     Attributes:
         view: the members whose groups are in use.
         lost: why the step in progress is lost; "" if it is not.
+        round: exchanges that count, as the agent knows them: those of gradients, or at the end of a step.
         attempts: steps that this rank has begun, lost ones included.
         to_skip: steps that this rank skips because others have already begun as many more.
         newcomer: this rank has no weights of the job: it has just started, or was left out of an epoch.
         changes: of the membership, newest last.
+        recover: opens the groups of the next epoch within a step, and ends this step there.
     """
 
     def __init__(self, seat: Seat, options: FaultTolerance) -> None:
         self.seat, self.options = seat, options
         self.view: View | None = None
         self.lost = ""
-        self.attempts = self.to_skip = 0
+        self.round = self.attempts = self.to_skip = 0
         self.newcomer = False
         self.changes: tuple[MembershipChange, ...] = ()
+        self.recover: Callable[[], None] = _cannot_recover
         self._pool: LanePool | None = None
         self._severed = self._fetched = False
         self._noticed = 0.0
@@ -171,10 +178,16 @@ class RecoveryManager:
         self._noticed = self._noticed or time.monotonic()
         self.sever()
 
-    def exchange_failed(self, why: str) -> None:
-        """An exchange of the step in progress has failed: the step is lost, and the groups are."""
+    def exchange_failed(self, why: str, loses_step: bool = True) -> None:
+        """An exchange of the step in progress has failed: its groups are lost.
+
+        Args:
+            loses_step: the step is, too. Else the exchange is repeated.
+        """
         self._noticed = self._noticed or time.monotonic()
-        if not self.lost:
+        if not loses_step:
+            _log.info("recovery: groups %d have failed: %s", self.group, why)
+        elif not self.lost:
             _log.info("recovery: step %d is lost: %s", self.attempts, why)
             self.lost = why
         self.sever()
@@ -192,7 +205,7 @@ class RecoveryManager:
                 f"host {self.seat.name}: no groups could be opened within {self.options.max_blocked_s:g} s; at last: "
                 f"{error}"
             ) from error
-        self.exchange_failed(f"{type(error).__name__}: {error}")
+        self.exchange_failed(f"{type(error).__name__}: {error}", loses_step=False)
         time.sleep(_RETRY_S)
 
     def has_fetched(self, epoch: int, step: int) -> bool:
@@ -221,10 +234,25 @@ class RecoveryManager:
 
     def may_apply(self, step: int) -> bool:
         """Whether the mean gradients of `step` may be applied. If not, the step is lost. Waits as `may_begin`."""
-        if not self.lost and not self._granted(lambda: self.seat.finish_step(self.group, step)):
-            self._noticed = self._noticed or time.monotonic()
+        if not self.lost and not self._counts(step):
             self.lost = "the members have changed"
         return not self.lost
+
+    def commit(self) -> None:
+        """The exchange at the end of a step has ended here. Returns if it counts. Waits as `may_begin`.
+
+        Raises:
+            CommunicationError: it does not.
+        """
+        if not self._counts(self.round):
+            raise CommunicationError(f"the members of group {self.group} have changed")
+
+    def _counts(self, step: int) -> bool:
+        if not self._granted(lambda: self.seat.finish_step(self.group, step)):
+            self._noticed = self._noticed or time.monotonic()
+            return False
+        self.round = step + 1
+        return True
 
     def _granted(self, ask: Callable[[], Verdict]) -> bool:
         deadline = time.monotonic() + self.options.max_blocked_s

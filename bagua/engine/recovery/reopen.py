@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from bagua.algorithms.base import LostStep
 from bagua.comm.team import Team, decode, encode
 from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments
 from bagua.engine.lanes.lane import make_lane
+from bagua.engine.recovery.catch_up import catch_up, kept_tensors, position_of
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.transfer import Arrivals, fetch_weights, fingerprint
-from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
 from bagua.engine.startup.rollback import unless_it_fails
 from bagua.errors import CommunicationError, RankMismatchError
 from bagua.membership.seat import View
@@ -32,6 +32,7 @@ _log = logging.getLogger("bagua")
 def follow_membership(module: nn.Module, attachment: Attachment, manager: RecoveryManager) -> None:
     """From now on each step of `module` begins with the agreement of the host's agent, or with new groups."""
     attachment.before_step = partial(_before_step, manager, Arrivals(manager))
+    manager.recover = partial(_recover_within_step, manager, weakref.ref(module))
 
 
 def join_job(module: nn.Module, manager: RecoveryManager) -> None:
@@ -56,17 +57,33 @@ def _before_step(manager: RecoveryManager, arrivals: Arrivals, module: nn.Module
             return
         if tracker.stepped:
             tracker.end_step()  # not all optimizers made a step
+            continue
         if tracker.forward_seen:
             return
         if manager.to_skip and not manager.out_of_use:
             return
-        if not manager.lost and manager.may_begin(attachments[module].engine.step):
+        if not manager.lost and manager.may_begin(manager.round):
             arrivals.serve(attachments[module].engine)
             return
         _recover(manager, module)
 
 
+def _recover_within_step(manager: RecoveryManager, ref: weakref.ref[nn.Module]) -> None:
+    module = ref()
+    assert module is not None, "its optimizer is in a step"
+    _recover(manager, module)
+
+
 def _recover(manager: RecoveryManager, module: nn.Module) -> None:
+    """Train in the groups of the next epoch. A step that was ending has ended then."""
+    while True:
+        _open_next(manager, module)
+        tracker = attachments[module].engine.tracker
+        if not tracker.ending or tracker.exchange_and_count():
+            return
+
+
+def _open_next(manager: RecoveryManager, module: nn.Module) -> None:
     """Open the groups of the next epoch; of those after it, where a member is lost meanwhile."""
     attachment = attachments[module]
     attachment.engine.failures.give_up()
@@ -82,9 +99,8 @@ def _recover(manager: RecoveryManager, module: nn.Module) -> None:
             raise
         except RuntimeError as error:
             manager.reopening_failed(error)
-    attachment.remove_hooks()
     attachment.engine.failures.give_up()
-    attachments[module] = attach(module, engine, list(attachment.engine.optimizers), attachment.process_group)
+    attachments[module] = attach(module, engine, (), attachment.process_group, instead_of=attachment)
     follow_membership(module, attachments[module], manager)
     attachment.engine.close()
     manager.watch(engine.pool)
@@ -101,35 +117,17 @@ def _learn(manager: RecoveryManager, engine: Engine, view: View) -> None:
 
     name = manager.seat.name
     try:
-        epoch, step = fetch_weights(engine, name, view.store, manager.options.open_timeout_s, check)
+        epoch, count, step = fetch_weights(engine, name, view.store, manager.options.open_timeout_s, check)
     except RuntimeError as error:
         _log.warning("recovery: %s could not fetch the weights: %s", name, error)
         return
-    engine.state.step = step
-    counts = manager.has_fetched(epoch, step)
+    engine.state.step, manager.round = step, count
+    counts = manager.has_fetched(epoch, count)
     _log.info("recovery: %s has fetched the weights of step %d%s", name, step, "" if counts else ", too late")
 
 
-@contextmanager
-def _unless_interrupted(engine: Engine) -> Iterator[None]:
-    """Within it a rank takes over weights; if that fails it has its own again, which may be needed."""
-    inventory = engine.inventory
-    tensors = [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values()]
-    weights = [tensor.detach().clone() for tensor in tensors]
-    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in engine.optimizers]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for tensor, old in zip(tensors, weights, strict=True):
-                tensor.copy_(old)
-        for optimizer, state in zip(engine.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
-        raise
-
-
 def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment, team: Team) -> Engine:
-    """An engine on groups of `team`. Collective among its ranks; the weights are those of the most advanced one.
+    """An engine on groups of `team`. Collective among its ranks; those that are behind catch up first.
 
     Raises:
         CommunicationError: a member is lost, or the members have changed.
@@ -138,8 +136,7 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
     old = attachment.engine
     inventory, config, root = old.inventory, old.config, old.state.root
     mine = {
-        "step": old.step,
-        "attempts": None if manager.newcomer else manager.attempts,
+        **position_of(manager, old),
         "lanes_of_sums": config.lanes_of_sums,
         "order": old.state.order,
         "node": team.node,
@@ -147,27 +144,17 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
     }
     messages = team.all_gather_bytes("opening the groups of a membership epoch", encode(mine))
     ranks: list[dict[str, Any]] = [decode(each) for each in messages]
-    step = max(each["step"] for each in ranks)
-    source = next(rank for rank, each in enumerate(ranks) if each["step"] == step)
+    source, behind = _who_leads(ranks, root.lost_step)
     if mine["fingerprint"] != ranks[source]["fingerprint"]:
         raise RankMismatchError(f"this rank trains another module than rank {source}, or with other options")
     for rank, each in enumerate(ranks):
         if each["fingerprint"] != mine["fingerprint"]:
             raise CommunicationError(f"rank {rank} trains another module, or with other options: it has to leave")
+    catch_up(manager, old, team, ranks, source, behind)
     key = team.next_lane()
     nodes = team.discover_nodes([each["node"] for each in ranks])
     groups = team.open(f"lane/{key}", root.hierarchical_groups, nodes)
     try:
-        # A lost step changes no weights. So only a rank that lacks a step that counts needs the others'.
-        if any(each["step"] != step for each in ranks):
-            with _unless_interrupted(old) if old.step != step else nullcontext():
-                everything = {**inventory.parameters, **inventory.frozen}
-                tensors = [*everything.values(), *inventory.buffers.values()]
-                replicate_tensors(tensors, groups.world, inventory.device, source)
-                replicate_optimizers(old.optimizers, everything, team, groups.world, inventory.device, source)
-                if old.step != step:
-                    manager.weights_fetched(step)
-                    old.state.step = step  # also if these groups are never used
         lane = make_lane(groups, inventory.device)
     except BaseException:
         groups.leave(abort=True)
@@ -187,15 +174,58 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
             order,
             notices,
             recovery=manager,
-            step=step,
+            step=old.step,
         )
     if manager.out_of_use:
         engine.failures.give_up()
         engine.close()
         raise CommunicationError("the members have changed while the groups were opened")
     engine.reducer.sync = old.reducer.sync
-    most = max((each["attempts"] for each in ranks if each["attempts"] is not None), default=manager.attempts)
-    if manager.newcomer:
-        manager.attempts = most
-    manager.to_skip = most - manager.attempts
+    _take_over(engine, old)
+    _align(manager, ranks, source, behind, team.rank)
     return engine
+
+
+def _who_leads(ranks: Sequence[dict[str, Any]], lost_step: LostStep | None) -> tuple[int, list[int]]:
+    """The rank whose state others take over, and those that do: they lack an exchange that counts, or are new.
+
+    A newcomer never leads, and where replicas differ it has fetched no state that it could train on with.
+    """
+    candidates = [rank for rank, each in enumerate(ranks) if not each["newcomer"]] or list(range(len(ranks)))
+    source = max(candidates, key=lambda rank: (ranks[rank]["round"], ranks[rank]["step"], -rank))
+    alike = lost_step is LostStep.SKIP
+    behind = [
+        rank
+        for rank, each in enumerate(ranks)
+        if each["round"] < ranks[source]["round"] or (each["newcomer"] and not alike and rank != source)
+    ]
+    return source, behind
+
+
+@torch.no_grad()
+def _take_over(engine: Engine, old: Engine) -> None:
+    """What `old` keeps goes on in `engine`."""
+    engine.followed.take_over(old.followed)
+    tensors = engine.memory.tensors
+    for (name, index), tensor in kept_tensors(old).items():
+        engine.memory.tensor(name, engine.buckets[index], tensor)
+        tensors[name, index].copy_(tensor)
+    if engine.buckets:
+        engine.algorithm.on_members_changed(engine.context)
+    if old.tracker.ending:
+        engine.tracker.go_on_ending()
+
+
+def _align(
+    manager: RecoveryManager, ranks: Sequence[dict[str, Any]], source: int, behind: Sequence[int], me: int
+) -> None:
+    """Skip as many steps as the rank that has lost most has lost more: batch numbers are equal then."""
+
+    def missed(rank: int) -> int:
+        at = ranks[source if rank in behind else rank]
+        return ranks[rank]["attempts"] - at["step"] - at["ending"]
+
+    most = max((missed(rank) for rank, each in enumerate(ranks) if not each["newcomer"]), default=0)
+    if manager.newcomer:
+        manager.attempts = most + ranks[source]["step"] + ranks[source]["ending"]
+    manager.to_skip = most - missed(me) if not manager.newcomer else 0

@@ -112,10 +112,14 @@ class WeightServer:
         """Whether the host has the weights, or waits no more."""
         return not self._thread.is_alive()
 
-    def offer(self, engine: Engine, epoch: int) -> None:
-        """Between two steps: take a copy for the host, if it has asked for one."""
+    def offer(self, engine: Engine, epoch: int, count: int) -> None:
+        """Between two steps: take a copy for the host, if it has asked for one.
+
+        Args:
+            count: exchanges that the weights hold.
+        """
         if self._asked.is_set() and not self._given.is_set():
-            about = {"epoch": epoch, "step": engine.step, "fingerprint": fingerprint(engine)}
+            about = {"epoch": epoch, "round": count, "step": engine.step, "fingerprint": fingerprint(engine)}
             self._weights = _Weights.of(engine).copy(), about
             self._given.set()
 
@@ -187,13 +191,13 @@ class Arrivals:
             if name not in self._servers:
                 timeout_s = self._manager.options.open_timeout_s
                 self._servers[name] = WeightServer(name, view.store, timeout_s, self._stopped)
-            self._servers[name].offer(engine, view.epoch)
+            self._servers[name].offer(engine, view.epoch, self._manager.round)
 
 
 def fetch_weights(
     engine: Engine, learner: str, store: str, timeout_s: float, alert: Callable[[], object]
-) -> tuple[int, int]:
-    """Overwrite the weights and optimizer state of `engine` with those of the job; returns their epoch and step.
+) -> tuple[int, int, int]:
+    """Overwrite weights and optimizer state of `engine` with those of the job; returns their epoch, round and step.
 
     Args:
         learner: name of this host.
@@ -214,7 +218,7 @@ def fetch_weights(
             f"{learner}: the job trains another module than this rank, or with other options of bagua.distribute()"
         )
     _Weights.of(engine).transfer(team)
-    return int(told["epoch"]), int(told["step"])
+    return int(told["epoch"]), int(told["round"]), int(told["step"])
 
 
 def fingerprint(engine: Engine) -> str:

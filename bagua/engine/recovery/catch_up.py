@@ -1,0 +1,123 @@
+"""Ranks that lack what counts, and newcomers, take over the state of a rank that has it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bagua.comm.team import Team
+from bagua.engine.engine import Engine
+from bagua.engine.recovery.manager import RecoveryManager
+from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
+from bagua.errors import CommunicationError
+
+__all__ = ["catch_up", "kept_tensors", "position_of"]
+
+_POLL_S = 0.005
+
+
+def position_of(manager: RecoveryManager, engine: Engine) -> dict[str, Any]:
+    """What the ranks tell each other of their place in training, as plain data.
+
+    Keys: "round": exchanges that count; "step": steps completed; "ending": the optimizers have made one more, whose
+    exchange is to be repeated; "attempts": steps begun; "newcomer".
+    """
+    return {
+        "round": manager.round,
+        "step": engine.step,
+        "ending": engine.tracker.ending,
+        "attempts": manager.attempts,
+        "newcomer": manager.newcomer,
+    }
+
+
+def kept_tensors(engine: Engine) -> dict[tuple[str, int], Tensor]:
+    """Tensors of the algorithm that outlive a change of the members, by name and bucket."""
+    tensors, names = engine.memory.tensors, engine.algorithm.kept
+    return {key: tensors[key] for key in sorted(tensors) if key[0] in names}
+
+
+def catch_up(
+    manager: RecoveryManager,
+    engine: Engine,
+    team: Team,
+    ranks: Sequence[dict[str, Any]],
+    source: int,
+    behind: Sequence[int],
+) -> None:
+    """The ranks `behind` take over state and place of rank `source`. Collective; the other ranks wait and send nothing.
+
+    Args:
+        engine: the one to be replaced, of this rank.
+        ranks: what `position_of` says of each.
+
+    Raises:
+        CommunicationError: a rank is lost, or the members have changed. A rank that was behind has its old state then.
+    """
+    if not behind:
+        return
+    involved = [source, *behind]
+    if team.rank not in involved:
+        _await(manager, team, behind)
+        return
+    place = involved.index(team.rank)
+    store = team.store.under("catch_up")
+    part = Team(
+        place, len(involved), store, team.timeout, team.backend, team.name, "", staged=team.staged, alert=team.alert
+    )
+    groups = part.open("state")
+    try:
+        with _unless_interrupted(engine) if place else nullcontext():
+            inventory, device = engine.inventory, engine.inventory.device
+            everything = {**inventory.parameters, **inventory.frozen}
+            tensors = [*everything.values(), *inventory.buffers.values(), *kept_tensors(engine).values()]
+            replicate_tensors(tensors, groups.world, device)
+            replicate_optimizers(engine.optimizers, everything, part, groups.world, device)
+            if place and manager.round < ranks[source]["round"]:
+                manager.weights_fetched(ranks[source]["round"])
+        if place:  # also if these groups are never used
+            lead = ranks[source]
+            manager.round, engine.state.step, engine.tracker.ending = lead["round"], lead["step"], lead["ending"]
+            team.store.set(_key(team.rank), b"1")
+        _await(manager, team, behind)
+    finally:
+        groups.leave(abort=True)
+
+
+def _key(rank: int) -> str:
+    return f"caught_up/{rank}"
+
+
+def _await(manager: RecoveryManager, team: Team, behind: Sequence[int]) -> None:
+    """Return when these ranks have caught up, however long their transfers take."""
+    deadline = time.monotonic() + manager.options.max_blocked_s
+    while not team.store.check([_key(rank) for rank in behind]):
+        manager.check_group()
+        if time.monotonic() > deadline:
+            raise CommunicationError(f"ranks {list(behind)} did not catch up")
+        time.sleep(_POLL_S)
+
+
+@contextmanager
+def _unless_interrupted(engine: Engine) -> Iterator[None]:
+    """Within it a rank takes over state; if that fails it has its own again, which may be needed."""
+    inventory = engine.inventory
+    tensors = [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values()]
+    tensors += kept_tensors(engine).values()
+    saved = [tensor.detach().clone() for tensor in tensors]
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in engine.optimizers]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for tensor, old in zip(tensors, saved, strict=True):
+                tensor.copy_(old)
+        for optimizer, state in zip(engine.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        raise

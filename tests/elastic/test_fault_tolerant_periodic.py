@@ -1,0 +1,78 @@
+"""Ranks that train apart for some steps, in processes that are killed: no step of the others is lost."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.elastic.fault_tolerant_rank import Job, start_job
+from tests.elastic.test_fault_tolerance import moves
+from tests.fork_server import ForkServer
+
+pytestmark = pytest.mark.process
+ONCE = [1, 1, 1, 1]
+#: options, and (length, first end) of the intervals at whose ends weights are equal
+PERIODIC: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "local_sgd": ({"communication_interval": 4}, [4, 0]),
+    "diloco": ({"communication_interval": 4}, [4, 0]),
+    "zero_one_adam": ({}, [4, 1]),
+}
+DELAYED = {"communication_interval": 4, "fragments": 2, "delay": 1, "mixing": 0.0}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    made = ForkServer()
+    yield made
+    made.close()
+
+
+def start(server: ForkServer, size: int, algorithm: str, **job: Any) -> Any:
+    """Ranks that train with a periodic algorithm."""
+    options, interval = PERIODIC[algorithm]
+    given = {"options": options, "interval": interval, "changes": ONCE, "steps": 16, **job}
+    return start_job(server, size, algorithm=algorithm, **given)
+
+
+def check_survivors(job: Job, places: list[int], lost: str | None, exact: bool = True) -> list[dict[str, Any]]:
+    """They end with equal weights and outer state after as many steps, and have dropped none.
+
+    Args:
+        exact: whether none may have dropped one. Else a rank that took over another's place may have.
+    """
+    ends = job.ends(places)
+    for end in ends:
+        assert (end["steps"], end["digest"], end["outer"]) == (ends[0]["steps"], ends[0]["digest"], ends[0]["outer"])
+        assert lost is None or moves(end) == [((lost,), ())]
+    for place in places:
+        steps = [line for line in job.lines[place] if "attempt" in line]
+        dropped = sum(not line["applied"] for line in steps)
+        assert dropped == 0 if exact else dropped <= 3
+        for before, now in itertools.pairwise(steps):
+            assert before["digest"] != now["digest"] or not now["applied"]
+    return ends
+
+
+@pytest.mark.parametrize("algorithm", PERIODIC)
+def test_a_rank_that_is_killed_between_two_exchanges(server: ForkServer, algorithm: str) -> None:
+    with start(server, 3, algorithm) as job:
+        job.signal_at(0, 22, signal.SIGKILL)
+        ends = check_survivors(job, [1, 2], "n0")
+    assert not any(change["skipped"] for end in ends for change in end["changes"])
+
+
+@pytest.mark.parametrize("algorithm", PERIODIC)
+def test_a_rank_that_lacks_an_exchange_that_counts_gets_it_from_another(server: ForkServer, algorithm: str) -> None:
+    """Place 1 holds where the mean has come but does not count here yet; place 0 applies it; place 2 dies."""
+    end_of = 20 + PERIODIC[algorithm][1][1] - 1
+    with start(server, 3, algorithm, at_commit=[1, end_of, "exchanged", "hold"]) as job:
+        job.wait_for([1], lambda line: "holds" in line, "exchange")
+        job.wait_for([0, 2], lambda line: line.get("attempt", 0) >= end_of, "step that ends an interval")
+        job.kill(2)
+        job.wait_for([0], lambda line: line.get("attempt", 0) >= end_of, "step")
+        job.go_on(1)
+        check_survivors(job, [0, 1], "n2", exact=False)
