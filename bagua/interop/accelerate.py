@@ -130,11 +130,17 @@ class BaguaAccelerator(_Accelerator):
         return place
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load what `save_state` saved. The algorithm starts anew if the checkpoint was made without it. Collective."""
-        with self._replicas.settled():
+        """Load what `save_state` saved. Collective.
+
+        The models are distributed anew. If the checkpoint was made without Bagua, so does the algorithm start.
+        """
+        self._replicas.release()  # safetensors refuses to load into views of buckets
+        try:
             super().load_state(input_dir, *args, **kwargs)
-            assert self._loading is not None
-            self._replicas.load(self._loading)
+        finally:
+            self._distribute()
+        assert self._loading is not None
+        self._replicas.load(self._loading)
 
     def _note_checkpoint(self, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
         self._loading = str(Path(input_dir))
