@@ -248,9 +248,8 @@ class HostSupervisor:
             return False
         if self._left or self._kill or time.monotonic() > self._serve_until:
             return True
-        # One that has ended itself may be gone, and does not wait for this host.
+        # One that has ended itself is told, too: it may wait for this host, if that trains in a later epoch.
         untold = hosts.keys() - {self._name, *self._notes.delivered}
-        untold -= self._notes.ended(untold)
         return (not waited_for and not untold) or self._is_alone(waited_for | untold)
 
     def _is_alone(self, others: set[str]) -> bool:

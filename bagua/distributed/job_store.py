@@ -28,6 +28,7 @@ __all__ = ["JobNote", "ServedStore", "ask", "connect", "fingerprint", "in_thread
 
 _KEY = "bagua/job"
 _PROBE_S = 2.0  # for a host to answer
+_CONNECT_S = 1.0  # for a connection to a host that has answered just before; torch tries again once, after a pause
 _ANSWER_S = 5.0  # for its store to answer
 _MAX_NOTE = 1 << 19
 _log = logging.getLogger("bagua")
@@ -148,9 +149,11 @@ def connect(address: str) -> TCPStore:
     """
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
-    return TCPStore(
-        host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ANSWER_S)
-    )  # fmt: skip
+    # The host may end between the two. torch gives up after twice this time and a pause that grows with it.
+    limit = timedelta(seconds=_CONNECT_S)
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+    store.set_timeout(timedelta(seconds=_ANSWER_S))
+    return store
 
 
 def ask(addresses: Sequence[str]) -> tuple[list[JobNote | None], list[TCPStore | None]]:

@@ -61,12 +61,8 @@ class RankNotes:
 
     @property
     def delivered(self) -> Collection[str]:
-        """Hosts that know that this host's rank has ended for good."""
+        """Hosts that know that this host's rank has ended for good, or have ended themselves."""
         return self._delivered
-
-    def ended(self, hosts: Collection[str]) -> set[str]:
-        """Those of the hosts that have told this one that their ranks have ended for good."""
-        return {name for name in hosts if self._note_of(name) == ENDED}
 
     def without_weights(self, trainers: Collection[str], epoch: int) -> set[str]:
         """Those of the trainers of an epoch whose ranks have ended, as they have told this host."""
@@ -92,7 +88,7 @@ class RankNotes:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _deliver(self, name: str, address: str) -> None:
-        written = ""
+        written, store = "", None
         while True:
             with self._news:
                 while self._note == written and not self._closing:
@@ -101,8 +97,13 @@ class RankNotes:
                     return
                 note = self._note
             try:
-                connect(address).set(f"{_KEY}/{self._name}", note)
+                store = store or connect(address)
+                store.set(f"{_KEY}/{self._name}", note)
             except (OSError, RuntimeError, ValueError):
+                store = None
+                if self._note_of(name) == ENDED:  # and it does not answer: its launcher has ended, too
+                    self._delivered.add(name)
+                    return
                 with self._news:
                     self._news.wait_for(lambda: self._closing, _RETRY_S)
                 continue

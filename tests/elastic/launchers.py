@@ -76,7 +76,7 @@ class Launched:
         if not self._result:
             assert self._pipe.poll(LIMIT_S), f"the launcher has not ended; it wrote: {self.text()}"
             self._result = self._pipe.recv()
-            assert self._result[1] == [], "threads are left"
+            assert self._result[1] == {}, f"threads are left: {self._result[1]}; the launcher wrote: {self.text()}"
         assert not self.ranks(), "a rank outlived its launcher"
         return self._result[0]
 
@@ -194,7 +194,9 @@ def runs(pid: int) -> bool:
 
 def launch_here(pipe: Connection, words: list[str], folder: str, env: dict[str, str]) -> None:
     """In a forked process: `bagua run`, with its output in a file."""
+    import sys
     import threading
+    import traceback
 
     from bagua.cli.main import main
 
@@ -206,5 +208,6 @@ def launch_here(pipe: Connection, words: list[str], folder: str, env: dict[str, 
     os.environ |= {"TMPDIR": folder, **env}
     pipe.send(os.getpid())
     code = main(["run", *words])
-    names = [t.name for t in threading.enumerate() if t.name.startswith("bagua-")]
-    pipe.send([code, names])
+    frames = sys._current_frames()
+    left = [t for t in threading.enumerate() if t.name.startswith("bagua-")]
+    pipe.send([code, {t.name: traceback.format_stack(frames[t.ident]) for t in left if t.ident in frames}])
