@@ -1,0 +1,1 @@
+"""Faults in an emulated cluster while a training runs on: `python -m benchmarks.faults`."""

@@ -1,0 +1,213 @@
+"""Faults at random times, as on hosts that may be taken away at any moment, beside a training without any."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+from bagua.algorithms import get
+from bagua.bench import progress
+from benchmarks.faults.analysis import Fault, differing, intervals, participation, splits, step_s
+from benchmarks.faults.job import Job, Stuck
+from benchmarks.faults.records import Process
+from benchmarks.faults.systems import Settings
+
+__all__ = ["ANCHOR_PER_HOUR", "chaos", "growth", "lost_s"]
+
+ANCHOR_PER_HOUR = 125.0  # the rate of ft-diloco's public chaos run, 32 replicas
+_CALM_S = 15.0  # without faults, before the first one and after the last one
+_LEAST = 3  # hosts that train are never fewer by a fault
+
+
+def chaos(
+    settings: Settings, faults: int, per_hour: float, seed: int, limit_s: float = 180.0
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train under `faults` faults, then the same number of steps without any.
+
+    Half of the faults kill a rank, which its launcher starts again; half kill a host, which returns after a second.
+
+    Args:
+        per_hour: of the Poisson process.
+        seed: of times and victims.
+
+    Returns:
+        a row, and what each host did, for the timeline.
+    """
+    rng = random.Random(seed)
+    done: list[Fault] = []
+    problems: list[str] = []
+    with Job(settings, limit_s) as job:
+        steps, ended = 0, False
+        began = first = over = time.monotonic()
+        try:
+            job.await_everyone(0.0)
+            began = time.monotonic()
+            time.sleep(_CALM_S)
+            first = time.monotonic()
+            _inject(job, done, rng, faults, per_hour)
+            over = time.monotonic()
+            job.await_everyone(over)
+            settled = time.monotonic()
+            time.sleep(_CALM_S)
+            steps = job.last_step().step + 20
+            job.stop_at(steps)
+            codes = job.await_end()
+            ended = True
+            problems += [f"host {index} ended with {code}" for index, code in codes.items() if code]
+            left = sum(max(count, 0) for count in job.left_over().values())
+            problems += [f"{left} processes are left"] if left else []
+        except Stuck as error:
+            problems.append(str(error))
+            settled = time.monotonic()
+            over = max(over, done[-1].at if done else over)
+        processes = job.journals.update()
+        row = _measure(settings, processes, done, began, first, over, settled)
+        timeline = _timeline(job, processes, done, began, settled)
+        said = job.texts()[-3000:] if problems else ""
+    problems += [f"{row['splits']} steps made by two groups"] if row["splits"] else []
+    if ended:
+        row |= _beside_undisturbed(settings, processes, steps, limit_s, problems)
+    row |= {"faults": len(done), "per_hour": per_hour, "seed": seed, "steps": steps, "problems": problems, "said": said}
+    return row, timeline
+
+
+def _inject(job: Job, done: list[Fault], rng: random.Random, faults: int, per_hour: float) -> None:
+    due = time.monotonic()
+    away: list[tuple[float, int]] = []
+    while len(done) < faults or away:
+        now = time.monotonic()
+        for at, index in [each for each in away if each[0] <= now]:
+            away.remove((at, index))
+            job.start(index)
+        if len(done) < faults and now >= due:
+            training = [i for i in job.processes if _trains(job, i, now)]
+            if len(training) > _LEAST:
+                due = max(due, now - 1) + rng.expovariate(per_hour / 3600)
+                _strike(job, done, rng, rng.choice(sorted(training)), away)
+        time.sleep(0.05)
+
+
+def _strike(job: Job, done: list[Fault], rng: random.Random, victim: int, away: list[tuple[float, int]]) -> None:
+    progress.show(f"{job.settings.algorithm}, chaos: fault {len(done) + 1}")
+    if rng.random() < 0.5:
+        done.append(Fault("kill-rank", [victim], job.signal_rank(victim, signal.SIGKILL)))
+    else:
+        done.append(Fault("kill-host", [victim], job.kill_host(victim)))
+        away.append((time.monotonic() + 1.0, victim))
+
+
+def _trains(job: Job, index: int, now: float) -> bool:
+    """Its rank has made a step not long ago."""
+    found = [process for process in job.journals.update() if process.host == index]
+    return bool(found and found[-1].trained) and now - found[-1].trained[-1].end < 2 + job.settings.step_ms / 200
+
+
+def _measure(
+    settings: Settings,
+    processes: list[Process],
+    done: list[Fault],
+    began: float,
+    first: float,
+    over: float,
+    settled: float,
+) -> dict[str, Any]:
+    typical = step_s(processes, began, first)
+    fault_free = _rate(processes, began, first)
+    during = _rate(processes, first, over)
+    lost = lost_s(processes, first, settled, typical) if typical else None
+    per_fault = lost / len(done) if lost is not None and done else None
+    compared, unequal = differing(step for process in processes for step in process.steps)
+    return {
+        "algorithm": settings.algorithm,
+        "hosts": settings.hosts,
+        "step_s": typical,
+        "throughput": during / fault_free if during is not None and fault_free else None,
+        "lost_s_per_fault": per_fault,
+        "throughput_at_anchor": None if per_fault is None else 1 - per_fault * ANCHOR_PER_HOUR / 3600,
+        "stall_s": [round(c["stalled_s"], 3) for p in processes for c in p.changes if first < c["begin"] < settled],
+        "participation": participation(processes, first, over),
+        "compared": compared,
+        "unequal": unequal,
+        "equal_expected": get(settings.algorithm).exactness.replicas_equal,
+        "splits": splits(processes),
+        "growth": growth(processes, first),
+    }
+
+
+def _rate(processes: list[Process], begin: float, end: float) -> float | None:
+    """Steps a second of the job."""
+    made = {s.step for p in processes for s in p.trained if begin <= s.end < end}
+    return len(made) / (end - begin) if end - begin > 1 else None
+
+
+def lost_s(processes: list[Process], begin: float, end: float, typical_s: float) -> float:
+    """Return for how long no rank of the job trained, beyond the time of a step: the sum of all pauses."""
+    ends: dict[int, float] = {}
+    for process in processes:
+        for step in process.trained:
+            if begin <= step.end <= end:
+                ends[step.step] = min(step.end, ends.get(step.step, step.end))
+    times = [begin, *sorted(ends.values()), end]
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    return sum(pause - typical_s for pause in pauses if pause > 2 * typical_s)
+
+
+def growth(processes: list[Process], after: float) -> dict[str, float]:
+    """Return by how much what a survivor holds has grown from before the first fault to its end, at most of all.
+
+    Of the ranks, and of their launchers under `launcher_...`. `keys`: of the store in which groups met last, for each
+    change of the members.
+    """
+    found: dict[str, float] = {}
+    for process in processes:
+        early = [each for each in process.resources if each["at"] < after]
+        late = [each for each in process.resources if each["at"] > after]
+        if not early or not late:
+            continue
+        for name, prefix in (("resources", ""), ("launcher", "launcher_")):
+            for key, value in late[-1][name].items():
+                grown = value - early[-1][name].get(key, value)
+                found[prefix + key] = max(grown, found.get(prefix + key, grown))
+    keys = sorted((k for process in processes for k in process.keys), key=lambda each: each["epoch"])
+    same = [each for each in keys if each["store"] == keys[-1]["store"]] if keys else []
+    if len(same) > 1 and same[-1]["epoch"] > same[0]["epoch"]:
+        found["keys_per_change"] = (same[-1]["keys"] - same[0]["keys"]) / (same[-1]["epoch"] - same[0]["epoch"])
+    return found
+
+
+def _beside_undisturbed(
+    settings: Settings, processes: list[Process], steps: int, limit_s: float, problems: list[str]
+) -> dict[str, Any]:
+    """The loss after as many steps with all hosts, to which nothing happens. Its steps need no emulated compute."""
+    progress.show(f"{settings.algorithm}: undisturbed, {steps} steps")
+    here = [process.finished["loss"] for process in processes if process.finished]
+    with Job(replace(settings, step_ms=0.0), limit_s + steps) as job:
+        job.stop_at(steps)
+        try:
+            job.await_end()
+        except Stuck as error:
+            problems.append(f"undisturbed: {error}")
+        there = [process.finished["loss"] for process in job.journals.update() if process.finished]
+    if not here or not there:
+        return {}
+    loss, undisturbed = statistics.fmean(here), statistics.fmean(there)
+    return {"loss": loss, "undisturbed_loss": undisturbed, "loss_ratio": loss / undisturbed}
+
+
+def _timeline(job: Job, processes: list[Process], done: list[Fault], began: float, end: float) -> dict[str, Any]:
+    typical = step_s(processes, began, end) or 0.1
+
+    def since(at: float) -> float:
+        return round(min(max(at, began), end) - began, 2)
+
+    hosts = []
+    for host in range(job.settings.hosts):
+        spans = intervals(processes, host, job.up[host], typical)
+        hosts.append([[state, since(a), since(b)] for state, a, b in spans if b > began and a < end])
+    faults = [[each.kind, each.hosts[0], since(each.at)] for each in done]
+    return {"algorithm": job.settings.algorithm, "seconds": since(end), "hosts": hosts, "faults": faults}

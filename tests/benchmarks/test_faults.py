@@ -1,0 +1,220 @@
+"""The benchmark of faults: what it makes of records that are written here; with `-m slow` one fault for real."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bagua
+from benchmarks.faults import __main__ as program
+from benchmarks.faults import chaos, report, systems
+from benchmarks.faults.analysis import Fault, cost_of, differing, intervals, participation, splits
+from benchmarks.faults.journal import Journal
+from benchmarks.faults.records import Journals, Process, Step, read
+from benchmarks.faults.tour import transfer_s
+from tests.benchmarks.quick_run import run_quickly
+
+
+def process(host: int, first: int, last: int, begin: float, *, rank: int = 0, size: int = 3, **other: Any) -> Process:
+    """Made steps `first` to `last`, one each 0.1 s, with equal weights on all ranks."""
+    steps = [
+        Step(step, begin + 0.1 * at, begin + 0.1 * at + 0.09, rank, size, True, 1000 + step)
+        for at, step in enumerate(range(first, last + 1))
+    ]
+    return Process(host, 10 + host, **{"started": begin - 3, "ready": begin - 1, "steps": steps, **other})
+
+
+def change(begin: float, stalled_s: float, lost: list[str], joined: list[str]) -> dict[str, Any]:
+    return {"begin": begin, "stalled_s": stalled_s, "lost": lost, "joined": joined, "epoch": 2}
+
+
+def lost_and_back() -> list[Process]:
+    """Three hosts train; host 2 is killed at 12.05 in step 20, and is back from 20.0 on."""
+    found = []
+    for host in (0, 1):
+        one = process(host, 0, 19, 10.0, rank=host)
+        one.steps.append(Step(20, 12.0, 12.2, host, 3, False, 1019))
+        one.steps += process(host, 20, 94, 12.5, rank=host, size=2).steps
+        one.steps += process(host, 95, 104, 20.1 + 0.02 * host, rank=host).steps
+        one.changes = [change(12.5, 0.3 + 0.05 * host, ["c"], []), change(20.1, 0.15, [], ["c"])]
+        found.append(one)
+    killed = process(2, 0, 19, 10.0, rank=2)
+    back = process(2, 95, 104, 20.1, rank=2, started=14.0, ready=19.0)
+    return [*found, killed, back]
+
+
+def test_the_cost_of_a_killed_rank() -> None:
+    fault = Fault("kill-rank", [2], 12.05, until=12.05, over=22.0)
+    cost = cost_of(fault, lost_and_back(), [0, 1], 3)
+    assert cost.detected_s == pytest.approx(0.1) and cost.resumed_s == pytest.approx(0.35)
+    assert cost.gap_s == pytest.approx(0.45) and cost.step_s == pytest.approx(0.1)
+    assert (cost.lost_steps, cost.unequal, cost.restarted) == (1, 0, [])
+    assert cost.compared == 85 and cost.back_s == pytest.approx(8.05) and cost.start_s == pytest.approx(6.95)
+    assert cost.arrival_steps == pytest.approx(1.5)
+
+
+def test_dropped_and_repeated_steps_are_counted() -> None:
+    fault = Fault("kill-host", [2], 12.05, until=15.0, over=22.0)
+    assert cost_of(fault, lost_and_back(), [0, 1], 3).lost_steps == 1
+    again = [process(0, 0, 19, 10.0), process(0, 10, 30, 14.0, started=12.5)]  # restarted from a checkpoint of step 10
+    cost = cost_of(fault, again, [0], 3)
+    assert cost.lost_steps == 10 and cost.restarted == [0] and cost.gap_s == pytest.approx(1.95)
+    assert cost.detected_s is None  # it does not say when it noticed
+
+
+def test_other_weights_are_found() -> None:
+    found = lost_and_back()
+    found[1].steps[-1] = Step(104, 21.0, 21.1, 1, 3, True, 5)
+    assert differing(s for each in found for s in each.steps) == (105, 1)
+    assert cost_of(Fault("kill-rank", [2], 12.05, over=22.0), found, [0, 1], 3).unequal == 1
+
+
+def test_ranks_that_are_cut_off_and_train_are_found() -> None:
+    cut = Fault("partition-minority-10", [2], 12.05, until=19.0, over=22.0)
+    assert cost_of(cut, lost_and_back(), [0, 1], 3).trained_apart == 0
+    alone = [*lost_and_back()[:2], process(2, 0, 40, 10.0, rank=2)]
+    assert cost_of(cut, alone, [0, 1], 3).trained_apart == 19  # 20 to 40, but for two in flight
+
+
+def test_two_models_are_found() -> None:
+    together = lost_and_back()
+    assert splits(together) == 0
+    last = [process(0, 0, 20, 0.0, rank=0), process(1, 20, 30, 2.0, rank=0)]  # the lost one had applied its last step
+    assert splits(last) == 0
+    apart = [process(0, 0, 30, 0.0, rank=0), process(1, 20, 30, 2.0, rank=0)]
+    assert splits(apart) == 10
+
+
+def test_participation_counts_ranks_that_could_train() -> None:
+    found = lost_and_back()
+    assert participation(found, 10.0, 11.9) == 1.0
+    assert participation(found, 12.5, 18.9) == 1.0  # the third is still starting
+    slow = [process(0, 0, 9, 10.0, size=1), process(1, 0, 0, 30.0, ready=10.0)]
+    assert participation(slow, 10.0, 12.0) == pytest.approx(0.5)
+
+
+def test_states_for_the_timeline() -> None:
+    found = lost_and_back()
+    assert [state for state, _, _ in intervals(found, 0, [[0.0, 1e9]], 0.1)] == [
+        "arriving",
+        "training",
+        "stalled",
+        "training",
+    ]
+    states = intervals(found, 2, [[0.0, 12.05], [14.0, 1e9]], 0.1)
+    assert [state for state, _, _ in states] == ["arriving", "training", "arriving", "training"]
+    assert states[2][1:] == [14.0, pytest.approx(20.1)]
+
+
+def test_time_without_training_and_growth() -> None:
+    found = lost_and_back()
+    assert chaos.lost_s(found, 10.0, 20.0, 0.1) == pytest.approx(0.6 - 0.1 + 0.0, abs=0.15)
+    held = {"threads": 5, "descriptors": 10, "sockets": 3, "memory_kb": 1000}
+    found[0].resources = [
+        {"resources": held, "launcher": held, "at": 11.0},
+        {"resources": {**held, "sockets": 13}, "launcher": held, "at": 21.0},
+    ]
+    found[0].keys = [{"keys": 10, "store": "a", "epoch": 2}, {"keys": 50, "store": "a", "epoch": 4}]
+    grown = chaos.growth(found, 12.0)
+    assert grown["sockets"] == 10 and grown["launcher_sockets"] == 0 and grown["keys_per_change"] == 20
+    assert report.leaks(grown) == ["sockets +10", "keys_per_change +20"]
+
+
+def test_journals_are_read_while_they_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_LAB_HOST", "3")
+    written = Journal(tmp_path)
+    journals = Journals(tmp_path)
+    assert [each.host for each in journals.update()] == [3]
+    written.ready()
+    written.joined(7)
+    written.step(7, 1.0, rank=1, size=2, applied=True, digest=9)
+    written.close()
+    (path,) = tmp_path.glob("*.jsonl")
+    with path.open("a") as file:
+        file.write('{"step": 8, "beg')  # it is killed here
+    (found,) = journals.update()
+    assert found.joined is not None and [each.step for each in found.steps] == [7]
+    assert found.resources[0]["resources"]["threads"] >= 1 and found.resources[0]["launcher"]
+    assert len(read(tmp_path)[0].steps) == 1
+
+
+def test_the_middle_of_a_transfer_is_timed() -> None:
+    received = [(0.0, 0), (1.0, 99), (1.5, 100), (2.0, 500), (2.5, 900), (3.0, 1100)]
+    assert transfer_s(received, 1000) == 1.0
+    assert transfer_s(received, 2000) is None and transfer_s([], 10) is None
+
+
+def row(**other: Any) -> dict[str, Any]:
+    facts = {"system": "bagua", "algorithm": "bytegrad", "hosts": 4, "fault": "kill-rank", "problems": []}
+    facts |= {"detected_s": 0.1, "resumed_s": 0.2, "gap_s": 0.3, "lost_steps": 1, "compared": 9, "unequal": 0}
+    facts |= {"restarted": [], "trained_apart": None, "back_s": 9.0, "start_s": 8.0, "arrival_steps": 1.0}
+    return {**facts, "state_bytes": 1000, "equal_expected": True, **other}
+
+
+def test_targets() -> None:
+    assert report.fault_misses(row(), 1e9) == []
+    for missed in (
+        {"resumed_s": 1.5},
+        {"resumed_s": None},
+        {"lost_steps": 2},
+        {"back_s": None},
+        {"arrival_steps": 3.0},
+    ):
+        assert len(report.fault_misses(row(**missed), 1e9)) == 1, missed
+    assert report.fault_misses(row(back_s=11.0, state_bytes=10**9), 1e9) == []  # 11.4 s for a gigabyte
+    assert len(report.fault_misses(row(back_s=11.0), 1e9)) == 1
+    assert report.fault_misses(row(trained_apart=5), 1e9) == ["5 steps made by hosts that were cut off"]
+    assert report.fault_misses(row(system="torchft", resumed_s=None), 1e9) == []
+
+
+def test_a_system_that_cannot_run_is_in_the_table() -> None:
+    why = [{"system": "torchft", "why": "it is not installed"}]
+    table = report.fault_table([row()], why, 1e9)
+    assert (
+        "| torchft |  | not run: it is not installed |" in table
+        and "| bagua, bytegrad | 4 | kill -9 of a rank | 0.10 | 0.20 |" in table
+    )
+
+
+def test_every_algorithm_with_a_rule_is_measured() -> None:
+    with_rule = {each.name for each in bagua.algorithms.available() if bagua.algorithms.get(each.name).lost_step}
+    args = {"algorithm": None, "step_ms": 1.0, "seed": 0, "detect_s": 2.0, "torchft": "", "only": None}
+    full = program.plans(Namespace(**args, quick=False))
+    assert {each.settings.algorithm for each in full if each.part == "chaos"} == with_rule
+    killed = {
+        each.settings.algorithm for each in full if each.settings.system == "bagua" and "kill-store" in each.faults
+    }
+    assert killed == with_rule
+    assert {each.settings.system for each in full} == set(systems.SYSTEMS)
+    quick = program.plans(Namespace(**args, quick=True))
+    assert {each.settings.system for each in quick} == set(systems.SYSTEMS)
+    assert all(each.settings.hosts == 4 for each in quick)
+
+
+def test_what_is_there_is_printed_and_not_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "describe_machine", lambda: {"load_1min": 0.0})  # which starts a process
+    file = tmp_path / "faults.json"
+    there = row(bandwidth="1gbit", table=0, step_ms=100.0)
+    file.write_text(json.dumps({"rows": [there], "chaos": [], "timelines": [], "not_run": []}))
+    assert program.main(["--table", "--json", str(file)]) == 0
+    assert "bagua, bytegrad" in capsys.readouterr().out
+    words = ["--only", "tour", "--algorithm", "bytegrad", "--fault", "kill-rank", "--quick", "--json", str(file)]
+    assert program.main(words) == 0
+    assert json.loads(file.read_text())["rows"] == [there]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_killed_rank_for_real(tmp_path: Path) -> None:
+    words = ("--only", "tour", "--algorithm", "gradient_allreduce", "--fault", "kill-rank")
+    found, text = run_quickly("faults", tmp_path, *words)
+    (measured,) = found["rows"]
+    assert measured["problems"] == [] and measured["unequal"] == 0 and measured["compared"] > 10
+    assert measured["restarted"] == [] and measured["lost_steps"] <= 1
+    assert "kill -9 of a rank" in text
