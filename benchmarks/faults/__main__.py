@@ -78,10 +78,10 @@ def plans(args: argparse.Namespace) -> list[Plan]:
 
 def _one_of_each_rule(names: Sequence[str]) -> list[str]:
     """Return the first algorithm of each rule for a lost step, and of each kind of guarantee."""
-    found: dict[tuple[str, str], str] = {}
+    found: dict[tuple[str, str], str] = {}  # by rule and guarantee
     for name in names:
         algorithm = bagua.algorithms.get(name)
-        found.setdefault((algorithm.lost_step, algorithm.exactness.value), name)
+        found.setdefault((str(algorithm.lost_step), algorithm.exactness.value), name)
     return list(found.values())
 
 
