@@ -71,10 +71,13 @@ class LostStep(Enum):
             optimizer state until it counts (`Context.commit`). A rank that lacks an exchange that counts takes over the
             state of a rank that has it. For algorithms whose replicas differ between two exchanges. A step that
             averages gradients is lost as with SKIP.
+        KEEP: as SKIP, but a rank keeps its own weights and optimizer state, and goes on without a step that it
+            lacks. For replicas that differ, and whose weights an exchange that fails leaves fit to train with.
     """
 
     SKIP = "skip"
     REPEAT = "repeat"
+    KEEP = "keep"
 
 
 _T = TypeVar("_T")

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from bagua import codecs, topologies
-from bagua.algorithms.base import Algorithm, Context, Exactness, Payload, Ticket
+from bagua.algorithms.base import Algorithm, Context, Exactness, LostStep, Payload, Ticket
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
@@ -49,6 +49,7 @@ class Decentralized(Algorithm):
     summary: ClassVar[str] = "local gradients; weights averaged with peers during the step"
     exactness: ClassVar[Exactness] = Exactness.DECENTRALIZED
     payload_kind: ClassVar[Payload] = Payload.PARAM
+    lost_step: ClassVar[LostStep | None] = LostStep.KEEP
 
     hierarchical: bool | None = None
     peer_selection_mode: str = "all"

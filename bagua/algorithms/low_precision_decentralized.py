@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from bagua import codecs, topologies
-from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, Payload
+from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep, Payload
 from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
@@ -58,6 +58,7 @@ class LowPrecisionDecentralized(Algorithm):
     summary: ClassVar[str] = "local gradients; 8-bit weight differences exchanged with both ring neighbours"
     exactness: ClassVar[Exactness] = Exactness.DECENTRALIZED
     payload_kind: ClassVar[Payload] = Payload.PARAM
+    lost_step: ClassVar[LostStep | None] = LostStep.KEEP
 
     hierarchical: bool | None = None
     communication_interval: int = 1

@@ -99,6 +99,16 @@ class Failures:
         self._pool.abandon()
         return True
 
+    def outlives_exchange(self, why: CommunicationError) -> bool:
+        """An exchange of a step that counts already has failed. Whether training goes on without it."""
+        if self.recovery is None:
+            return False
+        self._failed = True
+        self.recovery.exchange_failed(str(why), loses_step=False)
+        self._pool.abandon()
+        self._pool.drain()  # the weights are the caller's from here on
+        return True
+
     def check_alive(self) -> None:
         """Raise if an exchange has failed.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -106,7 +106,7 @@ class StepTracker:
                 self._binding.tuning.step_begins()
             if self.joining is not None and (self.joining.early or _acts_on_forward(state.algorithm)):
                 self.announce(Moment.FORWARD)
-            if state.buckets and not self.step_begun:
+            if state.buckets and not self.step_begun and not self._failures.step_is_lost:
                 state.algorithm.on_forward(self._ctx)
 
     def is_to_broadcast_buffers(self) -> bool:
@@ -151,7 +151,7 @@ class StepTracker:
         if not self.step_begun:
             self.step_begun = True
             if self._state.buckets:
-                self._state.algorithm.on_step_begin(self._ctx)
+                self._unless_outlived(partial(self._state.algorithm.on_step_begin, self._ctx))
 
     def end_step(self) -> None:
         """After the step of the last optimizer. With `fault_tolerant` another engine may have taken over then."""
@@ -182,7 +182,8 @@ class StepTracker:
                 if self._failures.repeats_exchange(error):
                     return False
                 self.ending = False
-                raise
+                if not self._failures.outlives_exchange(error):
+                    raise
             except BaseException:
                 self.ending = False
                 raise
@@ -190,7 +191,7 @@ class StepTracker:
         state.step += 1
         self._forget_step()
         if state.step in state.schedule:
-            self._hand_over(state.schedule.pop(state.step))
+            self._unless_outlived(partial(self._hand_over, state.schedule.pop(state.step)))
         self._tally.step_ended()
         if binding.tuning is not None:
             binding.tuning.step_ended(binding)
@@ -286,6 +287,14 @@ class StepTracker:
         self._failures.pass_broke_off()
 
     # ------------------------------------------------------------------------------------------------------------
+
+    def _unless_outlived(self, act: Callable[[], None]) -> None:
+        """Act. If an exchange fails, the step, which counts already, goes on without, where that is possible."""
+        try:
+            act()
+        except CommunicationError as error:
+            if not self._failures.outlives_exchange(error):
+                raise
 
     def _forget_step(self) -> None:
         self._watch.step_ends()

@@ -59,6 +59,12 @@ class Exchange(ABC):
         """Make the state for a bucket like `x_N`. Called once, when the algorithm is bound, on all ranks."""
         return {}
 
+    def rebuild(self, x_N: Tensor, state: State, groups: Groups) -> None:
+        """Complete the `state` that `init` has made, where the ranks hold different `x_N`. Collective; may block.
+
+        For state that holds other ranks' values. Called with `fault_tolerant` when groups are opened anew.
+        """
+
     @abstractmethod
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Reduce `x_N` in place. Called on all ranks in the same order; may block."""

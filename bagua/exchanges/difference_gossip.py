@@ -62,9 +62,21 @@ class DifferenceGossip(Exchange):
         return True
 
     def init(self, x_N: Tensor, groups: Groups) -> State:
-        """Replicas equal to `x_N`: replicas must be made while all ranks hold the same values."""
+        """Replicas equal to `x_N`: right where all ranks hold the same values, else see `rebuild`."""
         peers = self.topology.peers(groups.rank, groups.size, 0)
         return {"me": x_N.clone(), "peers": x_N.repeat(len(peers), 1)}
+
+    def rebuild(self, x_N: Tensor, state: State, groups: Groups) -> None:
+        """Each rank sends `x_N` in full precision to those that keep a replica of it."""
+        group = groups.world
+        state["me"].copy_(x_N)
+        swap(
+            group,
+            sends=[(peer, state["me"]) for peer in self.topology.receivers(group.rank, group.size, 0)],
+            receives=[
+                (peer, state["peers"][k]) for k, (peer, _) in enumerate(self.topology.peers(group.rank, group.size, 0))
+            ],
+        )
 
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N]."""

@@ -78,6 +78,11 @@ class Hierarchical(Exchange):
         """The inner exchange's state on leaders, nothing elsewhere."""
         return self.inner.init(x_N, _among_leaders(groups)) if groups.inter is not None else {}
 
+    def rebuild(self, x_N: Tensor, state: State, groups: Groups) -> None:
+        """The inner exchange's, on leaders."""
+        if groups.inter is not None:
+            self.inner.rebuild(x_N, state, _among_leaders(groups))
+
     def memory(self, state: State, n: int, lo: int, hi: int, groups: Groups) -> Sequence[Tensor]:
         """The inner exchange's, on leaders."""
         return self.inner.memory(state, n, lo, hi, _among_leaders(groups)) if groups.inter is not None else []

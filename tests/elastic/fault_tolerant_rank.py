@@ -41,6 +41,11 @@ def digest(module: torch.nn.Module) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
 
 
+def weights(module: torch.nn.Module) -> list[float]:
+    """All of them."""
+    return torch.cat([p.detach().view(-1) for p in module.parameters()]).tolist()
+
+
 def make_model() -> torch.nn.Module:
     """The same weights everywhere."""
     torch.manual_seed(0)
@@ -94,6 +99,33 @@ def watch_commit(pipe: Connection, place: int, step: int, point: str, action: st
     EngineContext.commit = commit
 
 
+def replicas(model: torch.nn.Module) -> Line:
+    """What the exchanges of a gossip algorithm remember, by bucket and part: of this rank, and of each peer."""
+    engine = attachments[model].engine
+    engine.dispatcher.wait()
+    kept: Line = {"rank": engine.team.rank, "size": engine.team.size, "me": {}, "peers": {}}
+    for (_, bucket, part), state in engine.memory.states.items():
+        for name, value in state.items():
+            kept.setdefault(name, {})[f"{bucket}/{part}"] = value.tolist()
+    return kept
+
+
+def die_in_exchange(model: torch.nn.Module) -> None:
+    """Kill this process in its next exchange of weights, when two of the buckets are through."""
+    engine = attachments[model].engine
+    assert len(engine.buckets) > 2
+    launch = engine.context.launch
+
+    def launch_and_die(exchange: Any, bucket: Any, *args: Any, **options: Any) -> Any:
+        ticket = launch(exchange, bucket, *args, **options)
+        if bucket.index == 1:
+            ticket.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ticket
+
+    engine.context.launch = launch_and_die
+
+
 def run_rank(pipe: Connection, job: Line) -> None:
     """Train, and tell the test of each step."""
     try:
@@ -135,6 +167,7 @@ def _train(pipe: Connection, job: Line) -> None:
         watch_commit(pipe, *job["at_commit"])
     bagua.distribute(model, optimizer, job["algorithm"], fault_tolerant=tolerance, **options)
     generator = torch.Generator().manual_seed(place)
+    target = job["pull"] * (-1) ** place
     pipe.send({"begins": bagua.stats(model).steps, "digest": digest(model)})
     for attempt in itertools.count():
         stats = bagua.stats(model)
@@ -144,7 +177,11 @@ def _train(pipe: Connection, job: Line) -> None:
             if stats.steps >= last - (last - offset) % interval + job["steps"]:
                 break
         x = torch.randn(8, 20, generator=generator)
-        model(x).square().mean().backward()
+        if [place, attempt] == job["dies_in_exchange"]:
+            die_in_exchange(model)
+        output = model(x)
+        entered = digest(model)  # after groups were opened, if they were
+        (output - target).square().mean().backward()
         if [place, attempt] == job["fails_at"]:  # its last exchange, although it has ended well for the others
             pipe.send({"holds": attempt})
             pipe.recv()
@@ -157,7 +194,8 @@ def _train(pipe: Connection, job: Line) -> None:
         applied = any(p.grad is not None for p in model.parameters())
         optimizer.zero_grad()
         steps = bagua.stats(model).steps
-        pipe.send({"attempt": attempt, "steps": steps, "applied": applied, "digest": digest(model)})
+        line = {"attempt": attempt, "steps": steps, "applied": applied, "entered": entered, "digest": digest(model)}
+        pipe.send(line)
         time.sleep(job["pause_s"])
     stats = bagua.stats(model)
     moments = [optimizer.state[p]["exp_avg_sq"].sum().item() for p in model.parameters()]
@@ -170,6 +208,7 @@ def _train(pipe: Connection, job: Line) -> None:
             "moments": moments,
             "changes": changes,
             "outer": outer_digest(model),
+            **({"replicas": replicas(model), "weights": weights(model)} if job["gossip"] else {}),
         }
     )
     pipe.recv()  # the agent's vote may be needed until all have ended
@@ -261,7 +300,9 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
     Args:
         job: `changes`: how often the members change, as each place sees it, before it ends; `steps`: that are made
             after the last change, from the beginning of an `interval` (length, first end) of local steps on;
-            `at_commit`: arguments of `watch_commit`; `dies_in_step`: place and attempt; others as in `Job`.
+            `at_commit`: arguments of `watch_commit`; `dies_in_step`, `dies_in_exchange`: place
+            and attempt; `pull`: outputs are drawn there, or away at odd places; `gossip`: tell weights and replicas at
+            the end; others as in `Job`.
     """
     given = {
         "steps": 15,
@@ -273,6 +314,9 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
         "interval": [1, 0],
         "at_commit": None,
         "dies_in_step": None,
+        "dies_in_exchange": None,
+        "pull": 0.0,
+        "gossip": False,
         **job,
     }
     given.setdefault("options_of_arrival", {})

@@ -92,6 +92,21 @@ class Dispatcher:
                 for tensor in (each.flat, *made.values()):
                     self._pool.adopt(tensor)
 
+    def rebuild(self) -> None:
+        """Complete the state of all exchanges where the ranks hold different weights. Collective, between steps.
+
+        Raises:
+            CommunicationError: a rank is lost.
+        """
+        if self._team.size == 1:
+            return
+        lane = self._pool.shared[0]
+        for (exchange, index, part), state in self._memory.states.items():
+            lo, hi = self.parts(exchange, index)[part]
+            x = self._state.buckets[index].flat[lo:hi]
+            self.submit(partial(exchange.rebuild, x, state, lane.groups), f"{exchange.name}: replicas of peers")
+        self.wait()
+
     def launch(
         self,
         exchange: Exchange,

@@ -149,6 +149,11 @@ class LanePool:
         for lane in self.all:
             lane.close()
 
+    def drain(self) -> None:
+        """Return when no shared lane works on a tensor any more. Bounded once connections are cut."""
+        for ticket in [lane.submit(_nothing, "drain") for lane in self.shared]:
+            ticket.wait()
+
     def abandon(self) -> None:
         """Abandon every lane at once, after a failure. Closes connections, so peers fail soon too."""
         for lane in self.all:
@@ -169,6 +174,9 @@ class LanePool:
         groups = self._team.open(name, self.groups.intra is not None, self.groups.nodes)
         self._watch(groups.meters)
         return groups
+
+
+def _nothing() -> None: ...
 
 
 @lru_cache(maxsize=64)  # asked at every launch

@@ -17,7 +17,7 @@ from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
 from bagua.errors import CommunicationError
 
-__all__ = ["catch_up", "kept_tensors", "position_of"]
+__all__ = ["catch_up", "go_on_without", "kept_tensors", "position_of"]
 
 _POLL_S = 0.005
 
@@ -26,7 +26,7 @@ def position_of(manager: RecoveryManager, engine: Engine) -> dict[str, Any]:
     """What the ranks tell each other of their place in training, as plain data.
 
     Keys: "round": exchanges that count; "step": steps completed; "ending": the optimizers have made one more, whose
-    exchange is to be repeated; "attempts": steps begun; "newcomer".
+    exchange is to be repeated; "attempts": steps begun; "newcomer"; "lost_step": the rule of the algorithm in force.
     """
     return {
         "round": manager.round,
@@ -34,6 +34,7 @@ def position_of(manager: RecoveryManager, engine: Engine) -> dict[str, Any]:
         "ending": engine.tracker.ending,
         "attempts": manager.attempts,
         "newcomer": manager.newcomer,
+        "lost_step": engine.algorithm.lost_step.value if engine.algorithm.lost_step is not None else None,
     }
 
 
@@ -88,6 +89,19 @@ def catch_up(
         _await(manager, team, behind)
     finally:
         groups.leave(abort=True)
+
+
+def go_on_without(manager: RecoveryManager, engine: Engine, lead: dict[str, Any]) -> None:
+    """This rank keeps its state and goes on at the place of another one.
+
+    Args:
+        lead: what `position_of` says of that one.
+
+    Raises:
+        CommunicationError: the members have changed.
+    """
+    manager.weights_fetched(lead["round"])
+    manager.round, engine.state.step = lead["round"], lead["step"]
 
 
 def _key(rank: int) -> str:

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from bagua.algorithms.base import LostStep
+from bagua.algorithms.registry import registry
 from bagua.engine.startup.request import Request
 from bagua.membership.seat import Seat
 
@@ -24,9 +25,9 @@ def check_tolerates(request: Request, has_group: bool, seat: Seat) -> ValueError
     """
     algorithm = request.algorithm
     if algorithm is not None and not algorithm.lost_step:
+        known = ", ".join(sorted(name for name in registry.builtin() if registry[name].lost_step is not None))
         return ValueError(
-            f"fault_tolerant: {algorithm.name!r} has no rule for a lost step yet; gradient_allreduce, bytegrad, "
-            "power_sgd, qadam, one_bit_lamb, zero_one_adam, local_sgd and diloco have one"
+            f"fault_tolerant: {algorithm.name!r} has no rule for a lost step yet; these have one: {known}"
         )
     if algorithm is not None and algorithm.lost_step is LostStep.REPEAT and not request.optimizers:
         return ValueError(f"optimizers: {algorithm.name!r} needs them with fault_tolerant: a step ends with theirs")

@@ -173,6 +173,11 @@ class RecoveryManager:
             for lane in self._pool.all:
                 lane.groups.sever()
 
+    @property
+    def severed(self) -> bool:
+        """Whether the groups in use are cut, so that no step can begin with them."""
+        return self._severed
+
     def leave_groups(self) -> None:
         """Before the next ones are opened."""
         self._noticed = self._noticed or time.monotonic()
@@ -182,7 +187,7 @@ class RecoveryManager:
         """An exchange of the step in progress has failed: its groups are lost.
 
         Args:
-            loses_step: the step is, too. Else the exchange is repeated.
+            loses_step: the step is, too. Else the exchange is repeated, or the step counts without it.
         """
         self._noticed = self._noticed or time.monotonic()
         if not loses_step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua.algorithms.base import LostStep
+from bagua.algorithms.base import LostStep, Payload
 from bagua.comm.team import Team, decode, encode
 from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments
 from bagua.engine.lanes.lane import make_lane
-from bagua.engine.recovery.catch_up import catch_up, kept_tensors, position_of
+from bagua.engine.recovery.catch_up import catch_up, go_on_without, kept_tensors, position_of
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.transfer import Arrivals, fetch_weights, fingerprint
 from bagua.engine.startup.rollback import unless_it_fails
@@ -62,7 +62,7 @@ def _before_step(manager: RecoveryManager, arrivals: Arrivals, module: nn.Module
             return
         if manager.to_skip and not manager.out_of_use:
             return
-        if not manager.lost and manager.may_begin(manager.round):
+        if not (manager.lost or manager.severed) and manager.may_begin(manager.round):
             arrivals.serve(attachments[module].engine)
             return
         _recover(manager, module)
@@ -88,6 +88,7 @@ def _open_next(manager: RecoveryManager, module: nn.Module) -> None:
     attachment = attachments[module]
     attachment.engine.failures.give_up()
     manager.leave_groups()
+    attachment.engine.pool.drain()  # weights are the training thread's from here on
     before = manager.view
     while True:
         view = manager.await_view(partial(_learn, manager, attachment.engine))
@@ -144,13 +145,15 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
     }
     messages = team.all_gather_bytes("opening the groups of a membership epoch", encode(mine))
     ranks: list[dict[str, Any]] = [decode(each) for each in messages]
-    source, behind = _who_leads(ranks, root.lost_step)
+    source, behind, without = _who_leads(ranks)
     if mine["fingerprint"] != ranks[source]["fingerprint"]:
         raise RankMismatchError(f"this rank trains another module than rank {source}, or with other options")
     for rank, each in enumerate(ranks):
         if each["fingerprint"] != mine["fingerprint"]:
             raise CommunicationError(f"rank {rank} trains another module, or with other options: it has to leave")
     catch_up(manager, old, team, ranks, source, behind)
+    if team.rank in without:
+        go_on_without(manager, old, ranks[source])
     key = team.next_lane()
     nodes = team.discover_nodes([each["node"] for each in ranks])
     groups = team.open(f"lane/{key}", root.hierarchical_groups, nodes)
@@ -176,30 +179,46 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
             recovery=manager,
             step=old.step,
         )
-    if manager.out_of_use:
+    try:
+        if engine.algorithm.payload is Payload.PARAM:
+            engine.dispatcher.rebuild()
+        if manager.out_of_use:
+            raise CommunicationError("the members have changed while the groups were opened")
+    except BaseException:
         engine.failures.give_up()
         engine.close()
-        raise CommunicationError("the members have changed while the groups were opened")
+        raise
     engine.reducer.sync = old.reducer.sync
     _take_over(engine, old)
-    _align(manager, ranks, source, behind, team.rank)
+    _align(manager, ranks, source, {*behind, *without}, team.rank)
     return engine
 
 
-def _who_leads(ranks: Sequence[dict[str, Any]], lost_step: LostStep | None) -> tuple[int, list[int]]:
-    """The rank whose state others take over, and those that do: they lack an exchange that counts, or are new.
+def _who_leads(ranks: list[dict[str, Any]]) -> tuple[int, list[int], list[int]]:
+    """The rank whose state others take over; those that do: they lack an exchange that counts, or are new; and those
+    that lack one, but keep their state.
 
-    A newcomer never leads, and where replicas differ it has fetched no state that it could train on with.
+    Where replicas differ, a newcomer never leads: it has fetched no state that it could train on with. If it has the
+    newest round all the same, from a rank that has been lost, all others go on without it.
     """
+    newest = max(each["round"] for each in ranks)
     candidates = [rank for rank, each in enumerate(ranks) if not each["newcomer"]] or list(range(len(ranks)))
     source = max(candidates, key=lambda rank: (ranks[rank]["round"], ranks[rank]["step"], -rank))
-    alike = lost_step is LostStep.SKIP
-    behind = [
-        rank
-        for rank, each in enumerate(ranks)
-        if each["round"] < ranks[source]["round"] or (each["newcomer"] and not alike and rank != source)
-    ]
-    return source, behind
+    alike = ranks[source]["lost_step"] == LostStep.SKIP.value
+    if alike:  # then a newcomer leads that alone holds a step of a rank that has been lost
+        source = max(range(len(ranks)), key=lambda rank: (ranks[rank]["round"], not ranks[rank]["newcomer"], -rank))
+    behind: list[int] = []
+    without: list[int] = []
+    for rank, each in enumerate(ranks):
+        lacks = each["round"] < newest
+        if each["newcomer"]:
+            if rank != source and (not alike or lacks):
+                behind.append(rank)
+        elif lacks:
+            keeps = each["lost_step"] == LostStep.KEEP.value or each["round"] == ranks[source]["round"]
+            (without if keeps else behind).append(rank)
+    ranks[source]["round"] = newest
+    return source, behind, without
 
 
 @torch.no_grad()
@@ -217,12 +236,16 @@ def _take_over(engine: Engine, old: Engine) -> None:
 
 
 def _align(
-    manager: RecoveryManager, ranks: Sequence[dict[str, Any]], source: int, behind: Sequence[int], me: int
+    manager: RecoveryManager, ranks: Sequence[dict[str, Any]], source: int, moved: Collection[int], me: int
 ) -> None:
-    """Skip as many steps as the rank that has lost most has lost more: batch numbers are equal then."""
+    """Skip as many steps as the rank that has lost most has lost more: batch numbers are equal then.
+
+    Args:
+        moved: ranks that are now where `source` is.
+    """
 
     def missed(rank: int) -> int:
-        at = ranks[source if rank in behind else rank]
+        at = ranks[source if rank in moved else rank]
         return ranks[rank]["attempts"] - at["step"] - at["ending"]
 
     most = max((missed(rank) for rank, each in enumerate(ranks) if not each["newcomer"]), default=0)
