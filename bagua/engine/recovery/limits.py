@@ -6,7 +6,6 @@ import weakref
 
 import torch
 
-from bagua.algorithms.base import LostStep
 from bagua.algorithms.registry import registry
 from bagua.engine.startup.request import Request
 from bagua.membership.seat import Seat
@@ -29,7 +28,7 @@ def check_tolerates(request: Request, has_group: bool, seat: Seat) -> ValueError
         return ValueError(
             f"fault_tolerant: {algorithm.name!r} has no rule for a lost step yet; these have one: {known}"
         )
-    if algorithm is not None and algorithm.lost_step is LostStep.REPEAT and not request.optimizers:
+    if algorithm is not None and not request.optimizers:
         return ValueError(f"optimizers: {algorithm.name!r} needs them with fault_tolerant: a step ends with theirs")
     if seat in _taken:
         return ValueError("fault_tolerant: a module of this process was given it before, and only one can be")
