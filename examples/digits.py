@@ -64,8 +64,14 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
     return dataset(x_train, y_train), dataset(x_test, y_test)
 
 
-def make_optimizer(algorithm: str, params: Iterable[torch.nn.Parameter], lr: float | None) -> torch.optim.Optimizer:
-    """Return SGD with momentum, or the optimizer that belongs to `algorithm`, whose momentum travels compressed."""
+def make_optimizer(
+    algorithm: str, params: Iterable[torch.nn.Parameter], lr: float | None, sgd_lr: float = 0.1
+) -> torch.optim.Optimizer:
+    """Return SGD with momentum, or the optimizer that belongs to `algorithm`, whose momentum travels compressed.
+
+    Args:
+        lr: None takes `sgd_lr`, or 0.002 for the others.
+    """
     rate = 2e-3 if lr is None else lr
     if algorithm == "qadam":
         return bagua.optim.QAdam(params, lr=rate, warmup_steps=60)
@@ -73,7 +79,7 @@ def make_optimizer(algorithm: str, params: Iterable[torch.nn.Parameter], lr: flo
         return bagua.optim.OneBitLamb(params, lr=5 * rate, warmup_steps=60)
     if algorithm == "zero_one_adam":
         return bagua.optim.ZeroOneAdam(params, lr=rate, var_freeze_step=60, local_step_scaler=200)
-    return torch.optim.SGD(params, lr=0.1 if lr is None else lr, momentum=0.9)
+    return torch.optim.SGD(params, lr=sgd_lr if lr is None else lr, momentum=0.9)
 
 
 def make_options(algorithm: str) -> dict[str, Any]:
@@ -115,6 +121,15 @@ def choose_device(name: str) -> torch.device:
         raise SystemExit(f"--device cuda: {torch.cuda.device_count()} GPUs for {local_size} ranks on this machine")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def add_elastic_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the examples in which ranks come and go."""
+    parser.add_argument("--algorithm", default="gradient_allreduce", metavar="NAME", help="%(default)s")
+    parser.add_argument("--global-batch", type=count, default=48, help="images of all ranks in a step (48)")
+    parser.add_argument("--lr", type=float, help="learning rate; default: 0.05 with SGD, 0.002 with the others")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
+    parser.add_argument("--step-ms", type=float, default=0, help="make steps longer, to have time for an accident")
 
 
 def count(text: str) -> int:

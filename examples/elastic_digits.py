@@ -4,8 +4,11 @@ bagua run --nproc-per-node 2 --max-restarts 3 examples/elastic_digits.py
 bagua lab run --hosts 3 --keep-going --at 40s:kill:2 --at 60s:start:2 -- \
     bagua run --nnodes 2:3 --max-restarts 3 --rdzv-conf last_call_timeout=3,keep_alive_interval=1 \
     examples/elastic_digits.py --epochs 40 --step-ms 50
+bagua lab run --hosts 4 --keep-going --at 14s:kill:2 --at 30s:start:2 -- \
+    bagua run --fault-tolerant examples/elastic_digits.py --algorithm bytegrad --epochs 30 --step-ms 50
 
-The batch of all ranks together stays the same, so the number of ranks changes nothing but the time.
+With --fault-tolerant the other ranks train on in their processes; without, all restart from the last commit. The batch
+of all ranks together stays the same, so the number of ranks changes nothing but the time.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from digits import DigitsNet, accuracy, load_data
+from digits import DigitsNet, accuracy, add_elastic_options, load_data, make_optimizer, make_options
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,18 +34,14 @@ from bagua import elastic
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="Handwritten digits on ranks that come and go.")
-    parser.add_argument("--algorithm", default="gradient_allreduce", metavar="NAME", help="%(default)s")
+    add_elastic_options(parser)
     parser.add_argument("--epochs", type=int, default=10, help="passes over the data (%(default)s)")
-    parser.add_argument("--global-batch", type=int, default=48, help="images of all ranks in a step (48)")
-    parser.add_argument("--lr", type=float, default=0.05, help="learning rate (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
     parser.add_argument(
         "--commit-every", type=int, default=10, metavar="STEPS", help="between two commits (%(default)s)"
     )
     parser.add_argument("--directory", type=Path, help="commits on the disk; all hosts must see it")
     parser.add_argument("--disk-every", type=int, default=5, metavar="COMMITS",
                         help="between two that go to --directory (%(default)s)")  # fmt: skip
-    parser.add_argument("--step-ms", type=float, default=0, help="make steps longer, to have time for an accident")
     parser.add_argument("--timeout", type=float, default=60, metavar="S", help="to wait for a rank that is silent")
     parser.add_argument("--data", type=Path, metavar="FILE", help="from `save_data`; starts faster than scikit-learn")
     parser.add_argument(
@@ -82,32 +81,34 @@ def read_data(path: Path | None) -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(*train), TensorDataset(*test)
 
 
-def start(timeout_s: float) -> tuple[int, int]:
-    """Join the other ranks; return rank and number of ranks."""
-    bagua.init_process_group(timeout=timedelta(seconds=timeout_s))
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, from the last commit if there is one."""
+    """Train, from where the others are or from the last commit, if there is one."""
     args = build_parser().parse_args(argv)
     torch.set_num_threads(1)
-    rank, size = start(args.timeout)
-    journal = Journal(args.journal, rank, size)
-    torch.manual_seed(args.seed + rank)
+    fault_tolerant = "BAGUA_SEAT" in os.environ  # of `bagua run --fault-tolerant`, which makes the process groups
+    if not fault_tolerant:
+        bagua.init_process_group(timeout=timedelta(seconds=args.timeout))
+    torch.manual_seed(args.seed)
     train, test = read_data(args.data)
     numbered = TensorDataset(*train.tensors, torch.arange(len(train)))
 
     model = DigitsNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    optimizer = make_optimizer(args.algorithm, model.parameters(), args.lr, sgd_lr=0.05)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
-    bagua.distribute(model, optimizer, args.algorithm)
+    options = make_options(args.algorithm)
+    bagua.distribute(model, optimizer, args.algorithm, fault_tolerant=fault_tolerant, **options)
+    rank, size = bagua.stats(model).rank, bagua.stats(model).size
+    torch.manual_seed(args.seed + rank)
+    journal = Journal(args.journal, rank, size)
 
     def resized(change: elastic.Resize) -> None:
-        if rank == 0:
-            print(f"{change.new} ranks, before {change.old}: {change.split(args.global_batch)} images each", flush=True)
+        for each in bagua.stats(model).membership[-1:]:
+            print(f"lost {each.lost}, joined {each.joined}: {each.stalled_s:.2f} s", flush=True)
+        if sampler.rank == 0:
+            share = args.global_batch / change.new
+            print(f"{change.new} ranks, before {change.old}: {share:g} images each", flush=True)
 
-    sampler = elastic.Sampler(numbered, seed=args.seed)
+    sampler = elastic.Sampler(numbered, seed=args.seed, global_batch_size=args.global_batch)
     state = elastic.State(
         model,
         optimizer,
@@ -120,11 +121,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     with state:
         restored = state.restore()
-        if rank == 0:
+        if rank == 0 or fault_tolerant:
             print(f"{size} ranks {beginning(restored, state.steps)}", flush=True)
         journal.write(restored=None if restored is None else restored.number, step=state.steps)
-        batch_size = elastic.Resize(size, size).split(args.global_batch)
-        loader = DataLoader(numbered, batch_size=batch_size, sampler=sampler)
+        loader = DataLoader(numbered, batch_sampler=sampler)
         for epoch in range(sampler.epoch, args.epochs):
             sampler.set_epoch(epoch)
             for images, labels, indices in sampler.track(loader):
@@ -142,11 +142,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             sampler.set_epoch(epoch + 1)  # before the commit: one that is restored must not end the epoch again
             state.commit()
             journal.write(committed=state.number, step=state.steps)
-            if rank == 0:
-                print(f"epoch {epoch + 1}/{args.epochs}  {size} ranks  test {accuracy_of(model, test):.2%}", flush=True)
+            if sampler.rank == 0:
+                right, size = accuracy_of(model, test), sampler.num_replicas
+                print(f"epoch {epoch + 1}/{args.epochs}  {size} ranks  test {right:.2%}", flush=True)
         right = accuracy_of(model, test)
         journal.write(ended=True, accuracy=right)
-    if rank == 0:
+    if sampler.rank == 0:
         print(f"{args.algorithm}: {right:.2%} of the test images right after {state.steps} steps", flush=True)
     bagua.destroy_process_group()
 

@@ -1,10 +1,11 @@
-"""Handwritten digits on hosts that may be lost and come back, without a restart of the others.
+"""Handwritten digits on hosts that may be lost and come back, counted in steps, without an elastic sampler.
 
 bagua run --fault-tolerant --nnodes 1 examples/fault_tolerant_digits.py
 bagua lab run --hosts 4 --keep-going --at 10s:kill:2 --at 20s:start:2 -- \
     bagua run --fault-tolerant examples/fault_tolerant_digits.py --algorithm bytegrad --step-ms 50
 
-Which images a step uses follows from its number and from who trains, so ranks that come late need no other state.
+Which images a step uses follows from its number and from who trains, so ranks that come late need no other state. The
+step in which the members change uses some images twice or not at all; elastic_digits.py uses each once in an epoch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from digits import DigitsNet, accuracy, load_data
+from digits import DigitsNet, accuracy, add_elastic_options, load_data, make_optimizer
 from torch.nn import functional as F
 
 import bagua
@@ -23,12 +24,8 @@ import bagua
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="Handwritten digits on hosts that come and go.")
-    parser.add_argument("--algorithm", default="gradient_allreduce", metavar="NAME", help="%(default)s")
     parser.add_argument("--steps", type=int, default=600, help="steps that count (%(default)s)")
-    parser.add_argument("--global-batch", type=int, default=48, help="images of all ranks in a step (48)")
-    parser.add_argument("--lr", type=float, default=0.05, help="learning rate (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
-    parser.add_argument("--step-ms", type=float, default=0, help="make steps longer, to have time for an accident")
+    add_elastic_options(parser)
     return parser
 
 
@@ -47,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     train, test = load_data()
     images, labels = train.tensors
     model = DigitsNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    optimizer = make_optimizer(args.algorithm, model.parameters(), args.lr, sgd_lr=0.05)
     bagua.distribute(model, optimizer, args.algorithm, fault_tolerant=True)
     now = bagua.stats(model)
     print(f"rank {now.rank} of {now.size} begins at step {now.steps}", flush=True)

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "registration": {"backend"},
     "backend": {"algorithms", "codecs", "comm", "engine", "errors", "exchanges", "registration"},
     "data": {"comm", "errors"},
-    "elastic": {"checkpoint", "comm", "errors"},
+    "elastic": {"checkpoint", "comm", "engine", "errors"},
     "membership": set(),
     "distributed": {"public", "errors", "net", "elastic", "membership", "signals"},
     "lab": {"signals"},

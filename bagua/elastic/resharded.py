@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from torch.utils.data import Sampler as _TorchSampler
-
-from bagua.elastic.sampler_base import rank_and_size, track
+from bagua.elastic.sampler_base import ElasticSampler, track
 
 __all__ = ["Resharded"]
 
 _T = TypeVar("_T")
 
 
-class Resharded(_TorchSampler[Any], Generic[_T]):
+class Resharded(ElasticSampler):
     """Wraps samplers that plan an epoch for a certain number of ranks, such as those of `bagua.data`.
 
         def make(indices, num_replicas, rank):
@@ -32,7 +30,7 @@ class Resharded(_TorchSampler[Any], Generic[_T]):
         make: (indices, num_replicas, rank) to a sampler, or a batch sampler, over `range(len(indices))`, which has
             `set_epoch`. It must depend on nothing else.
         num_samples: in the data.
-        num_replicas, rank: None takes them from `torch.distributed`.
+        num_replicas, rank: None takes them from `torch.distributed`, or from a fault-tolerant module as `Sampler` does.
 
     Attributes:
         epoch: given to `set_epoch` of the samplers.
@@ -61,7 +59,7 @@ class Resharded(_TorchSampler[Any], Generic[_T]):
     ) -> None:
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
             raise ValueError(f"num_samples: expected an integer >= 1, got {num_samples!r}")
-        self.num_replicas, self.rank = rank_and_size(num_replicas, rank)
+        super().__init__(num_replicas, rank)
         self._make, self.num_samples = make, num_samples
         self.epoch = 0
         self._history: list[list[int]] = []  # (ranks, items that each has used), of this epoch
@@ -85,6 +83,10 @@ class Resharded(_TorchSampler[Any], Generic[_T]):
         return max(len(list(sampler)) - self._here(), 0) if indices else 0
 
     def __iter__(self) -> Iterator[Any]:
+        self._ranks.check_tracked()
+        return self._items()
+
+    def _items(self) -> Iterator[Any]:
         indices, sampler = self._current()
         items = list(sampler) if indices else []
         self._begin = begin = self._here()
@@ -94,7 +96,7 @@ class Resharded(_TorchSampler[Any], Generic[_T]):
 
     def track(self, loader: Iterable[_T]) -> Iterator[_T]:
         """The batches of a `DataLoader` that has this sampler, counted as used when the training has seen them."""
-        return track(self, loader)
+        return track(self, self._ranks, loader)
 
     def used(self, num: int) -> None:
         """Each rank has used `num` items since the iteration began."""

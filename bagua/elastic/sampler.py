@@ -6,16 +6,15 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils.data import Sampler as _TorchSampler
 
-from bagua.elastic.sampler_base import rank_and_size, track
+from bagua.elastic.sampler_base import ElasticSampler, track
 
 __all__ = ["Sampler"]
 
 _T = TypeVar("_T")
 
 
-class Sampler(_TorchSampler[int]):
+class Sampler(ElasticSampler):
     """Each rank's samples of an epoch, in the order of `torch.utils.data.DistributedSampler`.
 
     With R ranks that begin at position p, rank r takes samples p + r, p + r + R, ... of the epoch's order. Ranks take
@@ -23,10 +22,18 @@ class Sampler(_TorchSampler[int]):
     twice and none is left out, but for the end of an epoch, where up to R - 1 samples come twice, or not at all with
     `drop_last`, so that all ranks have the same number.
 
+    With `global_batch_size` it is a batch sampler: each item is this rank's share of the next so many samples. Shares
+    differ by at most one sample.
+
+    With a fault-tolerant module (docs/fault_tolerance.md) pass it to `bagua.elastic.State` and iterate with `track`. It
+    then follows the members, also within an epoch, and a step that is lost is repeated with the same samples.
+
     Args:
         source: a dataset, or a `DistributedSampler`, of which dataset, shuffle, seed and drop_last are taken.
         shuffle, seed, drop_last: as for `DistributedSampler`; not with one.
-        num_replicas, rank: None takes them from `torch.distributed`.
+        num_replicas, rank: None takes them from `torch.distributed`, or from the fault-tolerant module.
+        global_batch_size: samples of all ranks in a step, whatever the number of ranks. With more ranks than samples
+            each takes one. Use it as `DataLoader(batch_sampler=...)`. None: a sampler of single samples.
 
     Attributes:
         epoch: with the seed it decides the order.
@@ -43,6 +50,9 @@ class Sampler(_TorchSampler[int]):
         ...     print(sampler.position)
         4
         8
+        >>> shares = [bagua.elastic.Sampler(dataset, global_batch_size=5, num_replicas=2, rank=r) for r in (0, 1)]
+        >>> [[len(batch) for batch in share] for share in shares]
+        [[3, 2], [2, 1]]
     """
 
     def __init__(
@@ -54,19 +64,25 @@ class Sampler(_TorchSampler[int]):
         drop_last: bool = False,
         num_replicas: int | None = None,
         rank: int | None = None,
+        global_batch_size: int | None = None,
     ) -> None:
-        self.num_replicas, self.rank = rank_and_size(num_replicas, rank)
+        super().__init__(num_replicas, rank)
         if isinstance(source, torch.utils.data.DistributedSampler):
             shuffle, seed, drop_last, data = source.shuffle, source.seed, source.drop_last, source.dataset
         elif isinstance(source, Sized):
             data = source
         else:
             raise TypeError(f"source: {type(source).__name__} has no length and is not a DistributedSampler")
+        if global_batch_size is not None and (
+            isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1
+        ):
+            raise ValueError(f"global_batch_size: expected an integer >= 1 or None, got {global_batch_size!r}")
         self._order = torch.utils.data.DistributedSampler(
             cast(Any, data), num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=False
         )
-        self.drop_last = drop_last
+        self.drop_last, self.global_batch_size = drop_last, global_batch_size
         self.epoch = self.position = self._begin = self._count = 0
+        self._block = 1
 
     @property
     def num_samples(self) -> int:
@@ -85,17 +101,34 @@ class Sampler(_TorchSampler[int]):
             self.epoch, self.position = epoch, 0
 
     def __len__(self) -> int:
-        """Samples of a rank from the position to the end of the epoch."""
-        left = max(self.num_samples - self.position, 0)
-        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+        """Samples of a rank from the position to the end of the epoch; batches with `global_batch_size`."""
+        left, block = max(self.num_samples - self.position, 0), self._samples_per_item(self.num_replicas)
+        return left // block if self.drop_last else -(-left // block)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
+        self._ranks.check_tracked()
+        return self._items()
+
+    def _items(self) -> Iterator[Any]:
         self._order.set_epoch(self.epoch)
-        order, size = list(self._order), self.num_replicas
-        self._begin, self._count = begin, count = self.position, len(self)
+        order, (rank, size) = list(self._order), self._ranks.now
+        self._begin, self._count, self._block = begin, count, block = (
+            self.position,
+            len(self),
+            self._samples_per_item(size),
+        )
         for step in range(count):
             self.used(step + 1)
-            yield order[(begin + step * size + self.rank) % len(order)]
+            at = begin + step * block
+            if self.global_batch_size is None:
+                yield order[(at + rank) % len(order)]
+            else:
+                mine = range(at + rank, min(at + block, len(order)), size)
+                yield [order[each % len(order)] for each in mine or (at + rank,)]
+
+    def _samples_per_item(self, size: int) -> int:
+        """Of all ranks together."""
+        return size if self.global_batch_size is None else max(size, self.global_batch_size)
 
     def track(self, loader: Iterable[_T]) -> Iterator[_T]:
         """The batches of a `DataLoader` that has this sampler, with the position set to what they have used up.
@@ -104,14 +137,18 @@ class Sampler(_TorchSampler[int]):
         count that as used.
 
         Raises:
-            TypeError: the loader has no batch size, or another sampler.
+            TypeError: the loader has no batch size, or another sampler; or it takes batches for samples.
         """
-        return track(self, loader)
+        by_batch = getattr(loader, "batch_sampler", None) is self
+        if by_batch != (self.global_batch_size is not None) and (by_batch or getattr(loader, "sampler", None) is self):
+            right = "sampler" if by_batch else "batch_sampler"
+            raise TypeError(f"loader: pass this sampler as {right}; with global_batch_size it yields batches")
+        return track(self, self._ranks, loader)
 
     def used(self, num: int) -> None:
-        """Set the position to where each rank has used `num` samples since the iteration began."""
+        """Set the position to where each rank has used `num` items since the iteration began."""
         whole = num >= self._count
-        self.position = self.num_samples if whole else self._begin + num * self.num_replicas
+        self.position = self.num_samples if whole else self._begin + num * self._block
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch and position, equal on all ranks; and what the order depends on."""

@@ -20,10 +20,12 @@ from bagua.checkpoint.items import check_objects, collect, kind_of
 from bagua.checkpoint.restore import restore
 from bagua.elastic.commit import Commit, digest, newest, owners_of, pack, unpack
 from bagua.elastic.disk import Disk
+from bagua.elastic.following import Following
 from bagua.elastic.link import Link
 from bagua.elastic.memory_store import MemoryStore
 from bagua.elastic.preemption import EXIT_CODE, PreemptionHandler
 from bagua.elastic.resize import Resize
+from bagua.engine.recovery.step_gate import is_fault_tolerant
 
 __all__ = ["Restored", "State"]
 
@@ -38,7 +40,7 @@ class Restored:
     Attributes:
         number: of the commit; the first one has number 1.
         size: number of ranks that made it.
-        source: "memory" or "disk".
+        source: "memory" or "disk"; "peers" for a rank that has joined a fault-tolerant training.
     """
 
     number: int
@@ -65,15 +67,17 @@ class State:
         directory: of this training alone, seen by all ranks: for commits on the disk. None for none.
         disk_every: commits between two background writes to `directory`.
         keep: number of checkpoints kept there.
-        on_resize: called by `restore` at its end, if the number of ranks has changed.
+        on_resize: called by `restore` at its end, if the number of ranks has changed; with a fault-tolerant module also
+            between two steps.
         grace_s: SIGTERM makes the next `commit` the last; if none comes within this time the rank ends without one.
             Keep it below the launcher's `--shutdown-timeout` (30 s).
         process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`; None for all ranks.
         user: by name, anything that `bagua.checkpoint.save` takes: modules, schedulers, plain data. Plain data is
             read and set as an attribute: `state.best = 0.9`.
 
-    Attributes:
-        number: of the last commit.
+    With a fault-tolerant module (docs/fault_tolerance.md) the weights live on in the ranks that are left. `commit` only
+    counts then, and `restore` gives a rank that joins the place of the others in the data, their schedulers and plain
+    data. A step that is lost changes none of these.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -113,16 +117,28 @@ class State:
         if sampler is not None:
             self._objects["sampler"] = sampler
         self._on_resize = on_resize
-        self.number = self._generation = 0
+        self._number = self._generation = 0
         self._checked = False
+        self._preemption: PreemptionHandler | None = None
+        self._following: Following | None = None
+        if is_fault_tolerant(model):
+            for name, value in (("directory", directory), ("process_group", process_group)):
+                if value is not None:
+                    raise ValueError(f"{name}: not with a fault-tolerant module, whose weights live on in its ranks")
+            self._following = Following(model, optimizer, sampler, user, on_resize)
+            return
         self._team = team_of(process_group)
         self._link = Link(self._team)
         self._memory = MemoryStore(self._link)
         self._disk = None if directory is None else Disk(self._team, Path(directory), disk_every, keep)
         self._grace_s = grace_s
-        self._preemption: PreemptionHandler | None = None
         if not self._memory.present and self._team.rank == 0:
             _log.warning("elastic: started without `bagua run`: commits outlive the ranks only on disk")
+
+    @property
+    def number(self) -> int:
+        """Of the last commit."""
+        return self._number if self._following is None else self._following.number
 
     def __getattr__(self, name: str) -> Any:
         user = self.__dict__.get("_user", {})
@@ -154,6 +170,9 @@ class State:
             CommunicationError: the connection to a rank was lost.
             SystemExit: a rank has got SIGTERM; code 143.
         """
+        if self._following is not None:
+            self._following.number += 1
+            return
         what, team, handler = f"commit {self.number + 1}", self._team, self._arm()
         data: dict[str, bytes] = {}
         kinds: dict[str, str] = {}
@@ -177,7 +196,7 @@ class State:
         owners = owners_of([each["digests"] for each in reports])
         commit = Commit(self.number + 1, self._generation, reports[0]["token"], team.size, kinds, owners)
         self._memory.store(commit, data, reports, what)
-        self.number += 1
+        self._number += 1
         preempted = any(each["preempted"] for each in reports)
         if self._disk is not None and (preempted or self._disk.due(commit.number)):
             self._disk.write(commit, data)
@@ -194,6 +213,9 @@ class State:
             CheckpointError: something does not go with the number of ranks that there are now, or files are damaged.
             CommunicationError: a rank did not arrive within the timeout.
         """
+        if self._following is not None:
+            place = self._following.restore()
+            return None if place is None else Restored(place.number, place.size, "peers")
         slots = self._memory.contents() if self._memory.leads else []
         on_disk = 0 if self._disk is None or self._team.rank else max(steps(self._disk.directory), default=0)
         reports = self._link.gather("restore", {"slots": slots, "disk": on_disk})
@@ -210,7 +232,7 @@ class State:
             restored = Restored(found.commit.number, found.commit.size, "memory")
         else:
             restored = self._from_disk(on_disk)
-        self.number = restored.number
+        self._number = restored.number
         if restored.size != self._team.size and self._on_resize is not None:
             self._on_resize(Resize(restored.size, self._team.size))
         self._arm()
@@ -222,6 +244,8 @@ class State:
         Args:
             wait: False, after an error, gives up what is being written; the checkpoint before it stays.
         """
+        if self._following is not None:
+            return
         if wait:  # else something may be in progress, which dropping the connections would wait for
             if self._disk is not None:
                 self._disk.wait()
@@ -275,6 +299,6 @@ def _check(model: Any, optimizer: Any, sampler: Any, user: Mapping[str, Any]) ->
     if sampler is not None and kind_of(sampler) != "stateful":
         raise TypeError(f"sampler: {type(sampler).__name__} has no state_dict and load_state_dict; see elastic.Sampler")
     check_objects(user)
-    taken = [name for name in user if name.startswith("_") or name == "number" or hasattr(State, name)]
+    taken = [name for name in user if name.startswith("_") or hasattr(State, name)]
     if taken:
         raise ValueError(f"user: {', '.join(taken)} is reserved by State itself")

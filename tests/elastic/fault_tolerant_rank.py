@@ -29,7 +29,7 @@ from bagua.membership.seat import LocalSeat, payload_of
 from bagua.membership.transport import Transport
 from tests.fork_server import ForkServer
 
-__all__ = ["Job", "start_job"]
+__all__ = ["Job", "digest", "make_model", "make_optimizer", "open_seat", "start_job"]
 
 LIMIT_S = 120.0
 TOKEN = b"sixteen bytes or more"
@@ -129,12 +129,13 @@ def die_in_exchange(model: torch.nn.Module) -> None:
 def run_rank(pipe: Connection, job: Line) -> None:
     """Train, and tell the test of each step."""
     try:
-        _train(pipe, job)
+        job["train"](pipe, job)
     except BaseException:
         pipe.send({"error": traceback.format_exc()})
 
 
-def _train(pipe: Connection, job: Line) -> None:
+def open_seat(pipe: Connection, job: Line) -> tuple[LocalSeat, Any]:
+    """The agent of this rank's host, and the store that it serves."""
     logging.getLogger("bagua").setLevel(logging.ERROR)
     place = job["place"]
     listener, store = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
@@ -147,7 +148,7 @@ def _train(pipe: Connection, job: Line) -> None:
         timeout=timedelta(seconds=60),
     )  # fmt: skip
     members = [Member(f"n{i}", 0, agent, payload_of(meet)) for i, (agent, meet) in enumerate(addresses)]
-    arrives = place == len(members)  # to a job that is running
+    arrives = place >= len(members)  # to a job that is running
     agent = Agent(
         Record("job", f"n{place}", 0, mine[0]),
         Options(detect_s=job["detect_s"]),
@@ -157,8 +158,15 @@ def _train(pipe: Connection, job: Line) -> None:
         payload=payload_of(mine[1]),
         seed=place,
     )
-    seat = LocalSeat(Transport(agent, listener, TOKEN))
     torch.set_num_threads(1)
+    return LocalSeat(Transport(agent, listener, TOKEN)), server
+
+
+def train_steps(pipe: Connection, job: Line) -> None:
+    """Train until so many steps count, and tell the test of each."""
+    seat, server = open_seat(pipe, job)
+    place = job["place"]
+    arrives = place >= job["size"]
     model = make_model()
     optimizer = make_optimizer(job["algorithm"], model)
     options = {**job["options"], **(job["options_of_arrival"] if arrives else {})}
@@ -225,7 +233,7 @@ class Job:
     """
 
     def __init__(self, server: ForkServer, size: int, job: Line) -> None:
-        self._server, self._job = server, job
+        self._server, self._job, self._size = server, job, size
         self.lines: list[list[Line]] = []
         self._pipes: list[Connection] = []
         for place in range(size):
@@ -236,7 +244,7 @@ class Job:
             pipe.send(self._founders)
 
     def _fork(self, place: int) -> None:
-        self._pipes.append(self._server.fork(run_rank, {"place": place, **self._job}))
+        self._pipes.append(self._server.fork(run_rank, {"place": place, "size": self._size, **self._job}))
         self.lines.append([])
 
     def arrive(self) -> int:
@@ -284,6 +292,13 @@ class Job:
             self._pipes[place].send("end")
         return [next(line for line in self.lines[place] if "ended" in line) for place in places]
 
+    def read_rest(self) -> None:
+        """Read what ranks have told before they were lost."""
+        for lines, pipe in zip(self.lines, self._pipes, strict=True):
+            with contextlib.suppress(EOFError):
+                while pipe.poll():
+                    lines.append(pipe.recv())
+
     def close(self) -> None:
         """Kill those that are left."""
         for lines in self.lines:
@@ -298,13 +313,14 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
     """Ranks that train. At the end those that are left are killed.
 
     Args:
-        job: `changes`: how often the members change, as each place sees it, before it ends; `steps`: that are made
-            after the last change, from the beginning of an `interval` (length, first end) of local steps on;
-            `at_commit`: arguments of `watch_commit`; `dies_in_step`, `dies_in_exchange`: place
-            and attempt; `pull`: outputs are drawn there, or away at odd places; `gossip`: tell weights and replicas at
-            the end; others as in `Job`.
+        job: `train`: what each rank runs; `changes`: how often the members change, as each place sees it, before it
+            ends; `steps`: that are made after the last change, from the beginning of an `interval` (length, first end)
+            of local steps on; `at_commit`: arguments of `watch_commit`; `dies_in_step`, `dies_in_exchange`: place and
+            attempt; `pull`: outputs are drawn there, or away at odd places; `gossip`: tell weights and replicas at the
+            end; others as in `Job`.
     """
     given = {
+        "train": train_steps,
         "steps": 15,
         "detect_s": 60.0,
         "tie_break": False,

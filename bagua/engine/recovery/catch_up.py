@@ -51,12 +51,14 @@ def catch_up(
     ranks: Sequence[dict[str, Any]],
     source: int,
     behind: Sequence[int],
+    progress: bytes,
 ) -> None:
     """The ranks `behind` take over state and place of rank `source`. Collective; the other ranks wait and send nothing.
 
     Args:
         engine: the one to be replaced, of this rank.
         ranks: what `position_of` says of each.
+        progress: of the user's loop, on rank `source`.
 
     Raises:
         CommunicationError: a rank is lost, or the members have changed. A rank that was behind has its old state then.
@@ -85,23 +87,26 @@ def catch_up(
         if place:  # also if these groups are never used
             lead = ranks[source]
             manager.round, engine.state.step, engine.tracker.ending = lead["round"], lead["step"], lead["ending"]
+            manager.progress.receive(progress)
             team.store.set(_key(team.rank), b"1")
         _await(manager, team, behind)
     finally:
         groups.leave(abort=True)
 
 
-def go_on_without(manager: RecoveryManager, engine: Engine, lead: dict[str, Any]) -> None:
+def go_on_without(manager: RecoveryManager, engine: Engine, lead: dict[str, Any], progress: bytes) -> None:
     """This rank keeps its state and goes on at the place of another one.
 
     Args:
         lead: what `position_of` says of that one.
+        progress: of the user's loop there.
 
     Raises:
         CommunicationError: the members have changed.
     """
     manager.weights_fetched(lead["round"])
     manager.round, engine.state.step = lead["round"], lead["step"]
+    manager.progress.receive(progress)
 
 
 def _key(rank: int) -> str:

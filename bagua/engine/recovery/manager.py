@@ -14,6 +14,7 @@ from bagua.comm.team import Team
 from bagua.engine.lanes.pool import LanePool
 from bagua.engine.recovery.change import MembershipChange
 from bagua.engine.recovery.options import FaultTolerance
+from bagua.engine.recovery.progress import Progress
 from bagua.errors import CommunicationError
 from bagua.membership.actions import Verdict
 from bagua.membership.seat import Seat, View
@@ -49,6 +50,7 @@ class RecoveryManager:
         newcomer: this rank has no weights of the job: it has just started, or was left out of an epoch.
         changes: of the membership, newest last.
         recover: opens the groups of the next epoch within a step, and ends this step there.
+        progress: of the user's loop.
     """
 
     def __init__(self, seat: Seat, options: FaultTolerance) -> None:
@@ -59,6 +61,7 @@ class RecoveryManager:
         self.newcomer = False
         self.changes: tuple[MembershipChange, ...] = ()
         self.recover: Callable[[], None] = _cannot_recover
+        self.progress = Progress()
         self._pool: LanePool | None = None
         self._severed = self._fetched = False
         self._noticed = 0.0
@@ -274,6 +277,7 @@ class RecoveryManager:
     def step_ended(self) -> bool:
         """The optimizers have stepped. Returns whether the step counts."""
         self.attempts += 1
+        self.progress.begun = False
         counts = not self.lost
         if self.to_skip:
             self.to_skip -= 1

@@ -58,7 +58,7 @@ def _before_step(manager: RecoveryManager, arrivals: Arrivals, module: nn.Module
         if tracker.stepped:
             tracker.end_step()  # not all optimizers made a step
             continue
-        if tracker.forward_seen:
+        if tracker.forward_seen or manager.progress.begun:
             return
         if manager.to_skip and not manager.out_of_use:
             return
@@ -118,12 +118,14 @@ def _learn(manager: RecoveryManager, engine: Engine, view: View) -> None:
 
     name = manager.seat.name
     try:
-        epoch, count, step = fetch_weights(engine, name, view.store, manager.options.open_timeout_s, check)
+        epoch, count, step, progress = fetch_weights(engine, name, view.store, manager.options.open_timeout_s, check)
     except RuntimeError as error:
         _log.warning("recovery: %s could not fetch the weights: %s", name, error)
         return
     engine.state.step, manager.round = step, count
     counts = manager.has_fetched(epoch, count)
+    if counts:
+        manager.progress.receive(progress)
     _log.info("recovery: %s has fetched the weights of step %d%s", name, step, "" if counts else ", too late")
 
 
@@ -151,9 +153,10 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
     for rank, each in enumerate(ranks):
         if each["fingerprint"] != mine["fingerprint"]:
             raise CommunicationError(f"rank {rank} trains another module, or with other options: it has to leave")
-    catch_up(manager, old, team, ranks, source, behind)
+    progress = _progress_of(manager, team, ranks, source, bool(behind or without))
+    catch_up(manager, old, team, ranks, source, behind, progress)
     if team.rank in without:
-        go_on_without(manager, old, ranks[source])
+        go_on_without(manager, old, ranks[source], progress)
     key = team.next_lane()
     nodes = team.discover_nodes([each["node"] for each in ranks])
     groups = team.open(f"lane/{key}", root.hierarchical_groups, nodes)
@@ -191,7 +194,20 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
     engine.reducer.sync = old.reducer.sync
     _take_over(engine, old)
     _align(manager, ranks, source, {*behind, *without}, team.rank)
+    if manager.newcomer:
+        manager.progress.receive(progress)
+    manager.progress.divide(ranks[source]["step"] + ranks[source]["ending"], team.rank, team.size)
     return engine
+
+
+def _progress_of(
+    manager: RecoveryManager, team: Team, ranks: Sequence[dict[str, Any]], source: int, wanted: bool
+) -> bytes:
+    """How far the user's loop is on rank `source`; empty if no rank has to know. Collective."""
+    if not wanted and not any(each["newcomer"] for each in ranks):
+        return b""
+    mine = manager.progress.report() if team.rank == source else b""
+    return team.all_gather_bytes("progress of the training loop", mine)[source]
 
 
 def _who_leads(ranks: list[dict[str, Any]]) -> tuple[int, list[int], list[int]]:
@@ -251,4 +267,5 @@ def _align(
     most = max((missed(rank) for rank, each in enumerate(ranks) if not each["newcomer"]), default=0)
     if manager.newcomer:
         manager.attempts = most + ranks[source]["step"] + ranks[source]["ending"]
-    manager.to_skip = most - missed(me) if not manager.newcomer else 0
+    skips = not (manager.newcomer or manager.progress.repeats)
+    manager.to_skip = most - missed(me) if skips else 0

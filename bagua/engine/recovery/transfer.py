@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import hashlib
 import logging
@@ -112,14 +113,16 @@ class WeightServer:
         """Whether the host has the weights, or waits no more."""
         return not self._thread.is_alive()
 
-    def offer(self, engine: Engine, epoch: int, count: int) -> None:
-        """Between two steps: take a copy for the host, if it has asked for one.
-
-        Args:
-            count: exchanges that the weights hold.
-        """
+    def offer(self, engine: Engine, epoch: int, manager: RecoveryManager) -> None:
+        """Between two steps: take a copy for the host, if it has asked for one."""
         if self._asked.is_set() and not self._given.is_set():
-            about = {"epoch": epoch, "round": count, "step": engine.step, "fingerprint": fingerprint(engine)}
+            about = {
+                "epoch": epoch,
+                "round": manager.round,
+                "step": engine.step,
+                "fingerprint": fingerprint(engine),
+                "progress": base64.b85encode(manager.progress.report()).decode("ascii"),
+            }
             self._weights = _Weights.of(engine).copy(), about
             self._given.set()
 
@@ -191,13 +194,16 @@ class Arrivals:
             if name not in self._servers:
                 timeout_s = self._manager.options.open_timeout_s
                 self._servers[name] = WeightServer(name, view.store, timeout_s, self._stopped)
-            self._servers[name].offer(engine, view.epoch, self._manager.round)
+            self._servers[name].offer(engine, view.epoch, self._manager)
 
 
 def fetch_weights(
     engine: Engine, learner: str, store: str, timeout_s: float, alert: Callable[[], object]
-) -> tuple[int, int, int]:
-    """Overwrite weights and optimizer state of `engine` with those of the job; returns their epoch, round and step.
+) -> tuple[int, int, int, bytes]:
+    """Overwrite weights and optimizer state of `engine` with those of the job.
+
+    Returns:
+        their epoch, round and step, and how far the user's loop was (see `Progress`).
 
     Args:
         learner: name of this host.
@@ -218,7 +224,7 @@ def fetch_weights(
             f"{learner}: the job trains another module than this rank, or with other options of bagua.distribute()"
         )
     _Weights.of(engine).transfer(team)
-    return int(told["epoch"]), int(told["round"]), int(told["step"])
+    return int(told["epoch"]), int(told["round"]), int(told["step"]), base64.b85decode(told["progress"])
 
 
 def fingerprint(engine: Engine) -> str:
