@@ -38,5 +38,5 @@ def refuse_ddp(module: nn.Module) -> None:
         raise RuntimeError(
             f"{type(module).__name__} is distributed by Bagua and wrapped in torch's DistributedDataParallel, which "
             f"reduces its gradients again and hides what the algorithm does; {INSTEAD} (Hugging Face Trainer and "
-            "Accelerate wrap what they prepare)"
+            "Accelerate wrap what they prepare; BaguaTrainer and BaguaAccelerator of bagua.interop do not)"
         )

@@ -25,6 +25,7 @@ __all__ = ["FOLDER", "Replicas", "check_plain", "own_storage", "require_processe
 
 FOLDER = "bagua"  # of a checkpoint: what the framework's own files do not hold
 _PROVIDED = ("process_group", "fault_tolerant")
+_SHARDED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 _log = logging.getLogger("bagua")
 
 
@@ -114,11 +115,14 @@ def check_plain(accelerator: Any, what: str) -> None:
         ValueError: names what is configured.
     """
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
-        raise ValueError(
-            f"{what}: Accelerate is configured for {kind}, which shards the model or reduces its gradients itself; "
-            "use plain data parallelism (distributed_type NO, MULTI_CPU or MULTI_GPU)"
-        )
+    # On CPUs Accelerate passes over plugins, of which it leaves a note in the environment.
+    noted = [name for name in _SHARDED if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true")]
+    for name in _SHARDED:
+        if name == kind or name in noted:
+            raise ValueError(
+                f"{what}: Accelerate is configured for {name}, which shards the model or reduces its gradients itself; "
+                "use plain data parallelism (distributed_type NO, MULTI_CPU or MULTI_GPU)"
+            )
     mesh = getattr(accelerator, "parallelism_config", None)
     if mesh is not None and any(
         getattr(mesh, f"{name}_enabled", False) for name in ("tp", "cp", "sp", "dp_shard", "dp_replicate")

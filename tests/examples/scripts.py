@@ -36,7 +36,7 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
-def start(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def start(*words: str | Path, wait_s: float = 150) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments, outside any job, and return what it printed."""
     job = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in job}
@@ -47,6 +47,6 @@ def start(*words: str | Path) -> subprocess.CompletedProcess[str]:
         env=env,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=wait_s,
         check=False,
     )

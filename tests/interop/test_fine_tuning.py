@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rank_pool import RankPool
+from tests.interop.conftest import Loops
 
 for _package in ("transformers", "accelerate", "peft", "trl"):
     pytest.importorskip(_package, reason=f"needs {_package}; `make test-interop` runs it")
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 from tests.interop import fine_tuning_runs as runs  # noqa: E402
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "local_sgd"])
-def test_adapters_alone_are_exchanged(pool: RankPool, tmp_path: Path, algorithm: str) -> None:
-    for rank in pool.run(2, runs.adapters, str(tmp_path), algorithm):
+def test_adapters_alone_are_exchanged(loops: Loops, tmp_path: Path, algorithm: str) -> None:
+    for rank in loops.run(2, runs.adapters, str(tmp_path), algorithm):
         assert rank["unchanged"] and rank["trainable"] < rank["all"] / 4
         if algorithm == "gradient_allreduce":
             assert rank["bytes"] == pytest.approx(4 * rank["trainable"] * rank["steps"], rel=0.01)
@@ -28,9 +28,9 @@ def test_adapters_alone_are_exchanged(pool: RankPool, tmp_path: Path, algorithm:
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_supervised_fine_tuning_as_ddp(pool: RankPool, tmp_path: Path, lora: bool) -> None:
-    ddp = pool.run(2, runs.fine_tune, str(tmp_path), None, lora, timeout_s=160)
-    ours = pool.run(2, runs.fine_tune, str(tmp_path), "gradient_allreduce", lora)
+def test_supervised_fine_tuning_as_ddp(loops: Loops, tmp_path: Path, lora: bool) -> None:
+    ddp = loops.run(2, runs.fine_tune, str(tmp_path), None, lora)
+    ours = loops.run(2, runs.fine_tune, str(tmp_path), "gradient_allreduce", lora)
     for theirs, mine in zip(ddp, ours, strict=True):
         assert theirs["wrapped"] == "DistributedDataParallel" != mine["wrapped"]
         assert len(mine["losses"]) == 6

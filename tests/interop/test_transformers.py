@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rank_pool import RankPool
+from tests.interop.conftest import Loops
 
 pytest.importorskip("transformers", reason="needs transformers; `make test-interop` runs it")
 pytest.importorskip("accelerate", reason="needs accelerate; `make test-interop` runs it")
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 from tests.interop import trainer_runs as runs  # noqa: E402
 
@@ -29,10 +29,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_as_ddp(pool: RankPool, tmp_path: Path, setting: str) -> None:
+def test_as_ddp(loops: Loops, tmp_path: Path, setting: str) -> None:
     changes = SETTINGS[setting]
-    ddp = pool.run(2, runs.train, str(tmp_path), None, changes)
-    ours = pool.run(2, runs.train, str(tmp_path), "gradient_allreduce", changes)
+    ddp = loops.run(2, runs.train, str(tmp_path), None, changes)
+    ours = loops.run(2, runs.train, str(tmp_path), "gradient_allreduce", changes)
     for theirs, mine in zip(ddp, ours, strict=True):
         assert theirs["wrapped"] == "DistributedDataParallel" and mine["wrapped"] == "BertForSequenceClassification"
         assert len(mine["losses"]) == runs.STEPS and mine["steps"] == runs.STEPS
@@ -42,32 +42,32 @@ def test_as_ddp(pool: RankPool, tmp_path: Path, setting: str) -> None:
     torch.testing.assert_close(ours[0]["weights"], ours[1]["weights"], rtol=0, atol=0)
 
 
-def test_bf16_is_not_full_precision(pool: RankPool, tmp_path: Path) -> None:
-    full = pool.run(2, runs.train, str(tmp_path), "gradient_allreduce", {})
-    half = pool.run(2, runs.train, str(tmp_path), "gradient_allreduce", {"bf16": True})
+def test_bf16_is_not_full_precision(loops: Loops, tmp_path: Path) -> None:
+    full = loops.run(2, runs.train, str(tmp_path), "gradient_allreduce", {})
+    half = loops.run(2, runs.train, str(tmp_path), "gradient_allreduce", {"bf16": True})
     assert half[0]["losses"] != full[0]["losses"]
     assert half[0]["losses"] == pytest.approx(full[0]["losses"], rel=0.1)
 
 
-def test_bytes(pool: RankPool, tmp_path: Path) -> None:
-    exact = pool.run(2, runs.train, str(tmp_path), "gradient_allreduce", {})[0]
-    every_batch = pool.run(2, runs.train, str(tmp_path), "gradient_allreduce", {"gradient_accumulation_steps": 1})[0]
-    compressed = pool.run(2, runs.train, str(tmp_path), "bytegrad", {})[0]
+def test_bytes(loops: Loops, tmp_path: Path) -> None:
+    exact = loops.run(2, runs.train, str(tmp_path), "gradient_allreduce", {})[0]
+    every_batch = loops.run(2, runs.train, str(tmp_path), "gradient_allreduce", {"gradient_accumulation_steps": 1})[0]
+    compressed = loops.run(2, runs.train, str(tmp_path), "bytegrad", {})[0]
     assert exact["bytes"] == every_batch["bytes"], "batches that are accumulated send nothing"
     assert exact["bytes"] == pytest.approx(exact["params"] * 4 * runs.STEPS, rel=0.01)
     assert exact["bytes"] / compressed["bytes"] == pytest.approx(4, rel=0.05)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_resumed_training_goes_on_as_if_it_had_not_ended(pool: RankPool, tmp_path: Path, algorithm: str) -> None:
-    ranks = pool.run(2, runs.resume, str(tmp_path), algorithm, {})
+def test_a_resumed_training_goes_on_as_if_it_had_not_ended(loops: Loops, tmp_path: Path, algorithm: str) -> None:
+    ranks = loops.run(2, runs.resume, str(tmp_path), algorithm, {})
     for rank in ranks:
         assert rank["again"] == rank["through"]
     torch.testing.assert_close(ranks[0]["weights"], ranks[1]["weights"], rtol=0, atol=0)
 
 
-def test_residuals_are_resumed(pool: RankPool, tmp_path: Path) -> None:
-    for rank in pool.run(2, runs.resume, str(tmp_path), "bytegrad", {"bf16": True}, {"codec": "int4"}):
+def test_residuals_are_resumed(loops: Loops, tmp_path: Path) -> None:
+    for rank in loops.run(2, runs.resume, str(tmp_path), "bytegrad", {"bf16": True}, {"codec": "int4"}):
         assert rank["again"] == rank["through"]
     (files,) = (tmp_path / "checkpoint-3" / "bagua").iterdir()
     assert {path.name for path in files.iterdir()} == {
@@ -86,8 +86,8 @@ def test_residuals_are_resumed(pool: RankPool, tmp_path: Path) -> None:
     ],
 )
 def test_another_algorithm_starts_anew(
-    pool: RankPool, tmp_path: Path, saved_with: str | None, algorithm: str, said: str
+    loops: Loops, tmp_path: Path, saved_with: str | None, algorithm: str, said: str
 ) -> None:
-    first, second = pool.run(2, runs.resume_from, str(tmp_path), saved_with, algorithm)
+    first, second = loops.run(2, runs.resume_from, str(tmp_path), saved_with, algorithm)
     assert any(said in message for message in first["messages"]), first["messages"]
     assert second["messages"] == [] and first["finite"] and len(first["losses"]) == 3
