@@ -7,6 +7,7 @@ import random
 import signal
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,7 +120,8 @@ def _measure(
     typical = step_s(processes, began, first)
     fault_free = _rate(processes, began, first)
     during = _rate(processes, first, over)
-    lost = lost_s(processes, first, settled, typical) if typical else None
+    causes = [each.at for each in done]
+    lost = lost_s(processes, first, settled, typical, causes) if typical else None
     per_fault = lost / len(done) if lost is not None and done else None
     compared, unequal = differing(step for process in processes for step in process.steps)
     return {
@@ -145,16 +147,25 @@ def _rate(processes: list[Process], begin: float, end: float) -> float | None:
     return len(made) / (end - begin) if end - begin > 1 else None
 
 
-def lost_s(processes: list[Process], begin: float, end: float, typical_s: float) -> float:
-    """Return for how long no rank of the job trained, beyond the time of a step: the sum of all pauses."""
+def lost_s(processes: list[Process], begin: float, end: float, typical_s: float, causes: Sequence[float] = ()) -> float:
+    """Return for how long no rank of the job trained because of faults, beyond the time of a step.
+
+    Args:
+        causes: times of faults. Pauses in which one of them lies, or a change of the members, count. Others are those
+            of a busy machine.
+    """
     ends: dict[int, float] = {}
+    causes = [*causes, *(change["begin"] for process in processes for change in process.changes)]
     for process in processes:
         for step in process.trained:
             if begin <= step.end <= end:
                 ends[step.step] = min(step.end, ends.get(step.step, step.end))
     times = [begin, *sorted(ends.values()), end]
-    pauses = [after - before for before, after in itertools.pairwise(times)]
-    return sum(pause - typical_s for pause in pauses if pause > 2 * typical_s)
+    return sum(
+        b - a - typical_s
+        for a, b in itertools.pairwise(times)
+        if b - a > 2 * typical_s and any(a <= cause <= b for cause in causes)
+    )
 
 
 def growth(processes: list[Process], after: float) -> dict[str, float]:

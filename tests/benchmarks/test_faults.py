@@ -112,7 +112,10 @@ def test_states_for_the_timeline() -> None:
 
 def test_time_without_training_and_growth() -> None:
     found = lost_and_back()
-    assert chaos.lost_s(found, 10.0, 20.0, 0.1) == pytest.approx(0.6 - 0.1 + 0.0, abs=0.15)
+    assert chaos.lost_s(found, 10.0, 19.5, 0.1, [12.05]) == pytest.approx(0.5)  # from step 19 to step 20
+    for each in found:
+        each.changes = []
+    assert chaos.lost_s(found, 10.0, 19.5, 0.1, [15.0]) == 0.0  # no pause was there then
     held = {"threads": 5, "descriptors": 10, "sockets": 3, "memory_kb": 1000}
     found[0].resources = [
         {"resources": held, "launcher": held, "at": 11.0},

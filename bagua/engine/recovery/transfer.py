@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +106,7 @@ class WeightServer:
         self._learner, self._address, self._timeout_s, self._stopped = learner, store, timeout_s, stopped
         self._asked, self._given = threading.Event(), threading.Event()
         self._weights: tuple[_Weights, dict[str, Any]] | None = None
+        self._requests: Any = None  # the store, once it is connected
         self._thread = threading.Thread(target=self._run, name="bagua-weights", daemon=True)
         self._thread.start()
 
@@ -131,7 +133,7 @@ class WeightServer:
 
     def _run(self) -> None:
         try:
-            nonce = ""
+            nonce: str | None = ""
             while self._waited_for():
                 nonce = self._await_request(nonce)
                 if nonce is None:
@@ -145,7 +147,8 @@ class WeightServer:
                 self._asked.clear()
                 self._given.clear()
                 try:
-                    team = _team(0, self._address, self._learner, nonce, self._timeout_s, self._check)
+                    check = partial(self._check_request, nonce)
+                    team = _team(0, self._address, self._learner, nonce, self._timeout_s, check)
                     team.broadcast_bytes(_WHAT, encode(about))
                     weights.transfer(team)
                     _log.info("recovery: %s has been given the weights of step %d", self._learner, about["step"])
@@ -158,16 +161,27 @@ class WeightServer:
         if not self._waited_for():
             raise CommunicationError(f"{self._learner} does not wait any more")
 
+    def _check_request(self, nonce: str) -> None:
+        """A rank that was killed does not come any more; the one that is started instead asks anew."""
+        self._check()
+        if self._newest_request() != nonce:
+            raise CommunicationError(f"{self._learner} has asked again")
+
     def _await_request(self, last: str) -> str | None:
         """The next request, which is not `last`; None if the host waits no more."""
-        store: Any = connect_store(self._address, _key(self._learner), self._timeout_s, self._check)
+        if self._requests is None:
+            self._requests = connect_store(self._address, _key(self._learner), self._timeout_s, self._check)
         while self._waited_for():
-            if store.check(["request"]):
-                nonce = bytes(store.get("request")).decode("ascii", "replace")
-                if nonce != last:
-                    return nonce
+            nonce = self._newest_request()
+            if nonce not in ("", last):
+                return nonce
             time.sleep(_POLL_S)
         return None
+
+    def _newest_request(self) -> str:
+        """Of the host; it may be that of a rank that was killed."""
+        store = self._requests
+        return bytes(store.get("request")).decode("ascii", "replace") if store.check(["request"]) else ""
 
 
 class Arrivals:
