@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 import bagua
 from bagua.engine.hooks import attachments
+from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.transfer import WeightServer, fetch_weights
+from tests.engine.scripted_seat import ScriptedSeat, view
 from tests.rank_threads import teams
 
 pytestmark = pytest.mark.process  # it takes a second
@@ -42,6 +44,7 @@ def test_the_request_of_a_rank_that_was_killed_is_not_waited_for(served: tuple[A
     store, address = served
     (theirs, giver), (mine, taker) = make(1.0), make(2.0)
     dist.PrefixStore("bagua/weights/n1", store).set("request", "of a rank that was killed")
+    manager = RecoveryManager(ScriptedSeat(view(1, "n0"), ()), bagua.FaultTolerance())
     before = store.num_keys()
     stopped, fetched = threading.Event(), threading.Event()
     server = WeightServer("n1", address, TRANSFER_S, stopped)
@@ -59,7 +62,7 @@ def test_the_request_of_a_rank_that_was_killed_is_not_waited_for(served: tuple[A
     learner.start()
     try:
         for _ in range(round(LIMIT_S / 0.02)):
-            server.offer(giver, 1, 0)
+            server.offer(giver, 1, manager)
             if store.num_keys() > before:
                 taken.set()
             if fetched.wait(0.02):
