@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from digits import DigitsNet, accuracy, add_elastic_options, load_data, make_optimizer
+from digits import DigitsNet, accuracy, add_elastic_options, load_data, make_optimizer, make_options
 from torch.nn import functional as F
 
 import bagua
@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     train, test = load_data()
     images, labels = train.tensors
     model = DigitsNet()
-    optimizer = make_optimizer(args.algorithm, model.parameters(), args.lr, sgd_lr=0.05)
-    bagua.distribute(model, optimizer, args.algorithm, fault_tolerant=True)
+    small = 0.01 if args.algorithm == "diloco" else 0.05
+    optimizer = make_optimizer(args.algorithm, model.parameters(), args.lr, sgd_lr=small)
+    bagua.distribute(model, optimizer, args.algorithm, fault_tolerant=True, **make_options(args.algorithm))
     now = bagua.stats(model)
     print(f"rank {now.rank} of {now.size} begins at step {now.steps}", flush=True)
     known = 0

@@ -173,7 +173,9 @@ def train_steps(pipe: Connection, job: Line) -> None:
     tolerance = bagua.FaultTolerance(seat=seat, max_blocked_s=90.0)
     if job["at_commit"] is not None and job["at_commit"][0] == place:
         watch_commit(pipe, *job["at_commit"])
-    bagua.distribute(model, optimizer, job["algorithm"], fault_tolerant=tolerance, **options)
+    bagua.distribute(
+        model, optimizer, job["algorithm"], fault_tolerant=tolerance, bucket_bytes=job["bucket_bytes"], **options
+    )
     generator = torch.Generator().manual_seed(place)
     target = job["pull"] * (-1) ** place
     pipe.send({"begins": bagua.stats(model).steps, "digest": digest(model)})
@@ -333,6 +335,7 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
         "dies_in_exchange": None,
         "pull": 0.0,
         "gossip": False,
+        "bucket_bytes": None,
         **job,
     }
     given.setdefault("options_of_arrival", {})

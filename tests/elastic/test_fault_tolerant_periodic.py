@@ -76,3 +76,71 @@ def test_a_rank_that_lacks_an_exchange_that_counts_gets_it_from_another(server: 
         job.wait_for([0], lambda line: line.get("attempt", 0) >= end_of, "step")
         job.go_on(1)
         check_survivors(job, [0, 1], "n2", exact=False)
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", pytest.param("local_sgd", marks=pytest.mark.slow)])
+def test_a_rank_that_arrives_gets_the_outer_state(server: ForkServer, algorithm: str) -> None:
+    with start(server, 2, algorithm) as job:
+        job.wait_for([0, 1], lambda line: line.get("steps", 0) >= 10, "step 10")
+        place = job.arrive()
+        ends = check_survivors(job, [0, 1, place], None)
+    assert moves(ends[0]) == moves(ends[1]) == [((), ("n2",))]
+    begins = next(line for line in job.lines[place] if "begins" in line)
+    held = {line["steps"]: line["digest"] for lines in job.lines[:2] for line in lines if "steps" in line}
+    assert begins["digest"] in held.values() and begins["begins"] >= 10, "the weights of a rank that trained"
+
+
+def test_a_gradient_step_before_the_local_ones_is_lost_on_all(server: ForkServer) -> None:
+    """Steps are counted for all parameters at once: the lost one counts on no rank."""
+    with start(server, 3, "zero_one_adam", steps=24) as job:
+        job.signal_at(1, 6, signal.SIGKILL)
+        check_survivors(job, [0, 2], "n1", exact=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["launched", "exchanged", "committed"])
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("algorithm", PERIODIC)
+def test_a_rank_that_dies_in_an_exchange(server: ForkServer, algorithm: str, place: int, point: str) -> None:
+    end_of = 20 + PERIODIC[algorithm][1][1] - 1
+    with start(server, 3, algorithm, at_commit=[place, end_of, point, "die"]) as job:
+        check_survivors(job, [each for each in range(3) if each != place], f"n{place}", exact=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", [20, 21, 23])
+@pytest.mark.parametrize("algorithm", PERIODIC)
+def test_a_rank_that_dies_in_the_optimizers_step(server: ForkServer, algorithm: str, attempt: int) -> None:
+    with start(server, 3, algorithm, dies_in_step=[1, attempt]) as job:
+        check_survivors(job, [0, 2], "n1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", [20, 21, 22, 23])
+def test_delayed_rounds_of_fragments(server: ForkServer, attempt: int) -> None:
+    with start(server, 3, "diloco", options=DELAYED, dies_in_step=[1, attempt], bucket_bytes=4096) as job:
+        ends = job.ends([0, 2])
+    assert len({end["outer"] for end in ends}) == 1 and len({end["steps"] for end in ends}) == 1
+    assert moves(ends[0]) == moves(ends[1]) == [(("n1",), ())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", PERIODIC)
+def test_a_lost_rank_is_replaced(server: ForkServer, algorithm: str) -> None:
+    with start(server, 3, algorithm, changes=[2, 2, 2, 1]) as job:
+        job.signal_at(0, 22, signal.SIGKILL)
+        job.wait_for([1, 2], lambda line: line.get("steps", 0) >= 30, "step without the lost rank")
+        place = job.arrive()
+        ends = check_survivors(job, [1, 2, place], None, exact=False)
+    assert moves(ends[0]) == moves(ends[1]) == [(("n0",), ()), ((), ("n3",))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", PERIODIC)
+def test_a_stopped_rank_joins_again_when_it_wakes(server: ForkServer, algorithm: str) -> None:
+    with start(server, 3, algorithm, detect_s=4.0, changes=[1, 2, 2]) as job:
+        job.signal_at(0, 22, signal.SIGSTOP)
+        job.wait_for([1, 2], lambda line: line.get("steps", 0) >= 40, "step without the stopped rank")
+        job.resume(0)
+        ends = check_survivors(job, [0, 1, 2], None, exact=False)
+    assert moves(ends[1]) == moves(ends[2]) == [(("n0",), ()), ((), ("n0",))]

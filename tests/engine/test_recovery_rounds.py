@@ -1,0 +1,205 @@
+"""A rank is lost at each point of an interval of local steps: an exchange counts on all survivors or on none."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bagua
+from bagua.engine.context import EngineContext
+from bagua.engine.hooks import attachments
+from bagua.engine.recovery.catch_up import kept_tensors
+from tests.engine.shared_membership import SharedMembership
+from tests.rank_threads import run_teams
+
+SIZE, INTERVAL, ROUNDS = 3, 2, 4
+#: What a rank does in an interval: at "launched" its part is on its way, at "exchanged" it has the mean.
+ROUND = ["start"] * INTERVAL + ["launched", "exchanged", "finish", "committed"]
+PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False}  # the outer step takes the mean of the weights
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    """As of a launcher; another one for each job, since the numbers of epochs are parts of keys."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    served = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    yield f"127.0.0.1:{port}"
+    del served
+
+
+class Killed(BaseException):
+    """This rank is lost."""
+
+
+class Script:
+    """Ranks that train, of which one is lost and another one may hold until that is known.
+
+    Args:
+        place: of the rank that is lost.
+        dies: number of the event at which it is lost.
+        holds: number of the event at which the rank after it holds; None: it does not.
+    """
+
+    _runs = itertools.count()
+
+    def __init__(self, store: str, place: int, dies: int, holds: int | None) -> None:
+        run = next(self._runs)
+        self.names = [f"r{run}h{rank}" for rank in range(SIZE)]
+        self.place, self.dies = place, dies
+        self.holder, self.holds = (place + 1) % SIZE, holds
+        self.members = SharedMembership(self.names, store, self.event)
+        self.events: dict[str, list[str]] = {name: [] for name in self.names}
+        self.here = threading.local()
+
+    def event(self, name: str, what: str) -> None:
+        """A rank has come to a point."""
+        number = len(self.events[name])
+        self.events[name].append(what)
+        rank = self.names.index(name)
+        if rank == self.place and number == self.dies:
+            raise Killed
+        if rank == self.holder and number == self.holds:
+            with self.members.changed:
+                assert self.members.changed.wait_for(lambda: self.members.epoch.number > 1, 60)
+
+    def commit(self, context: EngineContext, original: Any) -> None:
+        """In place of `EngineContext.commit`."""
+        self.event(self.here.name, "launched")
+        context.wait()
+        self.event(self.here.name, "exchanged")
+        original(context)
+        self.event(self.here.name, "committed")
+
+    def train(self, team: Any, algorithm: Any, make_optimizer: Any) -> dict[str, Any] | None:
+        """One rank. Step by step its weights grow by one in the place of its rank."""
+        self.here.name = name = self.names[team.rank]
+        model = nn.Linear(SIZE, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = make_optimizer(model.parameters())
+        options = bagua.FaultTolerance(seat=self.members.seat(name), max_blocked_s=60)
+        bagua.distribute(model, optimizer, algorithm, fault_tolerant=options)
+        direction = -torch.eye(SIZE)[team.rank : team.rank + 1]
+        try:
+            while bagua.stats(model).steps < ROUNDS * INTERVAL:
+                model(direction).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except Killed:
+            self.members.lose(name)
+            failures = attachments[model].engine.failures
+            assert failures.recovery is not None
+            failures.recovery.sever()
+            failures.give_up()
+            return None
+        stats, kept = bagua.stats(model), kept_tensors(attachments[model].engine)
+        ended = {
+            "weights": model.weight.detach().clone()[0],
+            "kept": {key: tensor.clone() for key, tensor in kept.items()},
+            "changes": stats.membership,
+            "steps": stats.steps,
+        }
+        bagua.detach(model)
+        return ended
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """Steps of length 1."""
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def zero_one_adam(params: Any) -> torch.optim.Optimizer:
+    """Two exact steps, then intervals of `INTERVAL` steps."""
+    return bagua.optim.ZeroOneAdam(params, lr=0.1, var_freeze_step=1, local_step_scaler=1, local_step_clipper=INTERVAL)
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    store: str,
+    algorithm: Any,
+    place: int,
+    dies: int,
+    holds: int | None = None,
+    make_optimizer: Any = sgd,
+) -> tuple[Script, list[dict[str, Any]]]:
+    """Train; returns what the survivors end with."""
+    script, original = Script(store, place, dies, holds), EngineContext.commit
+    monkeypatch.setattr(EngineContext, "commit", lambda context: script.commit(context, original))
+    ends = run_teams(SIZE, script.train, algorithm, make_optimizer)
+    monkeypatch.undo()
+    assert ends[place] is None, "the rank that was to be lost has not been"
+    return script, [end for end in ends if end is not None]
+
+
+def check(script: Script, ends: list[dict[str, Any]]) -> None:
+    """All survivors have made all steps, and hold the same."""
+    first = ends[0]
+    for end in ends:
+        assert end["steps"] == ROUNDS * INTERVAL
+        assert torch.equal(end["weights"], first["weights"])
+        assert end["kept"].keys() == first["kept"].keys()
+        assert all(torch.equal(tensor, first["kept"][key]) for key, tensor in end["kept"].items())
+        assert [change.lost for change in end["changes"] if change.lost] == [(script.names[script.place],)]
+        assert not any(change.skipped for change in end["changes"])
+
+
+def check_sums(script: Script, ends: list[dict[str, Any]]) -> None:
+    """The lost rank took part in whole exchanges only, and all steps of the survivors are in the means."""
+    weights = ends[0]["weights"]
+    assert weights.sum().item() == pytest.approx(ROUNDS * INTERVAL, rel=1e-5)
+    rounds = weights[script.place].item() * SIZE / INTERVAL
+    assert rounds == pytest.approx(round(rounds), abs=1e-4)
+    # Its last exchange counts if it counted on one survivor when the epoch was decided.
+    assert round(rounds) == max(script.members.reports[0].values())
+    if script.holds is None:  # no rank took over another's place
+        others = [weights[rank].item() for rank in range(SIZE) if rank != script.place]
+        assert others == pytest.approx([others[0]] * len(others), rel=1e-5)
+
+
+def points(num_rounds: int = 2) -> list[tuple[int, int | None]]:
+    """When a rank dies and another one holds, so that the first one gets there."""
+    sequence = ROUND * num_rounds
+    found: list[tuple[int, int | None]] = []
+    for dies in range(len(sequence)):
+        found.append((dies, None))
+        for holds in range(len(sequence)):
+            blocked = next((at for at in range(holds + 1, len(sequence)) if sequence[at] == "launched"), len(sequence))
+            if dies <= blocked:
+                found.append((dies, holds))
+    return found
+
+
+# Between two exchanges; with the exchange on its way; with a mean that counts on another survivor, or on none.
+CHOSEN = [(1, None), (2, 0), (6, 3), (9, 10), (8, 9)]
+
+
+@pytest.mark.parametrize(("dies", "holds"), CHOSEN)
+def test_a_rank_is_lost(monkeypatch: pytest.MonkeyPatch, store: str, dies: int, holds: int | None) -> None:
+    algorithm = bagua.algorithms.LocalSGD(communication_interval=INTERVAL)
+    script, ends = run(monkeypatch, store, algorithm, 2, dies, holds)
+    check(script, ends)
+    check_sums(script, ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize(("dies", "holds"), points())
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+def test_a_rank_is_lost_anywhere(
+    monkeypatch: pytest.MonkeyPatch, store: str, name: str, place: int, dies: int, holds: int | None
+) -> None:
+    options = PLAIN if name == "diloco" else {}
+    algorithm = bagua.algorithms.get(name, communication_interval=INTERVAL, **options)
+    script, ends = run(monkeypatch, store, algorithm, place, dies, holds)
+    check(script, ends)
+    check_sums(script, ends)
