@@ -75,6 +75,37 @@ def test_every_sample_once_while_the_number_of_ranks_changes(seed: int, drop_las
         assert len(counts) == len(DATA) and len(seen) - len(DATA) < size
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_the_batch_of_all_ranks_stays_the_same(seed: int, drop_last: bool) -> None:
+    """Each step uses the next samples of the order, whatever the number of ranks; shares differ by one at most."""
+    rng = random.Random(seed)
+    order = list(ranks(1)[0])
+    batch, state = rng.randint(5, 12), None
+    for step in range(-(-len(order) // batch)):
+        samplers = ranks(rng.randint(1, 5), state, drop_last=drop_last, global_batch_size=batch)
+        expected = order[step * batch : (step + 1) * batch]
+        if drop_last and len(expected) < batch:
+            assert all(len(sampler) == 0 and list(sampler) == [] for sampler in samplers)
+            break
+        assert {len(sampler) for sampler in samplers} == {-(-(len(order) - step * batch) // batch) - (
+            drop_last and len(order) % batch > 0
+        )}  # fmt: skip
+        shares = take(samplers, 1)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        missing = max(len(shares) - len(expected), 0)  # each rank has one sample at least
+        assert sorted(index for share in shares for index in share) == sorted(expected + order[:missing])
+        state = samplers[0].state_dict()
+        left = len(order) - (step + 1) * batch
+        assert len(order) - state["position"] == (0 if left < (batch if drop_last else 1) else left)
+
+
+def test_more_ranks_than_the_batch_has_samples() -> None:
+    samplers = ranks(5, global_batch_size=2)
+    assert [len(share) for share in take(samplers, 1)] == [1] * 5
+    assert samplers[0].position == 5
+
+
 def test_a_loader_that_runs_ahead_is_not_counted(pool: RankPool) -> None:
     pool.run(1, count_what_a_loader_gives, init=False, fresh=True)
 
@@ -114,7 +145,15 @@ def test_wrong_arguments_are_named() -> None:
         Sampler(DATA, num_replicas=2, rank=2)
     with pytest.raises(RuntimeError, match="num_replicas and rank"):
         Sampler(DATA)
+    for wrong in (0, True, 2.0):
+        with pytest.raises(ValueError, match="global_batch_size: expected an integer >= 1"):
+            Sampler(DATA, num_replicas=1, rank=0, global_batch_size=wrong)  # pyright: ignore[reportArgumentType]
+    batches = Sampler(DATA, num_replicas=1, rank=0, global_batch_size=2)
+    with pytest.raises(TypeError, match="loader: pass this sampler as batch_sampler"):
+        batches.track(DataLoader(HUNDRED, sampler=batches))
     sampler = Sampler(DATA, num_replicas=1, rank=0)
+    with pytest.raises(TypeError, match="loader: pass this sampler as sampler"):
+        sampler.track(DataLoader(HUNDRED, batch_sampler=sampler))
     with pytest.raises(ValueError, match="epoch"):
         sampler.set_epoch(-1)
     with pytest.raises(ValueError, match="sampler: seed was 0 and is 1"):
