@@ -86,8 +86,8 @@ def test_a_rank_that_arrives_gets_the_outer_state(server: ForkServer, algorithm:
         ends = check_survivors(job, [0, 1, place], None)
     assert moves(ends[0]) == moves(ends[1]) == [((), ("n2",))]
     begins = next(line for line in job.lines[place] if "begins" in line)
-    held = {line["steps"]: line["digest"] for lines in job.lines[:2] for line in lines if "steps" in line}
-    assert begins["digest"] in held.values() and begins["begins"] >= 10, "the weights of a rank that trained"
+    held = {line["digest"] for lines in job.lines[:2] for line in lines if "steps" in line}  # replicas differ
+    assert begins["digest"] in held and begins["begins"] >= 10, "the weights of a rank that trained"
 
 
 def test_a_gradient_step_before_the_local_ones_is_lost_on_all(server: ForkServer) -> None:
