@@ -31,6 +31,8 @@ class ByteGrad(GradientAllReduce):
         codec: the codec on the wire, "minmax_uint8" with blocks of 1024 elements by default.
         error_feedback: add the compression error of one step to the next; at most 8 bytes of state per element. None
             (default) does so for codecs with less than 8 bits per element that are biased, as all but "eden" are.
+        running_scale: divide each element by the root of its running mean magnitude before it is encoded; 4 bytes of
+            state per element. None (default) does so for "eden" without error feedback.
 
     Bytes: about 2 (R-1)/R bytes per element sent, a quarter of an all-reduce in fp32.
     Source: Bagua 0.9's ByteGrad (its documentation; arXiv:2107.01499 section 3).

@@ -1,10 +1,10 @@
-"""Default of `error_feedback`, depending on the codec."""
+"""Defaults of `error_feedback` and `running_scale`, depending on the codec."""
 
 from __future__ import annotations
 
 from bagua.codecs import Codec
 
-__all__ = ["fit_feedback"]
+__all__ = ["fit_feedback", "fit_running_scale"]
 
 
 def fit_feedback(wanted: bool | None, codec: Codec) -> bool:
@@ -17,3 +17,8 @@ def fit_feedback(wanted: bool | None, codec: Codec) -> bool:
         return wanted
     many = 1 << 20
     return not (codec.linear or codec.lossless or codec.unbiased) and codec.wire_bytes(many) < many
+
+
+def fit_running_scale(wanted: bool | None, codec: Codec, feedback: bool) -> bool:
+    """Resolve `running_scale`: None becomes true for an unbiased codec, unless errors are fed back."""
+    return codec.unbiased and not feedback if wanted is None else wanted

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context, LostStep
-from bagua.algorithms.feedback import fit_feedback
+from bagua.algorithms.feedback import fit_feedback, fit_running_scale
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
@@ -30,6 +30,8 @@ class GradientAllReduce(Algorithm):
             `ByteGrad` is with "minmax_uint8".
         error_feedback: add the compression error of one step to the next. None (default) does so for codecs with
             less than 8 bits per element, which do not converge without, unless they are unbiased as "eden" is.
+        running_scale: divide each element by the root of its running mean magnitude before it is encoded; 4 bytes of
+            state per element. None (default) does so for "eden" without error feedback.
 
     Bytes: 2 (R-1)/R times the encoded gradients, sent per rank.
     Source: arXiv:2107.01499 (Bagua), section 2.
@@ -47,6 +49,7 @@ class GradientAllReduce(Algorithm):
     average: bool = True
     codec: str | Codec = "identity"
     error_feedback: bool | None = None
+    running_scale: bool | None = None
 
     def __post_init__(self) -> None:
         _ = self.exchange  # refuse what does not mix now, not in the middle of a run
@@ -55,12 +58,14 @@ class GradientAllReduce(Algorithm):
     def exchange(self) -> Exchange:
         """The mean of all ranks through the codec, maybe among leaders only."""
         codec = codecs.get(self.codec)
+        feedback = fit_feedback(self.error_feedback, codec)
         return mix(
             "complete",
             codec,
             hierarchical=bool(self.hierarchical),
-            error_feedback=fit_feedback(self.error_feedback, codec),
+            error_feedback=feedback,
             average=self.average,
+            running_scale=fit_running_scale(self.running_scale, codec, feedback),
         )
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:

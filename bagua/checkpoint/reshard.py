@@ -32,7 +32,7 @@ __all__ = ["for_other_size", "load_algorithm", "mean_module", "mean_optimizer"]
 
 # By class and name of the tensor. Classes of users say it in a class variable `resharding`.
 _EXCHANGES: dict[type, dict[str, str]] = {
-    ScatterGather: {"residual": "mean", "chunk_residual": "chunks"},
+    ScatterGather: {"residual": "mean", "chunk_residual": "chunks", "magnitude": "equal"},
     PowerSGD: {"right": "equal", "error": "mean"},
     DifferenceGossip: {"me": "weights", "peers": "weights"},
 }

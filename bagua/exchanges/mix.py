@@ -29,6 +29,7 @@ def mix(
     hierarchical: bool = False,
     error_feedback: bool = False,
     average: bool = True,
+    running_scale: bool = False,
 ) -> Exchange:
     """Return the exchange that averages over `topology` with `codec` on the wire.
 
@@ -38,6 +39,8 @@ def mix(
         hierarchical: exact within a node, the rest between nodes.
         error_feedback: add the compression error of one step to the next (complete topology, lossy codec).
         average: mean if true, else sum (complete topology only).
+        running_scale: divide each element by the root of its running mean magnitude before it is encoded (complete
+            topology, a codec that is lossy and not linear); see `ScatterGather`.
 
     Raises:
         ValueError: a name is unknown, or two parts cannot be combined; names both.
@@ -55,6 +58,9 @@ def mix(
             else "the replicas of a sparse topology already remember what was lost"
         )
         raise ValueError(f"error_feedback=True cannot be combined with {other}: {reason}")
+    if running_scale and (codec.linear or not topology.complete):
+        other = f"codec {codec.name!r}, which loses too little" if codec.linear else f"topology {topology.name!r}"
+        raise ValueError(f"running_scale=True cannot be combined with {other}")
     if not average and not topology.complete:
         raise ValueError(f"average=False cannot be combined with topology {topology.name!r}: gossip has no sum")
     exchange: Exchange
@@ -62,7 +68,7 @@ def mix(
         if codec.linear:
             exchange = AllReduce(codec, average)
         else:
-            exchange = ScatterGather(codec, error_feedback, average)
+            exchange = ScatterGather(codec, error_feedback, average, running_scale)
     elif codec.linear:
         exchange = Gossip(topology, codec)
     else:

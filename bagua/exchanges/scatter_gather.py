@@ -14,6 +14,7 @@ from bagua.comm.pipelined import scatter_gather_rows
 from bagua.exchanges.base import Exchange, State
 from bagua.exchanges.payload_source import PayloadSource, Piece
 from bagua.exchanges.rows import PartRows, WholeRows, takes_parts
+from bagua.exchanges.running_scale import scale_from_magnitude, update_magnitude
 
 __all__ = ["ScatterGather", "chunk_numel"]
 
@@ -28,12 +29,20 @@ class ScatterGather(Exchange):
     before it encodes, and keeps the new one: e += x; x' = Q(e); e -= x', once for what is sent and
     once for the chunk that is owned.
 
+    With `running_scale`, Q works on x / s, and the result is multiplied by s: s_i is the root of the running mean of
+    |x'_i|, the earlier results of element i. A codec that spreads its error evenly over a block, as `eden` does, then
+    spreads it as s. Of all scales, the root gives the least squared error for elements of such magnitudes
+    (Cauchy-Schwarz: the sum of s^2 times the sum of x^2 / s^2 is least at s^2 = |x|), and elements that are always
+    small get less of the error of large ones, which matters to optimizers that scale each element, such as Adam.
+
     Args:
         codec: any codec.
         error_feedback: keep both residuals.
         average: mean if true, else sum.
+        running_scale: divide each element by its running scale before it is encoded. Not with error feedback.
 
-    State: with error feedback, `residual` [N] and `chunk_residual` [C].
+    State: with error feedback, `residual` [N] and `chunk_residual` [C]; with a running scale, `magnitude` [N] in fp32,
+        equal on all ranks.
     Bytes: 2 (R-1) encoded chunks of C = N/R elements (rounded up to 16), sent per rank.
     Source: Bagua 0.9's ByteGrad; error feedback on both sides as in arXiv:1905.05957 (DoubleSqueeze), section 3.
     Differs: chunks need no padding of the bucket, and the average is taken in fp32 for every payload type.
@@ -45,15 +54,20 @@ class ScatterGather(Exchange):
     codec: Codec
     error_feedback: bool = False
     average: bool = True
+    running_scale: bool = False
 
     def __post_init__(self) -> None:
+        if self.running_scale and (self.error_feedback or self.codec.lossless):
+            other = "error_feedback=True" if self.error_feedback else f"codec {self.codec.name!r}, which loses nothing"
+            raise ValueError(f"running_scale=True cannot be combined with {other}")
         if self.error_feedback and self.codec.lossless:
             raise ValueError(f"error_feedback=True with codec {self.codec.name!r}: a lossless codec leaves no error")
 
     @property
     def name(self) -> str:
-        """scatter_gather, the codec, and whether errors are fed back."""
-        return f"scatter_gather[{self.codec.name}{', error feedback' if self.error_feedback else ''}]"
+        """scatter_gather, the codec, and whether errors are fed back or elements scaled."""
+        extra = ", error feedback" if self.error_feedback else ", running scale" if self.running_scale else ""
+        return f"scatter_gather[{self.codec.name}{extra}]"
 
     @property
     def lossy(self) -> bool:
@@ -66,16 +80,20 @@ class ScatterGather(Exchange):
         return True
 
     def init(self, x_N: Tensor, groups: Groups) -> State:
-        """Zero residuals; nothing without error feedback or with a single rank."""
-        if not self.error_feedback or groups.size == 1:
+        """Zero residuals or magnitudes; nothing where neither is kept, or with a single rank."""
+        if groups.size == 1:
+            return {}
+        if self.running_scale:
+            return {"magnitude": torch.zeros_like(x_N, dtype=torch.float32)}
+        if not self.error_feedback:
             return {}
         chunk = torch.zeros(chunk_numel(x_N.numel(), groups.size), dtype=torch.float32, device=x_N.device)
         return {"residual": torch.zeros_like(x_N), "chunk_residual": chunk}
 
     def memory(self, state: State, n: int, lo: int, hi: int, groups: Groups) -> Sequence[Tensor]:
-        """Both residuals; that of the owned chunk where the range meets it."""
-        if not state:
-            return []
+        """Both residuals; that of the owned chunk where the range meets it. Or the magnitudes."""
+        if not self.error_feedback or not state:
+            return super().memory(state, n, lo, hi, groups)
         c, found = chunk_numel(n, groups.world.size), [state["residual"].view(-1)[lo:hi]]
         first = groups.world.rank * c
         if max(lo, first) < min(hi, first + c):
@@ -83,14 +101,29 @@ class ScatterGather(Exchange):
         return found
 
     def reads(self, x_N: Tensor) -> bool:
-        """Where the codec can encode parts of a row without temporaries."""
-        return takes_parts(self.codec, x_N)
+        """Where the codec can encode parts of a row without temporaries, and elements are not scaled."""
+        return not self.running_scale and takes_parts(self.codec, x_N)
 
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N], any N >= 0."""
         if groups.world.size == 1 or x_N.numel() == 0:
             return
-        if self.reads(x_N):
+        if not self.running_scale:
+            self._run_rows(x_N, state, groups)
+            return
+        like, buffers = (x_N.numel(),), groups.buffers
+        scale_N = scale_from_magnitude(
+            state["magnitude"].view(-1), buffers.get("scale", like, torch.float32, x_N.device)
+        )
+        y_N = x_N if x_N.dtype == torch.float32 else buffers.get("scaled", like, torch.float32, x_N.device)
+        torch.div(x_N, scale_N, out=y_N)
+        self._run_rows(y_N, {}, groups)
+        update_magnitude(state["magnitude"].view(-1), y_N.mul_(scale_N), scale_N)
+        if y_N is not x_N:
+            x_N.copy_(y_N)
+
+    def _run_rows(self, x_N: Tensor, state: State, groups: Groups) -> None:
+        if takes_parts(self.codec, x_N):
             self._run(PayloadSource(x_N, [Piece(0, x_N.numel(), x_N, 0)]), x_N, state, groups)
         else:
             self._run(None, x_N, state, groups)

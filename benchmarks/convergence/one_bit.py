@@ -1,10 +1,12 @@
 """What one and two bits for each gradient element do to a small GPT, with and without error feedback.
 
-    python -m benchmarks.convergence.one_bit [--json FILE] [--seeds 21,22] [--steps N] [--only NAMES] [--workers N]
+    python -m benchmarks.convergence.one_bit [--json FILE] [--task NAME] [--seeds 21,22] [--steps N] [--only NAMES]
+        [--workers N]
 
-A transformer on bytes of the standard library's source, 4 simulated ranks, warm-up and half a cosine. AdamW and SGD
-with momentum each have their own learning rate; nothing else differs between the rows of an optimizer. The figure is
-the validation loss after the last step. Every tenth file is held out.
+A transformer on bytes of source code, 4 simulated ranks, warm-up and half a cosine. AdamW and SGD with momentum each
+have their own learning rate; nothing else differs between the rows of an optimizer. The figure is the validation loss
+after the last step. Every tenth file is held out. The tasks `small` and `large` have the standard library as text,
+`headers` is `large` on the C++ headers of torch.
 """
 
 from __future__ import annotations
@@ -32,19 +34,37 @@ from bagua.codecs import Eden
 from benchmarks.char_lm import draw_windows, even_windows
 from benchmarks.overhead import describe_machine
 
-RANKS, BATCH, CONTEXT, WIDTH, LAYERS = 4, 4, 32, 48, 2
+RANKS, BATCH = 4, 4
 WARM = 0.1  # of the steps
-RATES = {"adamw": 4e-3, "sgd": 0.05}
-BUCKET_BYTES = 96 * 1024
+
+
+class Task(NamedTuple):
+    """A model, a text and the learning rates by optimizer."""
+
+    context: int
+    width: int
+    layers: int
+    text: str
+    rates: Mapping[str, float]
+    bucket_bytes: int
+
+
+TASKS: Mapping[str, Task] = {
+    "small": Task(32, 48, 2, "stdlib", {"adamw": 4e-3, "sgd": 0.05}, 96 * 1024),
+    "large": Task(64, 128, 3, "stdlib", {"adamw": 3e-3, "sgd": 0.05}, 1 << 20),
+    "headers": Task(64, 128, 3, "headers", {"adamw": 3e-3, "sgd": 0.05}, 1 << 20),
+}
 
 # Algorithm and options by name; None where nothing is compressed.
 ROWS: Mapping[str, Mapping[str, Any] | None] = {
     "gradient_allreduce": None,
-    "eden 1 bit": {"codec": Eden(bits=1), "error_feedback": False},
+    "eden 1 bit": {"codec": Eden(bits=1), "error_feedback": False, "running_scale": False},
+    "eden 1 bit + scale": {"codec": Eden(bits=1), "error_feedback": False, "running_scale": True},
     "sign + feedback": {"codec": "sign", "error_feedback": True},
     "eden 1 bit + feedback": {"codec": Eden(bits=1), "error_feedback": True},
     "sign": {"codec": "sign", "error_feedback": False},
-    "eden 2 bits": {"codec": Eden(bits=2), "error_feedback": False},
+    "eden 2 bits": {"codec": Eden(bits=2), "error_feedback": False, "running_scale": False},
+    "eden 2 bits + scale": {"codec": Eden(bits=2), "error_feedback": False, "running_scale": True},
     "eden 2 bits + feedback": {"codec": Eden(bits=2), "error_feedback": True},
 }
 
@@ -61,30 +81,31 @@ class Run(NamedTuple):
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.mixed = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.mixed = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
+        b, t, width = x.shape
         q, k, v = self.qkv(self.before_attention(x)).view(b, t, 3, 4, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.mixed(y.transpose(1, 2).reshape(b, t, WIDTH))
+        x = x + self.mixed(y.transpose(1, 2).reshape(b, t, width))
         return x + self.mlp(self.before_mlp(x))
 
 
 class ByteGPT(nn.Module):
     """Predicts the next byte."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: Task) -> None:
         super().__init__()
-        self.token = nn.Embedding(256, WIDTH)
-        self.position = nn.Parameter(torch.randn(CONTEXT, WIDTH) * 0.02)
-        self.blocks = nn.Sequential(*(_Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.out = nn.Linear(WIDTH, 256)
+        width = task.width
+        self.token = nn.Embedding(256, width)
+        self.position = nn.Parameter(torch.randn(task.context, width) * 0.02)
+        self.blocks = nn.Sequential(*(_Block(width) for _ in range(task.layers)))
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, 256)
         nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -93,9 +114,12 @@ class ByteGPT(nn.Module):
 
 
 @lru_cache(maxsize=1)
-def load_source() -> tuple[Tensor, Tensor, str]:
+def load_source(text: str) -> tuple[Tensor, Tensor, str]:
     """Return the bytes to train on, those held out, and a digest of both."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    if text == "stdlib":
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    else:
+        files = sorted((Path(torch.__file__).parent / "include" / "c10").rglob("*.h"))
     parts = [file.read_bytes() for file in files]
     held_out = b"".join(parts[9::10])
     train = b"".join(part for index, part in enumerate(parts) if index % 10 != 9)
@@ -104,18 +128,19 @@ def load_source() -> tuple[Tensor, Tensor, str]:
     return to_train.long(), to_test.long(), digest
 
 
-def train(job: tuple[str, str, int, int]) -> Run:
+def train(job: tuple[str, str, str, int, int]) -> Run:
     """Train 4 ranks in this process."""
-    kind, row, seed, steps = job
+    name, kind, row, seed, steps = job
+    task = TASKS[name]
     torch.set_num_threads(1)
-    started, (text, held_out, _) = time.perf_counter(), load_source()
+    started, (text, held_out, _) = time.perf_counter(), load_source(task.text)
     generator = torch.Generator().manual_seed(seed)
-    batches = [[draw_windows(text, BATCH, CONTEXT, generator) for _ in range(RANKS)] for _ in range(steps)]
+    batches = [[draw_windows(text, BATCH, task.context, generator) for _ in range(RANKS)] for _ in range(steps)]
     optimizers: dict[Tensor, torch.optim.Optimizer] = {}  # by the first parameter
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
         held = list(params)
-        rate = RATES[kind]
+        rate = task.rates[kind]
         adamw = kind == "adamw"
         made = torch.optim.AdamW(held, lr=rate) if adamw else torch.optim.SGD(held, lr=rate, momentum=0.9)
         optimizers[held[0]] = made
@@ -124,7 +149,7 @@ def train(job: tuple[str, str, int, int]) -> Run:
     def loss(module: nn.Module, rank: int, step: int) -> Tensor:
         grown = min(1.0, (step + 1) / (WARM * steps))
         for group in optimizers[next(module.parameters())].param_groups:
-            group["lr"] = RATES[kind] * grown * 0.5 * (1 + math.cos(math.pi * step / steps))
+            group["lr"] = task.rates[kind] * grown * 0.5 * (1 + math.cos(math.pi * step / steps))
         inputs, following = batches[step][rank]
         return F.cross_entropy(module(inputs).flatten(0, 1), following.flatten())
 
@@ -133,15 +158,15 @@ def train(job: tuple[str, str, int, int]) -> Run:
     result = bagua.simulate(
         algorithm,
         ranks=RANKS,
-        model=ByteGPT,
+        model=lambda: ByteGPT(task),
         loss=loss,
         steps=steps,
         optimizer=optimizer,
         seed=seed,
-        bucket_bytes=BUCKET_BYTES,
+        bucket_bytes=task.bucket_bytes,
     )
     with torch.no_grad():
-        inputs, following = even_windows(held_out, 512, CONTEXT)
+        inputs, following = even_windows(held_out, 512, task.context)
         final = F.cross_entropy(result.models[0](inputs).flatten(0, 1), following.flatten()).item()
     mb = sum(stats.total.bytes_sent for stats in result.stats) / RANKS / 1e6
     return Run(kind, row, seed, final, mb, time.perf_counter() - started)
@@ -150,7 +175,7 @@ def train(job: tuple[str, str, int, int]) -> Run:
 def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Mean loss of each row over its seeds, and the percent above gradient_allreduce on the same seeds."""
     rows = []
-    for kind in RATES:
+    for kind in ("adamw", "sgd"):
         exact = {run.seed: run.loss for run in runs if (run.optimizer, run.row) == (kind, "gradient_allreduce")}
         for name in ROWS:
             mine = [run for run in runs if (run.optimizer, run.row) == (kind, name) and run.seed in exact]
@@ -177,25 +202,30 @@ def main(argv: list[str] | None = None) -> int:
     """Run, print the table, maybe write the file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence.one_bit", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results there, after every run")
+    parser.add_argument("--task", choices=list(TASKS), default="small", help="default: %(default)s")
     parser.add_argument("--seeds", default="21,22", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
-    parser.add_argument("--optimizers", default=",".join(RATES), help="default: %(default)s")
+    parser.add_argument("--optimizers", default="adamw,sgd", help="default: %(default)s")
     parser.add_argument("--only", default=",".join(ROWS), metavar="NAMES", help="rows: %(default)s")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
     args = parser.parse_args(argv)
     kinds, names, seeds = args.optimizers.split(","), args.only.split(","), map(int, args.seeds.split(","))
-    jobs = [(kind, name, seed, args.steps) for seed in seeds for name in ROWS if name in names for kind in kinds]
+    jobs = [
+        (args.task, kind, name, seed, args.steps) for seed in seeds for name in ROWS if name in names for kind in kinds
+    ]
     runs: list[Run] = []
+    task = TASKS[args.task]
     header = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": describe_machine(),
-        "data": {"what": "the standard library's *.py", "digest": load_source()[2]},
+        "task": args.task,
+        "data": {"what": task.text, "digest": load_source(task.text)[2]},
         "steps": args.steps,
         "ranks": RANKS,
         "batch_per_rank": BATCH,
-        "context": CONTEXT,
-        "parameters": sum(param.numel() for param in ByteGPT().parameters()),
-        "rates": RATES,
+        "context": task.context,
+        "parameters": sum(param.numel() for param in ByteGPT(task).parameters()),
+        "rates": dict(task.rates),
     }
     with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
         for run in pool.map(train, jobs):

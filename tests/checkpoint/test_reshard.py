@@ -109,6 +109,17 @@ def test_what_is_owed_to_a_sum_stays_the_same(tmp_path: Path) -> None:
         torch.testing.assert_close(sum(new[key]), sum(residuals), rtol=1e-5, atol=1e-6)
 
 
+def test_running_scales_are_kept(tmp_path: Path) -> None:
+    case = Case(bagua.algorithms.ByteGrad(codec="eden", running_scale=True))
+    saved, loaded, later = change(case, 3, 2, tmp_path)
+    old, new = parts(saved, "magnitude"), parts(loaded, "magnitude")
+    assert old and any(copies[0].any() for copies in old.values())
+    for key, copies in old.items():
+        assert len(copies) == 3 and len(new[key]) == 2
+        assert all(torch.equal(each, copies[0]) for each in [*copies, *new[key]])
+    assert all(torch.equal(state["model"]["inner.weight"], later[0]["model"]["inner.weight"]) for state in later)
+
+
 def test_leaders_hold_the_residuals_of_a_hierarchy(tmp_path: Path) -> None:
     case = Case(bagua.algorithms.ByteGrad(codec="int4", hierarchical=True))
     saved, loaded, later = change(case, 3, 5, tmp_path, ([0, 0, 1], [0, 0, 1, 1, 2]))

@@ -1,0 +1,63 @@
+"""Scales of elements from the magnitudes of earlier results."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["scale_from_magnitude", "update_magnitude"]
+
+WINDOW = 256  # elements
+_DECAY_LEFT = 0.01  # 1 - the decay of a step
+_FLOOR = 0.1  # of the mean of a window
+_HALF_OF_ONE = 0x3F800000 >> 1  # of the bits of 1.0
+_MOST = 1e30  # sums of a window stay finite in fp32
+
+
+def scale_from_magnitude(magnitude_N: Tensor, out: Tensor) -> Tensor:
+    """Write the scale of each element: the root of its magnitude plus a tenth of the mean magnitude around it.
+
+    The tenth bounds the scale of an element that was zero so far. Elements around it are those of a window of 256. The
+    largest window stands for a window of zeros, and one for each element if all are zero.
+
+    Every rank must get the same bits, whatever its processor. So sums are taken in a fixed order, no operation is fused
+    with another, and the root halves the bits of the number, which makes it up to 6 % too large: square roots of math
+    libraries may differ in the last bit.
+
+    Shapes: magnitude_N: [N] fp32, N >= 1, from `update_magnitude`; out, result: like it.
+    """
+    n = magnitude_N.numel()
+    whole = n // WINDOW * WINDOW
+    parts = [magnitude_N[:whole].view(-1, WINDOW)] if whole else []
+    if whole < n:
+        parts.append(torch.nn.functional.pad(magnitude_N[whole:], (0, WINDOW - n + whole))[None])
+    means_K = torch.cat([_fold(part_KB) for part_KB in parts])
+    if whole < n:
+        means_K[-1] *= WINDOW / (n - whole)
+    means_K *= _FLOOR / WINDOW
+    means_K = torch.where(means_K > 0, means_K, means_K.amax())
+    torch.add(magnitude_N[:whole].view(-1, WINDOW), means_K[: whole // WINDOW, None], out=out[:whole].view(-1, WINDOW))
+    if whole < n:
+        torch.add(magnitude_N[whole:], means_K[-1], out=out[whole:])
+    zero_N = out == 0  # all or none
+    word_N = out.view(torch.int32)
+    word_N.bitwise_right_shift_(1).add_(_HALF_OF_ONE)
+    return out.masked_fill_(zero_N, 1.0)
+
+
+def update_magnitude(magnitude_N: Tensor, x_N: Tensor, scratch_N: Tensor) -> None:
+    """Move the running mean of |x| by a hundredth of the way; where `x_N` is not finite, it stays.
+
+    Shapes: all [N] fp32. `scratch_N` is overwritten.
+    """
+    torch.abs(x_N, out=scratch_N).clamp_(max=_MOST)
+    scratch_N.sub_(magnitude_N).mul_(_DECAY_LEFT)
+    magnitude_N.add_(scratch_N.masked_fill_(~x_N.isfinite(), 0.0))
+
+
+def _fold(x_KB: Tensor) -> Tensor:
+    """Sums of the rows, halves added to halves."""
+    while x_KB.shape[1] > 1:
+        half = x_KB.shape[1] // 2
+        x_KB = x_KB[:, :half] + x_KB[:, half:]
+    return x_KB[:, 0]
