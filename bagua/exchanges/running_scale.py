@@ -35,14 +35,13 @@ def scale_from_magnitude(magnitude_N: Tensor, out: Tensor) -> Tensor:
     if whole < n:
         means_K[-1] *= WINDOW / (n - whole)
     means_K *= _FLOOR / WINDOW
-    means_K = torch.where(means_K > 0, means_K, means_K.amax())
+    most = means_K.amax()
+    means_K = torch.where(means_K > 0, means_K, torch.where(most > 0, most, 1.0))
     torch.add(magnitude_N[:whole].view(-1, WINDOW), means_K[: whole // WINDOW, None], out=out[:whole].view(-1, WINDOW))
     if whole < n:
         torch.add(magnitude_N[whole:], means_K[-1], out=out[whole:])
-    zero_N = out == 0  # all or none
-    word_N = out.view(torch.int32)
-    word_N.bitwise_right_shift_(1).add_(_HALF_OF_ONE)
-    return out.masked_fill_(zero_N, 1.0)
+    out.view(torch.int32).bitwise_right_shift_(1).add_(_HALF_OF_ONE)
+    return out
 
 
 def update_magnitude(magnitude_N: Tensor, x_N: Tensor, scratch_N: Tensor) -> None:
@@ -50,9 +49,8 @@ def update_magnitude(magnitude_N: Tensor, x_N: Tensor, scratch_N: Tensor) -> Non
 
     Shapes: all [N] fp32. `scratch_N` is overwritten.
     """
-    torch.abs(x_N, out=scratch_N).clamp_(max=_MOST)
-    scratch_N.sub_(magnitude_N).mul_(_DECAY_LEFT)
-    magnitude_N.add_(scratch_N.masked_fill_(~x_N.isfinite(), 0.0))
+    torch.abs(x_N, out=scratch_N).sub_(magnitude_N).mul_(_DECAY_LEFT)
+    magnitude_N.add_(scratch_N.nan_to_num_(nan=0.0, posinf=0.0)).clamp_(max=_MOST)
 
 
 def _fold(x_KB: Tensor) -> Tensor:
