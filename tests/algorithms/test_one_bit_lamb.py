@@ -82,17 +82,13 @@ def test_without_loss_it_is_the_oracle(size: int, weight_decay: float, decoupled
 
 def test_1_bit_follows_lamb() -> None:
     size, steps = 2, 200
-    exact, coarse, lost = (
+    exact, coarse = (
         simulated(size, algorithm, steps, lambda p: optimizer(p, lr=0.01, warmup_steps=60))
-        for algorithm in (
-            OneBitLamb(codec="identity"),
-            OneBitLamb(),
-            OneBitLamb(error_feedback=False),
-        )
+        for algorithm in (OneBitLamb(codec="identity"), OneBitLamb())
     )
     assert all(np.array_equal(seen, coarse[0][0]) for seen, _ in coarse)
-    apart = [np.linalg.norm(run[0][0] - exact[0][0], axis=1)[-40:].mean() for run in (coarse, lost)]
-    assert apart[0] < 0.15 * np.linalg.norm(start()), apart
+    apart = np.linalg.norm(coarse[0][0] - exact[0][0], axis=1)[-40:].mean()
+    assert apart < 0.15 * np.linalg.norm(start()), apart
     assert coarse[0][1].total.bytes_sent < exact[0][1].total.bytes_sent
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import bagua
 from bagua.autotune import Settings
 from bagua.autotune.progress import Progress
 from tests.autotune.training import KIB, MIB, QUICK, START, Training, engine_of, pretend, small_buckets_are_fast
+from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
 
 
@@ -158,22 +160,27 @@ def to_the_end_logged(team: Any, path: str) -> Progress:
     return Training(team, autotune={**QUICK, "log": path}, bucket_bytes=START).until_tuned().progress
 
 
-def resumed(team: Any, steps: int, autotune_again: bool) -> tuple[Tensor, Tensor, Progress | None]:
-    """Save after `steps`, go on; and load into a new model, and go on there."""
-    first = Training(team, autotune={**QUICK, "max_turns": 20}, bucket_bytes=START).steps(steps)
-    state, weights = bagua.state_dict(first.model), first.model.state_dict()
-    weights = {name: value.clone() for name, value in weights.items()}
-    second = Training(team, autotune=QUICK if autotune_again else False, bucket_bytes=START)
-    second.model.load_state_dict(weights)
-    bagua.load_state_dict(second.model, state)
-    second.made = first.made
-    return first.steps(4).weights, second.steps(4).weights, bagua.stats(second.model).tuning
+def resumed(steps: int, autotune_again: bool) -> tuple[Tensor, Tensor, Progress | None]:
+    """Save after `steps`, go on; and load into a new model, and go on there. In a rank process."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch, small_buckets_are_fast)
+        first = Training(None, rank=rank, autotune={**QUICK, "max_turns": 20}, bucket_bytes=START).steps(steps)
+        state, weights = bagua.state_dict(first.model), first.model.state_dict()
+        weights = {name: value.clone() for name, value in weights.items()}
+        second = Training(None, rank=rank, autotune=QUICK if autotune_again else False, bucket_bytes=START)
+        second.model.load_state_dict(weights)
+        bagua.load_state_dict(second.model, state)
+        second.made = first.made
+        found = first.steps(4).weights, second.steps(4).weights, bagua.stats(second.model).tuning
+    for each in (first, second):
+        bagua.detach(each.model)
+    return found
 
 
 @pytest.mark.parametrize("autotune_again", [False, True])
-def test_a_tuned_training_resumes_as_it_was(monkeypatch: pytest.MonkeyPatch, autotune_again: bool) -> None:
-    pretend(monkeypatch, small_buckets_are_fast)
-    for went_on, again, progress in run_teams(3, resumed, 24, autotune_again, nodes=[0, 1, 2]):
+def test_a_tuned_training_resumes_as_it_was(pool: RankPool, autotune_again: bool) -> None:
+    for went_on, again, progress in pool.run(3, resumed, 24, autotune_again, nodes=[0, 1, 2]):
         assert torch.equal(went_on, again)
         assert progress is not None
         assert progress.settings.bucket_bytes < START
@@ -208,10 +215,7 @@ def test_a_tuned_state_is_used_where_it_fits(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("autotune_again", [False, True])
-def test_a_state_saved_in_the_middle_of_tuning_holds_no_trial(
-    monkeypatch: pytest.MonkeyPatch, autotune_again: bool
-) -> None:
-    pretend(monkeypatch, small_buckets_are_fast)
-    for went_on, again, progress in run_teams(2, resumed, 7, autotune_again):
+def test_a_state_saved_in_the_middle_of_tuning_holds_no_trial(pool: RankPool, autotune_again: bool) -> None:
+    for went_on, again, progress in pool.run(2, resumed, 7, autotune_again):
         assert torch.equal(went_on, again), "two ranks, one order of summing"
         assert (progress is None) == (not autotune_again)

@@ -15,7 +15,7 @@ from bagua.membership.composition import Reported, compose
 from bagua.membership.epoch import NO_MODEL
 from tests.elastic.protocol_simulation import Violation, simulate
 
-EVERYDAY, CHUNK = 80, 40
+EVERYDAY, CHUNK = 40, 20
 ALL, SLOW_CHUNK = 10_200, 200
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import bagua
@@ -16,6 +17,7 @@ from bagua.algorithms import Decentralized, LocalSGD, Warmup
 from bagua.comm.team import Team
 from tests.algorithms.quadratic import Quadratic, flat, target
 from tests.engine.test_bad_input import message_of
+from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
 
 LR = 0.1
@@ -34,8 +36,9 @@ def values(model: nn.Module) -> np.ndarray:
 Make = Callable[[Quadratic, torch.optim.Optimizer], Callable[[int], None]]
 
 
-def train(team: Team, algorithm: Any, make: Make | None, steps: int = 10) -> tuple[np.ndarray, int]:
+def train(team: Team | None, algorithm: Any, make: Make | None, steps: int = 10) -> tuple[np.ndarray, int]:
     """Weights after `steps` steps; `make` returns what makes a step after the first three, None: the optimizer."""
+    rank = dist.get_rank() if team is None else team.rank
     model = Quadratic()
     optimizer = SGD(model.parameters(), lr=LR)
     bagua.distribute(model, optimizer, algorithm, process_group=team)
@@ -46,9 +49,9 @@ def train(team: Team, algorithm: Any, make: Make | None, steps: int = 10) -> tup
             del optimizer
             gc.collect()
         model.zero_grad()
-        loss_of(model, team.rank, step).backward()
+        loss_of(model, rank, step).backward()
         step_of(step)
-    loss_of(model, team.rank, steps)  # where an optimizer did not step, this forward pass tells that the step is over
+    loss_of(model, rank, steps)  # where an optimizer did not step, this forward pass tells that the step is over
     found, count = values(model), bagua.stats(model).steps
     bagua.detach(model)
     return found, count
@@ -116,13 +119,13 @@ def a_subclass(model: Quadratic, optimizer: torch.optim.Optimizer) -> Callable[[
 MAKES = [a_new_one, a_new_one_beside, one_for_each, to_and_fro, a_wrapper, a_wrappers_base, a_subclass]
 
 
-def each(team: Team, algorithm: Any) -> list[tuple[np.ndarray, int]]:
-    return [train(team, algorithm, make) for make in [None, *MAKES]]
+def each(algorithm: Any) -> list[tuple[np.ndarray, int]]:
+    return [train(None, algorithm, make) for make in [None, *MAKES]]
 
 
 @pytest.mark.parametrize("algorithm", [*WEIGHTS, Warmup(5, "gradient_allreduce", "decentralized")], ids=str)
-def test_other_optimizers_are_followed(algorithm: Any) -> None:
-    for (want, steps), *others in run_teams(2, each, algorithm):
+def test_other_optimizers_are_followed(pool: RankPool, algorithm: Any) -> None:
+    for (want, steps), *others in pool.run(2, each, algorithm):
         assert steps == 10
         for make, (found, count) in zip(MAKES, others, strict=True):
             assert count == 10 and np.array_equal(found, want), make.__name__

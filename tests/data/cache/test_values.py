@@ -48,7 +48,7 @@ plain = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plain)
 def test_nested_containers(value: Any) -> None:
     assert same(value, again(value))
