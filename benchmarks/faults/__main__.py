@@ -24,7 +24,6 @@ from typing import Any
 import bagua
 from bagua.bench import results_file
 from bagua.bench.machine import describe_machine, now
-from bagua.lab.link import bits_per_second
 from benchmarks.faults import report
 from benchmarks.faults.chaos import ANCHOR_PER_HOUR, chaos
 from benchmarks.faults.scenarios import SCENARIOS
@@ -121,16 +120,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         found |= json.loads(args.json.read_text())
     if not args.table:
         _measure(args, found)
-    print(report.fault_table(found["rows"], found["not_run"], bits_per_second(Settings().bandwidth)))
+    print(report.fault_table(found["rows"], found["not_run"]))
     print()
     print(report.chaos_table(found["chaos"]))
-    missed = [m for row in found["rows"] for m in report.fault_misses(row, bits_per_second(row["bandwidth"]))]
+    missed = [m for row in found["rows"] for m in report.fault_misses(row)]
     missed += [m for row in found["chaos"] for m in report.chaos_misses(row)]
     return 1 if missed else 0
 
 
 def _measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    found.setdefault("runs", []).append({"date": now(), "machine": describe_machine(), "options": sys.argv[1:]})
+    options = {name: value for name, value in vars(args).items() if name not in ("json", "torchft", "table")}
+    found.setdefault("runs", []).append({"date": now(), "machine": describe_machine(), "options": options})
 
     def keep() -> None:
         if args.json is not None:
@@ -162,8 +162,7 @@ def _measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
         ]
         for row in tour(settings, wanted, args.limit):
             found["rows"].append({**row, **mark, **_when()})
-            bits = bits_per_second(settings.bandwidth)
-            _tell(began, found["rows"][-1], lambda row, bits=bits: report.fault_misses(row, bits))
+            _tell(began, found["rows"][-1], report.fault_misses)
         keep()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bagua.bench.layout import markdown_table
+from bagua.lab.link import bits_per_second
 from benchmarks.faults.scenarios import SCENARIOS
 
 __all__ = ["TARGETS", "chaos_misses", "chaos_table", "fault_misses", "fault_table"]
@@ -28,11 +29,12 @@ _CHAOS_HEAD = (
     *("algorithm", "hosts", "faults, an hour", "throughput", "lost a fault, s", "throughput at 125 an hour"),
     *("ranks in a step", "loss", "undisturbed", "replicas", "growth", "missed"),
 )
+_LARGE = 10_000_000  # bytes of state whose transfer can be timed
 _LEAK_KB = 65536  # of a rank's memory; less is the allocator's
 _LEAK_EACH = 3  # threads or sockets that may just be in use
 
 
-def fault_misses(row: dict[str, Any], bandwidth_bits: float) -> list[str]:
+def fault_misses(row: dict[str, Any]) -> list[str]:
     """Return the targets that a row misses, and its problems."""
     found = list(row["problems"])
     if row["system"] != "bagua":
@@ -42,9 +44,12 @@ def fault_misses(row: dict[str, Any], bandwidth_bits: float) -> list[str]:
         found.append("next step later than 1 s after detection")
     if deadly and (row["lost_steps"] or 0) > TARGETS["lost_steps"]:
         found.append("more than 1 step lost")
-    allowed = TARGETS["back_s"] + 8 * row["state_bytes"] / (TARGETS["link_share"] * bandwidth_bits)
+    allowed = TARGETS["back_s"] + 8 * row["state_bytes"] / (TARGETS["link_share"] * bits_per_second(row["bandwidth"]))
     if deadly and (row["back_s"] is None or row["back_s"] > allowed):
         found.append(f"back later than {allowed:.1f} s")
+    share = link_share(row)
+    if share is not None and share < TARGETS["link_share"]:
+        found.append(f"state at {100 * share:.0f} % of the link")
     if (row["arrival_steps"] or 0) > TARGETS["arrival_steps"]:
         found.append("others waited more than 2 steps for an arrival")
     if row["trained_apart"]:
@@ -54,13 +59,23 @@ def fault_misses(row: dict[str, Any], bandwidth_bits: float) -> list[str]:
     return found
 
 
-def fault_table(rows: Sequence[dict[str, Any]], not_run: Sequence[dict[str, str]], bandwidth_bits: float) -> str:
+def link_share(row: dict[str, Any]) -> float | None:
+    """Return the share of the link at which the state came; None if it is too small to tell."""
+    if row["state_bytes"] < _LARGE or not row.get("transfer_s"):
+        return None
+    return 0.8 * 8 * row["state_bytes"] / row["transfer_s"] / bits_per_second(row["bandwidth"])
+
+
+def fault_table(rows: Sequence[dict[str, Any]], not_run: Sequence[dict[str, str]]) -> str:
     """Return Markdown; a system that cannot run has a line that says why."""
     cells = []
     for row in rows:
         title = SCENARIOS[row["fault"]].title if row["fault"] in SCENARIOS else row["fault"]
-        if row["state_bytes"] > 1e7:
+        if row["state_bytes"] > _LARGE:
             title += f", {row['state_bytes'] / 1e6:.0f} MB of state"
+        share = link_share(row)
+        if share is not None:
+            title += f" at {100 * share:.0f} % of the link"
         cells.append(
             [
                 row["system"] + (f", {row['algorithm']}" if row["system"] in ("bagua", "elastic") else ""),
@@ -71,7 +86,7 @@ def fault_table(rows: Sequence[dict[str, Any]], not_run: Sequence[dict[str, str]
                 ", ".join(map(str, row["restarted"])) or "none",
                 *(_seconds(row[name]) for name in ("back_s", "start_s")),
                 _number(row["arrival_steps"]),
-                "; ".join(fault_misses(row, bandwidth_bits)) or "nothing",
+                "; ".join(fault_misses(row)) or "nothing",
             ]
         )
     cells += [[each["system"], "", "not run: " + each["why"], *([""] * 10)] for each in not_run]

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import bagua
-from benchmarks.figures import advice, charts, convergence, demo, hero, losses, table, tradeoff
+from benchmarks.figures import advice, charts, convergence, demo, faults, hero, losses, table, tradeoff
 from benchmarks.figures.marks import between
 from benchmarks.figures.results import Convergence, Tradeoff, all_of, newest, newest_complete
 from benchmarks.figures.svg import Drawing
@@ -35,6 +35,7 @@ def drawings(times: Tradeoff, runs: Convergence) -> dict[str, Drawing]:
         "loss-against-time": tradeoff.draw_loss_against_time(times, runs),
         "choice": charts.draw_choice(times, runs),
         "way": charts.draw_way(),
+        "faults": faults.draw_timeline(newest("faults", "faults.json")),
     }
 
 
@@ -61,6 +62,7 @@ def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
             "warm-up": table.warm_up(times),
             "demo": demo.rows(newest("demo", "demo.json")),
         },
+        "docs/fault_tolerance.md": {"faults": faults.rows(newest("faults", "faults.json"))},
         "docs/algorithms.md": {losses.NAME: losses.misses(runs)},
     }
     parts |= {f"docs/algorithms/{name}.md": {losses.NAME: losses.of_algorithm(runs, name)} for name in compared(runs)}

@@ -155,11 +155,11 @@ def row(**other: Any) -> dict[str, Any]:
     facts = {"system": "bagua", "algorithm": "bytegrad", "hosts": 4, "fault": "kill-rank", "problems": []}
     facts |= {"detected_s": 0.1, "resumed_s": 0.2, "gap_s": 0.3, "lost_steps": 1, "compared": 9, "unequal": 0}
     facts |= {"restarted": [], "trained_apart": None, "back_s": 9.0, "start_s": 8.0, "arrival_steps": 1.0}
-    return {**facts, "state_bytes": 1000, "equal_expected": True, **other}
+    return {**facts, "state_bytes": 1000, "bandwidth": "1gbit", "equal_expected": True, **other}
 
 
 def test_targets() -> None:
-    assert report.fault_misses(row(), 1e9) == []
+    assert report.fault_misses(row()) == []
     for missed in (
         {"resumed_s": 1.5},
         {"resumed_s": None},
@@ -167,16 +167,19 @@ def test_targets() -> None:
         {"back_s": None},
         {"arrival_steps": 3.0},
     ):
-        assert len(report.fault_misses(row(**missed), 1e9)) == 1, missed
-    assert report.fault_misses(row(back_s=11.0, state_bytes=10**9), 1e9) == []  # 11.4 s for a gigabyte
-    assert len(report.fault_misses(row(back_s=11.0), 1e9)) == 1
-    assert report.fault_misses(row(trained_apart=5), 1e9) == ["5 steps made by hosts that were cut off"]
-    assert report.fault_misses(row(system="torchft", resumed_s=None), 1e9) == []
+        assert len(report.fault_misses(row(**missed))) == 1, missed
+    assert report.fault_misses(row(back_s=11.0, state_bytes=10**9)) == []  # 11.4 s for a gigabyte
+    assert len(report.fault_misses(row(back_s=11.0))) == 1
+    large = {"state_bytes": 20_000_000, "bandwidth": "500mbit"}
+    assert report.fault_misses(row(**large, transfer_s=0.36)) == []
+    assert report.fault_misses(row(**large, transfer_s=0.5)) == ["state at 51 % of the link"]
+    assert report.fault_misses(row(trained_apart=5)) == ["5 steps made by hosts that were cut off"]
+    assert report.fault_misses(row(system="torchft", resumed_s=None)) == []
 
 
 def test_a_system_that_cannot_run_is_in_the_table() -> None:
     why = [{"system": "torchft", "why": "it is not installed"}]
-    table = report.fault_table([row()], why, 1e9)
+    table = report.fault_table([row()], why)
     assert (
         "| torchft |  | not run: it is not installed |" in table
         and "| bagua, bytegrad | 4 | kill -9 of a rank | 0.10 | 0.20 |" in table
@@ -203,7 +206,7 @@ def test_what_is_there_is_printed_and_not_measured_again(
 ) -> None:
     monkeypatch.setattr(program, "describe_machine", lambda: {"load_1min": 0.0})  # which starts a process
     file = tmp_path / "faults.json"
-    there = row(bandwidth="1gbit", table=0, step_ms=100.0)
+    there = row(table=0, step_ms=100.0)
     file.write_text(json.dumps({"rows": [there], "chaos": [], "timelines": [], "not_run": []}))
     assert program.main(["--table", "--json", str(file)]) == 0
     assert "bagua, bytegrad" in capsys.readouterr().out

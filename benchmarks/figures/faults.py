@@ -1,0 +1,100 @@
+"""Fault-tolerant training: what each host does while hosts are killed and come back, and a table of single faults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bagua.bench.layout import markdown_table
+from benchmarks.faults.scenarios import SCENARIOS
+from benchmarks.figures.svg import COLOURS, EDGE, GREY, GRID, INK, Drawing
+
+__all__ = ["draw_timeline", "rows"]
+
+_WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _BAR, _SIZE = 420, 62, 12, 62, 28, 18, 14  # narrow, as the hero
+_STATES = (("training", COLOURS[0]), ("waiting", COLOURS[1]), ("starting", COLOURS[4]), ("dead", GRID))
+_COLOUR_OF = {"training": COLOURS[0], "stalled": COLOURS[1], "arriving": COLOURS[4]}
+_OTHERS = {"elastic": "elastic mode", "torchelastic": "DDP under `torchrun`", "torchft": "torchft"}
+_LEAST = 1.5  # pixels: a stall of a tenth of a second is seen
+
+
+def rows(path: Path) -> str:
+    """The table of single faults: all systems, and those that could not run."""
+    results = json.loads(path.read_text())
+    head = ("fault", "system", "hosts", "noticed after", "next step after that", "after the fault", "steps lost")
+    cells = []
+    order = list(SCENARIOS)
+    for row in sorted(results["rows"], key=lambda each: order.index(each["fault"])):
+        system = f"`{row['algorithm']}`" if row["system"] == "bagua" else _OTHERS[row["system"]]
+        times = [_seconds(row[name]) for name in ("detected_s", "resumed_s", "gap_s")]
+        lost = row["problems"][0] if row["problems"] else str(row["lost_steps"])
+        cells.append([SCENARIOS[row["fault"]].title, system, str(row["hosts"]), *times, lost])
+    cells += [
+        ["all", _OTHERS[each["system"]], "", "not run: " + each["why"], "", "", ""] for each in results["not_run"]
+    ]
+    loads = [row["load_1min"] for row in results["rows"]]
+    cores = results["runs"][0]["machine"]["cores"]
+    load = f"load {min(loads):.0f} to {max(loads):.0f} on {cores} cores"
+    origin = f"`benchmarks/results/{path.parent.name}/{path.name}`, {load}"
+    return f"{markdown_table(head, cells)}\n\n{origin}.\n"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"
+
+
+def _timeline_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the chaos run of most hosts in a file of `benchmarks.faults`, and its timeline; the first of several."""
+    results = json.loads(path.read_text())
+    most = max(row["hosts"] for row in results["chaos"])
+    return next(
+        (row, timeline)
+        for row, timeline in zip(results["chaos"], results["timelines"], strict=True)
+        if row["hosts"] == most
+    )
+
+
+def draw_timeline(path: Path) -> Drawing:
+    """One bar for each host, a mark for each fault."""
+    row, timeline = _timeline_of(path)
+    seconds, hosts = timeline["seconds"], timeline["hosts"]
+    scale = (_WIDTH - _LEFT - _RIGHT) / seconds
+    captions = [
+        f"{row['algorithm']}, {len(hosts)} hosts, one rank each; {len(timeline['faults'])} faults,",
+        f"{row['per_hour']:g} an hour; crosses: a rank or a host is killed",
+        f"steps of {1000 * row['step_s']:.0f} ms; no rank is restarted but those that were killed",
+        f"load {row['load_1min']:.0f} on 2 cores, {row['date'][:10]}",
+    ]
+    bottom = _TOP + _ROW * len(hosts)
+    drawing = Drawing(_WIDTH, bottom + 46 + 16 * len(captions), "Ranks of a training under random faults")
+    drawing.text(12, 26, "Training on while ranks and hosts are killed", bold=True, size=_SIZE)
+    at = 12.0
+    for name, colour in _STATES:
+        drawing.box(at, 38, 12, 12, colour, EDGE if name == "dead" else "none", 2)
+        drawing.text(at + 17, 49, name, size=13)
+        at += 38 + 7 * len(name)
+    for number, spans in enumerate(hosts):
+        y = _TOP + _ROW * number
+        drawing.text(_LEFT - 8, y + 14, f"host {number}", "end", 13)
+        drawing.box(_LEFT, y, seconds * scale, _BAR, GRID, EDGE)
+        for state, begin, end in sorted(spans, key=lambda span: span[0] == "stalled"):
+            width = max((end - begin) * scale, _LEAST)
+            drawing.box(_LEFT + begin * scale, y, width, _BAR, _COLOUR_OF[state])
+    for _, host, when in timeline["faults"]:
+        _cross(drawing, _LEFT + when * scale, _TOP + _ROW * host + _BAR / 2)
+    for tick in range(0, int(seconds) + 1, _step(seconds)):
+        drawing.line([(_LEFT + tick * scale, bottom - 6), (_LEFT + tick * scale, bottom)], GREY)
+        drawing.text(_LEFT + tick * scale, bottom + 13, f"{tick} s", "middle", 12)
+    for number, words in enumerate(captions):
+        drawing.text(12, bottom + 36 + 16 * number, words, size=12, colour=GREY if number == 3 else INK)
+    return drawing
+
+
+def _cross(drawing: Drawing, x: float, y: float) -> None:
+    for sign in (-1, 1):
+        drawing.line([(x - 5, y - 5 * sign), (x + 5, y + 5 * sign)], INK, 2)
+
+
+def _step(seconds: float) -> int:
+    return next(each for each in (5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600) if seconds / each <= 6)
