@@ -41,9 +41,9 @@ class BaguaAccelerator(_Accelerator):
         RuntimeError: Accelerate counts other processes than the process group has.
 
     Examples:
-        >>> from bagua.interop.accelerate import BaguaAccelerator  # doctest: +SKIP
-        >>> accelerator = BaguaAccelerator(algorithm="bytegrad", gradient_accumulation_steps=4)  # doctest: +SKIP
-        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
+        >>> from bagua.interop.accelerate import BaguaAccelerator
+        >>> accelerator = BaguaAccelerator(algorithm="bytegrad", gradient_accumulation_steps=4)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
     def __init__(

@@ -175,7 +175,7 @@ class BaguaTrainer(BaguaTrainerMixin, _Trainer):
     """`transformers.Trainer` that trains with `bagua.distribute`: see `BaguaTrainerMixin`.
 
     Examples:
-        >>> from bagua.interop.transformers import BaguaTrainer  # doctest: +SKIP
-        >>> trainer = BaguaTrainer(model, args, train_dataset=data, algorithm="bytegrad")  # doctest: +SKIP
-        >>> trainer.train()  # doctest: +SKIP
+        >>> from bagua.interop.transformers import BaguaTrainer
+        >>> trainer = BaguaTrainer(model, args, train_dataset=data, algorithm="bytegrad")
+        >>> result = trainer.train()
     """

@@ -91,3 +91,16 @@ def test_another_algorithm_starts_anew(
     first, second = loops.run(2, runs.resume_from, str(tmp_path), saved_with, algorithm)
     assert any(said in message for message in first["messages"]), first["messages"]
     assert second["messages"] == [] and first["finite"] and len(first["losses"]) == 3
+
+
+@pytest.mark.parametrize(("algorithm", "options"), [("bytegrad", {"codec": "int4"}), ("local_sgd", {}), ("diloco", {})])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_another_number_of_ranks(
+    loops: Loops, tmp_path: Path, algorithm: str, options: dict[str, Any], sizes: tuple[int, int]
+) -> None:
+    saved = loops.run(sizes[0], runs.save_half, str(tmp_path), algorithm, options)[0]
+    for rank in loops.run(sizes[1], runs.go_on, str(tmp_path), algorithm, options):
+        assert rank["finite"] and rank["steps"] == runs.STEPS and rank["messages"] == []
+        torch.testing.assert_close(rank["first"], saved, rtol=1e-6, atol=1e-7)
+        for weights in rank["ranks"]:
+            torch.testing.assert_close(weights, rank["ranks"][0], rtol=0, atol=0)

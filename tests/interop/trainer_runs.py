@@ -145,6 +145,39 @@ def resume(out: str, algorithm: str, changes: dict[str, Any], options: dict[str,
         }
 
 
+def save_half(out: str, algorithm: str, options: dict[str, Any]) -> Tensor:
+    """Train with a checkpoint at half of it; returns the weights that it holds."""
+    with as_launched():
+        trainer = make(out, algorithm, Record(), options, save_strategy="steps", save_steps=3, max_steps=3)
+        trainer.train()
+        return flat(trainer.model)
+
+
+def go_on(out: str, algorithm: str, options: dict[str, Any]) -> Any:
+    """Go on from there, perhaps on another number of ranks."""
+
+    class First(TrainerCallback):
+        weights: Tensor | None = None
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if self.weights is None:
+                self.weights = flat(model)
+
+    with as_launched(), heard() as messages:
+        record, first = Record(), First()
+        trainer = make(out, algorithm, record, options)
+        trainer.add_callback(first)
+        trainer.train(resume_from_checkpoint=f"{out}/checkpoint-3")
+        finite = all(map(math.isfinite, record.losses.values()))
+        return {
+            "finite": finite,
+            "first": first.weights,
+            "steps": trainer.bagua_stats.steps,
+            "ranks": gathered(flat(trainer.model)),
+            "messages": messages,
+        }
+
+
 def resume_from(out: str, saved_with: str | None, algorithm: str) -> Any:
     """Save with one algorithm (None: DDP), go on with another; returns warnings and finite losses."""
     with as_launched(), heard() as messages:
