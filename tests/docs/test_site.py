@@ -92,6 +92,10 @@ def identity(name: str) -> object:
         found = getattr(import_module(package), attribute)
     except (AttributeError, ModuleNotFoundError):
         found = import_module(name)
+    except ImportError as error:
+        if "pip install 'bagua[" not in str(error):
+            raise
+        return name  # a class that derives from one of a package that is not installed
     return found if inspect.isclass(found) or callable(found) or inspect.ismodule(found) else name
 
 

@@ -50,7 +50,8 @@ class Record(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
-            self.losses[state.global_step], self.norms[state.global_step] = logs["loss"], logs["grad_norm"]
+            self.losses[state.global_step] = logs["loss"]
+            self.norms[state.global_step] = logs.get("grad_norm", 0.0)  # an old Trainer logs it if it clips
         if "eval_loss" in logs:
             self.eval_losses[state.global_step] = logs["eval_loss"]
 
