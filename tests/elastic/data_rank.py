@@ -17,10 +17,11 @@ from bagua import elastic
 from bagua.engine.hooks import attachments
 from tests.elastic.fault_tolerant_rank import digest, make_model, make_optimizer, open_seat
 
-__all__ = ["DECAY", "GLOBAL_BATCH", "NUM_SAMPLES", "STEPS_PER_EPOCH", "train_on_samples"]
+__all__ = ["DECAY", "GLOBAL_BATCH", "NUM_SAMPLES", "SEED", "STEPS_PER_EPOCH", "train_on_samples"]
 
 NUM_SAMPLES, GLOBAL_BATCH = 52, 8  # four are left for the last step: nobody needs padding
 STEPS_PER_EPOCH = 7
+SEED = 5
 DECAY = 0.99  # of the learning rate, in each step
 
 
@@ -38,7 +39,7 @@ def train_on_samples(pipe: Connection, job: dict[str, Any]) -> None:
     resizes: list[tuple[int, int]] = []
     x = torch.randn(NUM_SAMPLES, 20, generator=torch.Generator().manual_seed(3))
     data = TensorDataset(x, torch.arange(NUM_SAMPLES))
-    sampler = elastic.Sampler(data, seed=5, global_batch_size=GLOBAL_BATCH)
+    sampler = elastic.Sampler(data, seed=SEED, global_batch_size=GLOBAL_BATCH)
     state = elastic.State(
         model, optimizer, sampler, scheduler=scheduler, steps=0, epochs=0,
         on_resize=lambda change: resizes.append((change.old, change.new)),

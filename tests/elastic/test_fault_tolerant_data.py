@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.elastic.data_rank import DECAY, NUM_SAMPLES, STEPS_PER_EPOCH, train_on_samples
+from bagua import elastic
+from tests.elastic.data_rank import DECAY, GLOBAL_BATCH, NUM_SAMPLES, SEED, STEPS_PER_EPOCH, train_on_samples
 from tests.elastic.fault_tolerant_rank import Job, start_job
 from tests.fork_server import ForkServer
 
@@ -98,3 +99,29 @@ def test_a_rank_that_lacks_a_step_gets_the_place_after_it(server: ForkServer, st
         job.go_on(1)
         check_each_sample_once(job, [0, 1, 2])
     assert step + 1 in [line["step"] for line in uses(job, 1)]
+
+
+def test_ranks_that_train_apart_leave_out_only_the_share_of_the_lost_one(server: ForkServer) -> None:
+    """Others may be at different steps when it is lost; all end their epochs after as many steps."""
+    options = {"communication_interval": 4}
+    with start(server, 3, "local_sgd", options=options, changes=[1, 1, 1]) as job:
+        job.signal_at(1, 10, signal.SIGKILL)
+        ends = job.ends([0, 2])
+        job.read_rest()
+    assert len({(end["steps"], end["counter"], end["epochs"]) for end in ends}) == 1
+    assert ends[0]["counter"] == ends[0]["steps"] == STEPS_PER_EPOCH * ends[0]["epochs"]
+    samples: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for place in (0, 2):
+        assert [line["counter"] for line in uses(job, place)] == list(range(ends[0]["steps"]))
+        for line in uses(job, place):
+            samples[line["epoch"]].update(line["uses"])
+    before = [{line["step"] for line in uses(job, place) if line["size"] == 3} for place in (0, 2)]
+    assert before[0] == before[1], "the new division begins at the same step on both"
+    for epoch, counts in samples.items():
+        share = elastic.Sampler(
+            range(NUM_SAMPLES), seed=SEED, global_batch_size=GLOBAL_BATCH, num_replicas=3, rank=1
+        )  # fmt: skip
+        share.set_epoch(epoch)
+        steps = enumerate(share, epoch * STEPS_PER_EPOCH)
+        of_the_lost = {index for step, batch in steps if step in before[0] for index in batch}
+        assert counts == Counter(set(range(NUM_SAMPLES)) - of_the_lost)
