@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from bagua.algorithms.base import Algorithm, BackgroundLane, Context, Exactness, Gate, Payload, Ticket
+from bagua.algorithms.base import Algorithm, BackgroundLane, Context, Exactness, Gate, LostStep, Payload, Ticket
 from bagua.algorithms.gradient_allreduce import GradientAllReduce
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
@@ -40,7 +40,8 @@ class AsyncModelAverage(Algorithm):
     not the training of others. Once a rank has exited normally (its script ends, it detaches), the others continue
     without averaging for any time, and `bagua.stats(module).notices` says so. If a rank was killed, ended by an
     exception, hangs or is unreachable, the others continue too, with a warning, but only up to `max_alone_s`.
-    Call `bagua.distribute` to restart averaging.
+    Call `bagua.distribute` to restart averaging. With `fault_tolerant` the ranks that are left go on averaging instead,
+    in groups that are opened beside training.
 
     Ranks hold different weights: call `bagua.average_parameters` before you evaluate, save or switch. A round in
     progress is not part of `bagua.state_dict`; loading drops it. `bagua.pause` and `bagua.resume` need not be called at
@@ -55,7 +56,7 @@ class AsyncModelAverage(Algorithm):
         hierarchical: sum within each node first; None means False.
         max_alone_s: after so many seconds without a round because a rank failed, exited abnormally or does not
             respond, the next `optimizer.step` raises `CommunicationError` and names the rank. None is the process
-            group's timeout; `math.inf` never raises.
+            group's timeout; `math.inf` never raises. No effect with `fault_tolerant`.
 
     Bytes: 2 (R-1)/R times the weights per round; `bytes_per_rank` assumes a round in every step. Memory: two
         copies of the weights.
@@ -71,6 +72,7 @@ class AsyncModelAverage(Algorithm):
     name: ClassVar[str] = "async"
     summary: ClassVar[str] = "local gradients; weights averaged in the background, without blocking"
     exactness: ClassVar[Exactness] = Exactness.ASYNCHRONOUS
+    lost_step: ClassVar[LostStep | None] = LostStep.FREE
 
     sync_interval_ms: float = 500
     warmup_steps: int = 0
@@ -124,9 +126,12 @@ class AsyncModelAverage(Algorithm):
             return
         if rounds.pending is not None and all(ticket.done for ticket in rounds.pending.tickets):
             _take_over(ctx, rounds)
-        if lane.gate.remark:
+        if ctx.fault_tolerant:
+            if rounds.broken or lane.gate.over:
+                ctx.give_up(f"async: {rounds.broken or lane.gate.remark}")
+        elif lane.gate.remark:
             ctx.notice(f"async: {lane.gate.remark}; training continues without averaging", lane.gate.urgent)
-        if not ctx.paused:
+        if not (ctx.paused or ctx.fault_tolerant):
             lane.gate.give_up_after(lane.timeout_s if self.max_alone_s is None else self.max_alone_s)
         due = time.monotonic() >= rounds.ended + self.sync_interval_ms / 1000
         if rounds.pending is None and due and not (lane.gate.over or rounds.broken or ctx.paused):
@@ -204,7 +209,7 @@ class _Rounds:
     lane: BackgroundLane | None = None
     pending: _Round | None = None
     ended: float = -math.inf  # when the last one was over; the same moment on all ranks, so that they stay in phase
-    broken: bool = False
+    broken: str = ""  # why an exchange failed
 
 
 def _take(this: _Round, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -241,10 +246,11 @@ def _take_over(ctx: Context, rounds: _Rounds) -> None:
     assert this is not None and rounds.lane is not None
     for ticket in this.tickets:
         if ticket.error is not None:
-            rounds.broken = True
+            rounds.broken = f"{type(ticket.error).__name__}: {ticket.error}"
             rounds.lane.abandon()
-            reason = f"{type(ticket.error).__name__}: {ticket.error}"
-            ctx.notice(f"async: averaging failed, training continues without it: {reason}", urgent=True)
+            if not ctx.fault_tolerant:
+                reason = rounds.broken
+                ctx.notice(f"async: averaging failed, training continues without it: {reason}", urgent=True)
             return
     if not this.on:
         return

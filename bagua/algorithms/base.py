@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,11 +73,14 @@ class LostStep(Enum):
             averages gradients is lost as with SKIP.
         KEEP: as SKIP, but a rank keeps its own weights and optimizer state, and goes on without a step that it
             lacks. For replicas that differ, and whose weights an exchange that fails leaves fit to train with.
+        FREE: no step waits for other ranks, so none is lost. Groups are opened beside training; a rank keeps its own
+            weights and counts its own steps. For algorithms that exchange in the background only.
     """
 
     SKIP = "skip"
     REPEAT = "repeat"
     KEEP = "keep"
+    FREE = "free"
 
 
 _T = TypeVar("_T")
@@ -219,6 +222,19 @@ class Context(Protocol):
 
         Raises:
             CommunicationError: an exchange failed in the lane.
+        """
+        ...
+
+    @property
+    def fault_tolerant(self) -> bool:
+        """Whether training goes on in other groups after a `CommunicationError`."""
+        return False
+
+    def give_up(self, why: str) -> NoReturn:
+        """Say that background exchanges have ended. With `fault_tolerant` other groups are opened then.
+
+        Raises:
+            CommunicationError: always.
         """
         ...
 

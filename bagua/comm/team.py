@@ -75,6 +75,7 @@ class Team:
         counters: shared by all teams of the same process group.
         staged: gloo groups carry CUDA tensors, through host memory.
         alert: called now and then while this rank waits for others in the store; may raise.
+        prepared: groups that `open` will return, by name.
     """
 
     rank: int
@@ -87,6 +88,7 @@ class Team:
     counters: Counters = field(default_factory=Counters)
     staged: bool = False
     alert: Callable[[], object] | None = None
+    prepared: dict[str, Groups] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.store is not None and not isinstance(self.store, BoundedStore):
@@ -256,6 +258,8 @@ class Team:
 
     def open(self, name: str, hierarchical: bool = False, nodes: Sequence[Sequence[int]] | None = None) -> Groups:
         """Make process groups for one lane. Collective over the team; `name` must be new and the same everywhere."""
+        if name in self.prepared:
+            return self.prepared.pop(name)
         members = tuple(range(self.size))
         nodes = tuple(tuple(node) for node in nodes) if nodes else (members,)
         # With several ranks a node, direct exchange would send the same sums through one network interface.
@@ -267,6 +271,11 @@ class Team:
             groups.intra = self._group(f"{name}/intra{mine[0]}", mine)
             groups.inter = self._group(f"{name}/inter", leaders, direct=True) if self.rank in leaders else None
         return groups
+
+    def prepare(self, names: Sequence[str], hierarchical: bool, nodes: Sequence[Sequence[int]]) -> None:
+        """Open groups now that `open` will return later, without waiting for anybody then. Collective."""
+        for name in names:
+            self.prepared[name] = self.open(name, hierarchical, nodes)
 
     def discover_nodes(self, keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Sort the ranks by node: `keys` holds `node_key()` of each rank. First rank of a node = its leader."""

@@ -219,6 +219,8 @@ def detach(module: _M) -> _M:
     attachment = attachment_of(module)
     attachment.remove_hooks()
     del attachments[module]
+    if attachment.engine.failures.recovery is not None:
+        attachment.engine.failures.recovery.stop(_STOP_S)
     attachment.engine.close()
     return module
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from bagua.engine.lanes.lane import BackgroundLane, Lane
 from bagua.engine.lanes.pool import LanePool
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.training_state import TrainingState
+from bagua.errors import CommunicationError
 from bagua.exchanges import Exchange
 
 __all__ = ["Binder", "EngineContext"]
@@ -99,6 +100,15 @@ class EngineContext:
     def wait(self, ticket: TicketView | None = None) -> None:
         """Wait for one launch, or for all on the default lanes."""
         self._dispatcher.wait(ticket)
+
+    @property
+    def fault_tolerant(self) -> bool:
+        """Whether training goes on after a lost rank."""
+        return self._failures.recovery is not None
+
+    def give_up(self, why: str) -> NoReturn:
+        """Say that background exchanges have ended."""
+        raise CommunicationError(why)
 
     @property
     def repeats(self) -> bool:

@@ -273,7 +273,7 @@ class Engine:
     def pause(self, paused: bool) -> None:
         """Pause or resume background communication."""
         self.state.paused = paused
-        if paused:
+        if paused and not self.failures.trains_alone:
             self.state.algorithm.on_pause(self.context)
 
     def settle(self, average: bool) -> None:
@@ -307,4 +307,6 @@ class Engine:
 
     def stop(self, timeout_s: float) -> None:
         """End the lanes at the end of the process."""
+        if self.failures.recovery is not None:
+            self.failures.recovery.stop(timeout_s)
         self.pool.stop(timeout_s)

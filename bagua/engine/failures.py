@@ -72,6 +72,11 @@ class Failures:
         """Whether the step in progress is dropped: see `RecoveryManager`."""
         return self.recovery is not None and bool(self.recovery.lost)
 
+    @property
+    def trains_alone(self) -> bool:
+        """Whether exchanges have ended until other groups are open, and steps go on without."""
+        return self._failed and self.recovery is not None and self._state.algorithm.lost_step is LostStep.FREE
+
     def lose_step(self, why: CommunicationError) -> bool:
         """Drop the step in progress because of `why`; whether training goes on with the next one."""
         if self.recovery is None:

@@ -106,7 +106,7 @@ class StepTracker:
                 self._binding.tuning.step_begins()
             if self.joining is not None and (self.joining.early or _acts_on_forward(state.algorithm)):
                 self.announce(Moment.FORWARD)
-            if state.buckets and not self.step_begun and not self._failures.step_is_lost:
+            if self._exchanges and not self.step_begun and not self._failures.step_is_lost:
                 state.algorithm.on_forward(self._ctx)
 
     def is_to_broadcast_buffers(self) -> bool:
@@ -150,7 +150,7 @@ class StepTracker:
         )
         if not self.step_begun:
             self.step_begun = True
-            if self._state.buckets:
+            if self._exchanges:
                 self._unless_outlived(partial(self._state.algorithm.on_step_begin, self._ctx))
 
     def end_step(self) -> None:
@@ -171,7 +171,7 @@ class StepTracker:
     def exchange_and_count(self) -> bool:
         """Make the exchange with which a step ends, and count the step. False: repeat it in other groups."""
         state, binding, algorithm = self._state, self._binding, self._state.algorithm
-        if state.buckets:
+        if self._exchanges:
             self.ending = True
             try:
                 if not self.step_begun:  # there is no optimizer, or it is others' step
@@ -244,6 +244,8 @@ class StepTracker:
     def buckets_done(self) -> None:
         """Every bucket has been ready."""
         state, scale = self._state, 1.0 if self.joining is None else self.joining.scale
+        if self._failures.trains_alone:
+            return
         self._dispatcher.check_alive()
         if self._inventory.sparse and self._team.size > 1:
             with self._dispatcher.side_exchange("sparse gradients") as group:
@@ -288,6 +290,11 @@ class StepTracker:
 
     # ------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _exchanges(self) -> bool:
+        """Whether the algorithm is to act."""
+        return bool(self._state.buckets) and not self._failures.trains_alone
+
     def _unless_outlived(self, act: Callable[[], None]) -> None:
         """Act. If an exchange fails, the step, which counts already, goes on without, where that is possible."""
         try:
@@ -304,6 +311,8 @@ class StepTracker:
         """Whether the optimizers may step, with gradients that are this rank's own, or whose mean counts."""
         recovery, algorithm = self._failures.recovery, self._state.algorithm
         if recovery is None:
+            return True
+        if algorithm.lost_step is LostStep.FREE:
             return True
         if algorithm.lost_step is LostStep.REPEAT and not algorithm.averages_gradients(self._optimizers.alive):
             return not recovery.lost

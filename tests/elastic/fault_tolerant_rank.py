@@ -46,6 +46,12 @@ def weights(module: torch.nn.Module) -> list[float]:
     return torch.cat([p.detach().view(-1) for p in module.parameters()]).tolist()
 
 
+def rounds_of(module: torch.nn.Module) -> int:
+    """Of averaging in the background, since the members changed last."""
+    series = bagua.stats(module).extra.get("round_s")
+    return 0 if series is None else series.count
+
+
 def make_model() -> torch.nn.Module:
     """The same weights everywhere."""
     torch.manual_seed(0)
@@ -184,9 +190,12 @@ def train_steps(pipe: Connection, job: Line) -> None:
         if len(stats.membership) >= job["changes"][place]:  # the same on all ranks: members change between two steps
             last = stats.membership[-1].step if stats.membership else 0
             interval, offset = job["interval"]  # within an interval the ranks may be at different steps
-            if stats.steps >= last - (last - offset) % interval + job["steps"]:
+            if rounds_of(model) >= job["rounds"] and stats.steps >= last - (last - offset) % interval + job["steps"]:
                 break
         x = torch.randn(8, 20, generator=generator)
+        if [place, attempt] == job["holds_at"]:
+            pipe.send({"holds": attempt})
+            pipe.recv()
         if [place, attempt] == job["dies_in_exchange"]:
             die_in_exchange(model)
         output = model(x)
@@ -205,7 +214,9 @@ def train_steps(pipe: Connection, job: Line) -> None:
         optimizer.zero_grad()
         steps = bagua.stats(model).steps
         line = {"attempt": attempt, "steps": steps, "applied": applied, "entered": entered, "digest": digest(model)}
-        pipe.send(line)
+        recovery = attachments[model].engine.failures.recovery
+        line |= {"rounds": rounds_of(model), "changes": len(bagua.stats(model).membership)}
+        pipe.send({**line, "opening": recovery is not None and recovery.opening is not None})
         time.sleep(job["pause_s"])
     stats = bagua.stats(model)
     moments = [optimizer.state[p]["exp_avg_sq"].sum().item() for p in model.parameters()]
@@ -317,9 +328,9 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
     Args:
         job: `train`: what each rank runs; `changes`: how often the members change, as each place sees it, before it
             ends; `steps`: that are made after the last change, from the beginning of an `interval` (length, first end)
-            of local steps on; `at_commit`: arguments of `watch_commit`; `dies_in_step`, `dies_in_exchange`: place and
-            attempt; `pull`: outputs are drawn there, or away at odd places; `gossip`: tell weights and replicas at the
-            end; others as in `Job`.
+            of local steps on; `rounds`: of averaging in the background to be made after it; `at_commit`: arguments of
+            `watch_commit`; `dies_in_step`, `dies_in_exchange`, `holds_at`: place and attempt; `pull`: outputs are drawn
+            there, or away at odd places; `gossip`: tell weights and replicas at the end; others as in `Job`.
     """
     given = {
         "train": train_steps,
@@ -333,9 +344,11 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
         "at_commit": None,
         "dies_in_step": None,
         "dies_in_exchange": None,
+        "holds_at": None,
         "pull": 0.0,
         "gossip": False,
         "bucket_bytes": None,
+        "rounds": 0,
         **job,
     }
     given.setdefault("options_of_arrival", {})

@@ -39,7 +39,7 @@ def server() -> Iterator[ForkServer]:
 
 def start(server: ForkServer, kind: str, size: int, **job: Any) -> Any:
     algorithm, options = KINDS[kind]
-    given = {"pull": PULL, "steps": STEPS, "gossip": True, "options": {"bucket_bytes": 8192, **options}, **job}
+    given = {"pull": PULL, "steps": STEPS, "gossip": True, "bucket_bytes": 8192, "options": options, **job}
     return start_job(server, size, algorithm=algorithm, **given)
 
 

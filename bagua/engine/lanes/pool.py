@@ -149,6 +149,10 @@ class LanePool:
         for lane in self.all:
             lane.close()
 
+    def forget_background(self) -> None:
+        """Leave abandoned lanes in the background to themselves: they may be waiting for a store that is gone."""
+        self.extra = [lane for lane in self.extra if not isinstance(lane, BackgroundLane)]
+
     def drain(self) -> None:
         """Return when no shared lane works on a tensor any more. Bounded once connections are cut."""
         for ticket in [lane.submit(_nothing, "drain") for lane in self.shared]:

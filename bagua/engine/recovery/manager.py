@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from bagua.comm.remote_store import connect_store
 from bagua.comm.team import Team
 from bagua.engine.lanes.pool import LanePool
 from bagua.engine.recovery.change import MembershipChange
+from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.options import FaultTolerance
 from bagua.engine.recovery.progress import Progress
 from bagua.errors import CommunicationError
@@ -49,6 +51,8 @@ class RecoveryManager:
         to_skip: steps that this rank skips because others have already begun as many more.
         newcomer: this rank has no weights of the job: it has just started, or was left out of an epoch.
         changes: of the membership, newest last.
+        opening: groups that are opened while training goes on, see `LostStep.FREE`; None: there are none.
+        waited_s: time that training has waited for them.
         recover: opens the groups of the next epoch within a step, and ends this step there.
         progress: of the user's loop.
     """
@@ -60,10 +64,12 @@ class RecoveryManager:
         self.round = self.attempts = self.to_skip = 0
         self.newcomer = False
         self.changes: tuple[MembershipChange, ...] = ()
+        self.opening: Opening[Any] | None = None
+        self.waited_s = 0.0
         self.recover: Callable[[], None] = _cannot_recover
         self.progress = Progress()
         self._pool: LanePool | None = None
-        self._severed = self._fetched = False
+        self._severed = self._fetched = self._stopped = False
         self._noticed = 0.0
 
     @property
@@ -99,6 +105,7 @@ class RecoveryManager:
         """
         deadline = time.monotonic() + self.options.max_blocked_s
         while True:
+            self._check_wanted()
             view = self.seat.view()
             if view is not None and view.rank is None:
                 if not self.newcomer and view.group > self.group:
@@ -152,6 +159,7 @@ class RecoveryManager:
         Raises:
             CommunicationError: they are.
         """
+        self._check_wanted()
         if self.out_of_use:
             raise CommunicationError(f"the members of group {self.group} have changed")
 
@@ -207,6 +215,7 @@ class RecoveryManager:
         Raises:
             CommunicationError: it has.
         """
+        self._check_wanted()
         now = time.monotonic()
         if now - self._noticed > self.options.max_blocked_s:
             raise CommunicationError(
@@ -272,6 +281,24 @@ class RecoveryManager:
             time.sleep(_POLL_S)
         return verdict is Verdict.GRANTED
 
+    def may_go_on(self) -> bool:
+        """Whether this host trains in the newest epoch, with or without its groups, and no other is being decided."""
+        view = self.seat.view()
+        if view is None or view.rank is None:
+            return False
+        return self.seat.start_step(view.group, self.round) is Verdict.GRANTED
+
+    def stop(self, timeout_s: float) -> None:
+        """At the end of training: open no more groups."""
+        self._stopped = True
+        if self.opening is not None:
+            self.opening.cancel(timeout_s)
+            self.opening = None
+
+    def _check_wanted(self) -> None:
+        if self._stopped:
+            raise CommunicationError("training has ended")
+
     # -- between steps -------------------------------------------------------------------------------------------
 
     def step_ended(self) -> bool:
@@ -284,17 +311,23 @@ class RecoveryManager:
             self.lost = "other ranks have begun more steps" if self.to_skip else ""
         return counts
 
-    def recovered(self, before: View | None, step: int) -> None:
-        """The groups of the present view are in use."""
+    def recovered(self, before: View | None, step: int, stalled_s: float | None = None) -> None:
+        """The groups of the present view are in use.
+
+        Args:
+            stalled_s: how long training has waited. Default: since the loss was noticed.
+        """
         view = self.view
         assert view is not None
         old = view.members if before is None else before.members
         gone = tuple(each for each in old if each not in view.members)
         came = tuple(each for each in view.members if each not in old)
-        stalled = time.monotonic() - self._noticed if self._noticed else 0.0
+        stalled = stalled_s
+        if stalled is None:
+            stalled = time.monotonic() - self._noticed if self._noticed else 0.0
         change = MembershipChange(view.epoch, step, gone, came, view.reason, bool(self.lost), stalled)
         self.changes = (*self.changes[-999:], change)
-        self._noticed, self.newcomer, self._fetched = 0.0, False, False
+        self._noticed, self.newcomer, self._fetched, self.waited_s = 0.0, False, False, 0.0
         self.lost = "other ranks have begun more steps" if self.to_skip else ""
         who = "".join((f"; lost {', '.join(gone)}" if gone else "", f"; joined {', '.join(came)}" if came else ""))
         _log.warning(

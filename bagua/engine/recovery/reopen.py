@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +18,10 @@ from bagua.algorithms.base import LostStep, Payload
 from bagua.comm.team import Team, decode, encode
 from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments
-from bagua.engine.lanes.lane import make_lane
+from bagua.engine.lanes.lane import Lane, make_lane
 from bagua.engine.recovery.catch_up import catch_up, go_on_without, kept_tensors, position_of
 from bagua.engine.recovery.manager import RecoveryManager
+from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.transfer import Arrivals, fetch_weights, fingerprint
 from bagua.engine.startup.rollback import unless_it_fails
 from bagua.errors import CommunicationError, RankMismatchError
@@ -26,6 +29,8 @@ from bagua.membership.seat import View
 
 __all__ = ["follow_membership", "join_job"]
 
+_POLL_S = 0.002
+_AtRest = Callable[[], AbstractContextManager[None]]
 _log = logging.getLogger("bagua")
 
 
@@ -62,10 +67,50 @@ def _before_step(manager: RecoveryManager, arrivals: Arrivals, module: nn.Module
             return
         if manager.to_skip and not manager.out_of_use:
             return
+        if attachments[module].engine.algorithm.lost_step is LostStep.FREE and not manager.lost:
+            _before_free_step(manager, arrivals, module)
+            return
         if not (manager.lost or manager.severed) and manager.may_begin(manager.round):
             arrivals.serve(attachments[module].engine)
             return
         _recover(manager, module)
+
+
+def _before_free_step(manager: RecoveryManager, arrivals: Arrivals, module: nn.Module) -> None:
+    """As `_before_step`, of a step that waits for no other rank. Groups are opened beside the steps.
+
+    Training waits while an epoch is being decided, so a minority does not train on, and to put the new engine in place.
+    """
+    began = time.monotonic()
+    while True:
+        attachment, opening = attachments[module], manager.opening
+        if opening is None:
+            if not manager.severed and manager.may_begin(manager.round):
+                arrivals.serve(attachment.engine)
+                return
+            attachment.engine.failures.give_up()
+            manager.leave_groups()
+            manager.opening = Opening(partial(_open_groups, manager, attachment.engine, manager.view))
+            continue
+        opening.rest()
+        if not opening.done:
+            if manager.may_go_on():
+                manager.waited_s += time.monotonic() - began
+                return
+            time.sleep(_POLL_S)
+            continue
+        manager.opening, opened = None, opening.result()
+        try:
+            manager.check_group()
+            engine = _install(manager, attachment, opened)
+        except (RankMismatchError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            opened.drop()
+            manager.reopening_failed(error)
+        else:
+            _put_in_place(manager, module, engine)
+            manager.recovered(opened.before, engine.step, manager.waited_s + time.monotonic() - began)
 
 
 def _recover_within_step(manager: RecoveryManager, ref: weakref.ref[nn.Module]) -> None:
@@ -91,24 +136,50 @@ def _open_next(manager: RecoveryManager, module: nn.Module) -> None:
     attachment.engine.pool.drain()  # weights are the training thread's from here on
     before = manager.view
     while True:
-        view = manager.await_view(partial(_learn, manager, attachment.engine))
+        opened = _open_groups(manager, attachment.engine, before)
         try:
-            team = manager.open_team(view, attachment.engine.inventory.device)
-            engine = _reopen(manager, module, attachment, team)
+            engine = _install(manager, attachment, opened)
             break
         except (RankMismatchError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             manager.reopening_failed(error)
-    attachment.engine.failures.give_up()
-    attachments[module] = attach(module, engine, (), attachment.process_group, instead_of=attachment)
-    follow_membership(module, attachments[module], manager)
-    attachment.engine.close()
-    manager.watch(engine.pool)
+    _put_in_place(manager, module, engine)
     manager.recovered(before, engine.step)
 
 
-def _learn(manager: RecoveryManager, engine: Engine, view: View) -> None:
+def _open_groups(
+    manager: RecoveryManager, engine: Engine, before: View | None, opening: Opening[_Opened] | None = None
+) -> _Opened:
+    """Groups of the next epoch, in which no member is lost while they are opened.
+
+    Args:
+        before: the members so far.
+        opening: in whose thread this runs; None: in the training thread.
+    """
+    at_rest = nullcontext if opening is None else opening.weights_at_rest
+    while True:
+        view = manager.await_view(partial(_learn, manager, engine, at_rest))
+        try:
+            return _agree(manager, engine, manager.open_team(view, engine.inventory.device), before, at_rest)
+        except (RankMismatchError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            manager.reopening_failed(error)
+
+
+def _put_in_place(manager: RecoveryManager, module: nn.Module, engine: Engine) -> None:
+    """`engine` trains `module` from now on."""
+    attachment = attachments[module]
+    attachment.engine.failures.give_up()
+    attachments[module] = attach(module, engine, (), attachment.process_group, instead_of=attachment)
+    follow_membership(module, attachments[module], manager)
+    attachment.engine.pool.forget_background()
+    attachment.engine.close()
+    manager.watch(engine.pool)
+
+
+def _learn(manager: RecoveryManager, engine: Engine, at_rest: _AtRest, view: View) -> None:
     """Fetch the weights beside training; if that fails it is tried again."""
 
     def check() -> None:
@@ -118,28 +189,60 @@ def _learn(manager: RecoveryManager, engine: Engine, view: View) -> None:
 
     name = manager.seat.name
     try:
-        epoch, count, step, progress = fetch_weights(engine, name, view.store, manager.options.open_timeout_s, check)
+        with at_rest():
+            epoch, count, step, progress = fetch_weights(
+                engine, name, view.store, manager.options.open_timeout_s, check
+            )
+            engine.state.step, manager.round = step, count
     except RuntimeError as error:
         _log.warning("recovery: %s could not fetch the weights: %s", name, error)
         return
-    engine.state.step, manager.round = step, count
     counts = manager.has_fetched(epoch, count)
     if counts:
         manager.progress.receive(progress)
     _log.info("recovery: %s has fetched the weights of step %d%s", name, step, "" if counts else ", too late")
 
 
-def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment, team: Team) -> Engine:
-    """An engine on groups of `team`. Collective among its ranks; those that are behind catch up first.
+@dataclass
+class _Opened:
+    """Groups that no engine uses yet.
+
+    Attributes:
+        before: the members before.
+        ranks: what the ranks have told each other.
+        source, behind, without: see `_who_leads`.
+        progress: see `_progress_of`.
+    """
+
+    before: View | None
+    team: Team
+    key: str
+    lane: Lane
+    ranks: list[dict[str, Any]]
+    source: int
+    behind: list[int]
+    without: list[int]
+    progress: bytes
+
+    def drop(self) -> None:
+        """Give them up."""
+        self.lane.abandon()
+        for groups in self.team.prepared.values():
+            groups.leave(abort=True)
+        self.team.prepared.clear()
+
+
+def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | None, at_rest: _AtRest) -> _Opened:
+    """Groups of `team`. Collective among its ranks; those that are behind catch up first.
 
     Raises:
         CommunicationError: a member is lost, or the members have changed.
         RankMismatchError: another rank trains another module or with other options.
     """
-    old = attachment.engine
     inventory, config, root = old.inventory, old.config, old.state.root
     mine = {
         **position_of(manager, old),
+        "lanes": old.pool.num_opened,
         "lanes_of_sums": config.lanes_of_sums,
         "order": old.state.order,
         "node": team.node,
@@ -153,18 +256,34 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
     for rank, each in enumerate(ranks):
         if each["fingerprint"] != mine["fingerprint"]:
             raise CommunicationError(f"rank {rank} trains another module, or with other options: it has to leave")
-    progress = _progress_of(manager, team, ranks, source, bool(behind or without))
-    catch_up(manager, old, team, ranks, source, behind, progress)
+    lead = team.rank == source and bool(behind or without or any(each["newcomer"] for each in ranks))
+    with at_rest() if lead or team.rank in behind else nullcontext():
+        progress = _progress_of(manager, team, ranks, source, bool(behind or without))
+        catch_up(manager, old, team, ranks, source, behind, progress)
     if team.rank in without:
         go_on_without(manager, old, ranks[source], progress)
     key = team.next_lane()
     nodes = team.discover_nodes([each["node"] for each in ranks])
     groups = team.open(f"lane/{key}", root.hierarchical_groups, nodes)
     try:
+        if ranks[source]["lost_step"] == LostStep.FREE.value:  # an engine is then made without waiting for the others
+            names = [f"lane/{key}/{number + 1}" for number in range(ranks[source]["lanes"])]
+            team.prepare(names, root.hierarchical_groups, nodes)
         lane = make_lane(groups, inventory.device)
     except BaseException:
         groups.leave(abort=True)
         raise
+    return _Opened(before, team, key, lane, ranks, source, behind, without, progress)
+
+
+def _install(manager: RecoveryManager, attachment: Attachment, opened: _Opened) -> Engine:
+    """An engine on these groups, not in place yet. Collective, unless the groups were prepared.
+
+    Raises:
+        CommunicationError: a member is lost, or the members have changed.
+    """
+    old, team, lane, ranks, source = attachment.engine, opened.team, opened.lane, opened.ranks, opened.source
+    inventory, config, root = old.inventory, old.config, old.state.root
     old.binding.release_buckets()
     config = replace(config, lanes_of_sums=ranks[source]["lanes_of_sums"])
     with unless_it_fails(inventory.trainable.values(), lane, remember=False):
@@ -176,7 +295,7 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
             old.optimizers,
             team,
             lane,
-            key,
+            opened.key,
             order,
             notices,
             recovery=manager,
@@ -193,10 +312,12 @@ def _reopen(manager: RecoveryManager, module: nn.Module, attachment: Attachment,
         raise
     engine.reducer.sync = old.reducer.sync
     _take_over(engine, old)
-    _align(manager, ranks, source, {*behind, *without}, team.rank)
+    _align(manager, ranks, source, {*opened.behind, *opened.without}, team.rank)
     if manager.newcomer:
-        manager.progress.receive(progress)
-    manager.progress.divide(ranks[source]["step"] + ranks[source]["ending"], team.rank, team.size)
+        manager.progress.receive(opened.progress)
+    free = ranks[source]["lost_step"] == LostStep.FREE.value
+    begins = engine.step if free else ranks[source]["step"] + ranks[source]["ending"]
+    manager.progress.divide(begins, team.rank, team.size)
     return engine
 
 
@@ -220,7 +341,7 @@ def _who_leads(ranks: list[dict[str, Any]]) -> tuple[int, list[int], list[int]]:
     newest = max(each["round"] for each in ranks)
     candidates = [rank for rank, each in enumerate(ranks) if not each["newcomer"]] or list(range(len(ranks)))
     source = max(candidates, key=lambda rank: (ranks[rank]["round"], ranks[rank]["step"], -rank))
-    alike = ranks[source]["lost_step"] == LostStep.SKIP.value
+    alike = ranks[source]["lost_step"] in (LostStep.SKIP.value, LostStep.FREE.value)
     if alike:  # then a newcomer leads that alone holds a step of a rank that has been lost
         source = max(range(len(ranks)), key=lambda rank: (ranks[rank]["round"], not ranks[rank]["newcomer"], -rank))
     behind: list[int] = []
@@ -231,7 +352,10 @@ def _who_leads(ranks: list[dict[str, Any]]) -> tuple[int, list[int], list[int]]:
             if rank != source and (not alike or lacks):
                 behind.append(rank)
         elif lacks:
-            keeps = each["lost_step"] == LostStep.KEEP.value or each["round"] == ranks[source]["round"]
+            keeps = (
+                each["lost_step"] in (LostStep.KEEP.value, LostStep.FREE.value)
+                or each["round"] == ranks[source]["round"]
+            )
             (without if keeps else behind).append(rank)
     ranks[source]["round"] = newest
     return source, behind, without
@@ -259,6 +383,10 @@ def _align(
     Args:
         moved: ranks that are now where `source` is.
     """
+
+    if ranks[source]["lost_step"] == LostStep.FREE.value:
+        manager.to_skip = 0
+        return
 
     def missed(rank: int) -> int:
         at = ranks[source if rank in moved else rank]
