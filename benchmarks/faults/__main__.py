@@ -24,6 +24,7 @@ from typing import Any
 import bagua
 from bagua.bench import results_file
 from bagua.bench.machine import describe_machine, now
+from bagua.lab import LabError
 from benchmarks.faults import report
 from benchmarks.faults.chaos import ANCHOR_PER_HOUR, chaos
 from benchmarks.faults.scenarios import SCENARIOS
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print tables, write JSON.
 
     Returns:
-        0 if all rows reach their targets.
+        0 if all rows reach their targets, 1 if not, 2 where the machine cannot emulate hosts.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -119,7 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None and args.json.exists():
         found |= json.loads(args.json.read_text())
     if not args.table:
-        _measure(args, found)
+        try:
+            _measure(args, found)
+        except LabError as error:
+            print(f"benchmarks.faults: needs root or user namespaces: {error}", file=sys.stderr)
+            return 2
     print(report.fault_table(found["rows"], found["not_run"]))
     print()
     print(report.chaos_table(found["chaos"]))

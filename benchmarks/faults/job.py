@@ -34,12 +34,17 @@ class Job:
     Args:
         settings: what trains.
         limit_s: for everything that is waited for.
+
+    Raises:
+        LabError: this machine cannot emulate the hosts.
     """
 
     def __init__(self, settings: Settings, limit_s: float = 120.0) -> None:
         self.settings, self.limit_s = settings, limit_s
         self.folder = Path(tempfile.mkdtemp(prefix="bagua-faults-"))
-        self.cluster = Cluster(settings.hosts, Link(settings.bandwidth), wire="relay", seed=settings.seed)
+        self.cluster = Cluster(
+            settings.hosts, Link(settings.bandwidth), mode="namespaces", wire="relay", seed=settings.seed
+        )
         self.journals = Journals(self.folder)
         self.processes: dict[int, subprocess.Popen[Any]] = {}
         self.up: dict[int, list[list[float]]] = {index: [] for index in range(settings.hosts)}  # [from, until] of each
