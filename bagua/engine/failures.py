@@ -148,6 +148,16 @@ class Failures:
             if ranks:
                 self._refuse(ranks)
 
+    def check_members(self) -> None:
+        """While this rank waits in the store within a backward pass: raise if another one is not coming.
+
+        Raises:
+            CommunicationError: the members have changed, or see `look_for_broken`.
+        """
+        self.look_for_broken()
+        if self.recovery is not None:
+            self.recovery.check_group()
+
     def settle_broken(self) -> None:
         """After an exception in this rank's last backward pass: agree with the other ranks on what to do.
 

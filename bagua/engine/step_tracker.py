@@ -230,9 +230,7 @@ class StepTracker:
         order = seen + [index for index in reversed(range(len(self._names))) if index not in set(seen)]
         names = encode([self._names[index] for index in order]) if self._team.rank == 0 else b"-"
         what, key = "agreement on the order of gradients", f"order/{self._key}"
-        self._state.order = decode(
-            self._team.all_gather_bytes_once(what, key, names, self._failures.look_for_broken)[0]
-        )
+        self._state.order = decode(self._team.all_gather_bytes_once(what, key, names, self._failures.check_members)[0])
         self._binding.start()
 
     def bucket_ready(self, bucket: Bucket) -> None:
