@@ -221,8 +221,11 @@ def test_a_rank_is_lost_anywhere(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dies", "holds"), points())
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize(
+    ("name", "dies", "holds"),
+    # The first steps of 0/1 Adam average gradients: while one rank holds, another does not get beyond that step.
+    [(name, *point) for name in STATEFUL for point in points() if name != "zero_one_adam" or point[1] is None],
+)
 def test_a_rank_is_lost_with_more_state(
     monkeypatch: pytest.MonkeyPatch, store: str, name: str, dies: int, holds: int | None
 ) -> None:
