@@ -108,7 +108,7 @@ def _exchange_parts(group: Group, sends: Sequence[Tensor], receives: Sequence[Te
     wire_in, wire_out = as_bytes(torch.cat([*sends])), as_bytes(torch.cat([*receives]))
     bytes_in = [part.numel() * part.element_size() for part in sends]
     bytes_out = [part.numel() * part.element_size() for part in receives]
-    group.pg.alltoall_base(wire_out, wire_in, bytes_out, bytes_in, dist.AllToAllOptions()).wait()
+    group.wait(group.pg.alltoall_base(wire_out, wire_in, bytes_out, bytes_in, dist.AllToAllOptions()))
     group.meter.add(sum(bytes_in) - bytes_in[rank], sum(bytes_out) - bytes_out[rank])
     for part, wire in zip(receives, wire_out.split(bytes_out), strict=True):
         part.copy_(wire.clone().view(part.dtype))  # clone: for the alignment of the dtype

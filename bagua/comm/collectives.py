@@ -44,7 +44,7 @@ def all_reduce_(group: Group, x_N: Tensor, op: str = "sum") -> Tensor:
         return x_N
     options = dist.AllreduceOptions()
     options.reduceOp = REDUCE_OPS[op]
-    group.pg.allreduce([x_N], options).wait()
+    group.wait(group.pg.allreduce([x_N], options))
     wire = 2 * _nbytes(x_N) * (group.size - 1) / group.size
     group.meter.add(wire, wire)
     return x_N
@@ -60,7 +60,7 @@ def broadcast_(group: Group, x: Tensor, src: int = 0) -> Tensor:
     options = dist.BroadcastOptions()
     options.rootRank = src
     options.rootTensor = 0
-    group.pg.broadcast([x], options).wait()
+    group.wait(group.pg.broadcast([x], options))
     if group.rank == src:
         group.meter.add(_nbytes(x) * (group.size - 1), 0)
     else:
@@ -79,7 +79,7 @@ def reduce_(group: Group, x_N: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
     options.reduceOp = REDUCE_OPS[op]
     options.rootRank = dst
     options.rootTensor = 0
-    group.pg.reduce([x_N], options).wait()
+    group.wait(group.pg.reduce([x_N], options))
     if group.rank == dst:
         group.meter.add(0, _nbytes(x_N) * (group.size - 1))
     else:
@@ -99,7 +99,7 @@ def all_to_all_rows(group: Group, out_RW: Tensor, rows_RW: Tensor) -> Tensor:
         if size > 1:
             _exchange(group, sends=rows_RW, receives=out_RW)
         return out_RW
-    group.pg.alltoall_base(out_RW, rows_RW, [], [], dist.AllToAllOptions()).wait()
+    group.wait(group.pg.alltoall_base(out_RW, rows_RW, [], [], dist.AllToAllOptions()))
     wire = _nbytes(rows_RW) * (size - 1) / size
     group.meter.add(wire, wire)
     return out_RW
@@ -117,7 +117,7 @@ def all_gather_rows(group: Group, rows_RW: Tensor) -> Tensor:
     if group.backend != "nccl":
         _exchange(group, sends=[rows_RW[rank]] * size, receives=rows_RW)
         return rows_RW
-    group.pg._allgather_base(rows_RW, rows_RW[rank : rank + 1]).wait()
+    group.wait(group.pg._allgather_base(rows_RW, rows_RW[rank : rank + 1]))
     wire = _nbytes(rows_RW[rank]) * (size - 1)
     group.meter.add(wire, wire)
     return rows_RW
@@ -137,7 +137,7 @@ def swap(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[t
     if group.backend == "nccl":
         works = [group.pg._end_coalescing()]
     for work in works:
-        work.wait()
+        group.wait(work)
     group.meter.add(sum(_nbytes(t) for _, t in sends), sum(_nbytes(t) for _, t in receives))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from bagua.comm.buffers import Buffers
 from bagua.comm.gloo_connections import GlooConnections
+from bagua.errors import CommunicationError
 
 __all__ = ["Group", "Groups", "Meter"]
 
@@ -45,7 +47,9 @@ class Group:
         tag: first of the tags that are this lane's on `p2p`.
         direct: small sums may go straight to the owners of chunks instead of from rank to rank. A property of the
             nodes and never measured, so that a repeated run sums in the same order.
-        connections: of gloo.
+        connections: of gloo, where a loss can have to free what waits.
+        waits_since: when the lane's thread began to wait for the transfer that it waits for; None: it does not wait.
+            Known if there are `connections`.
     """
 
     pg: Any
@@ -58,6 +62,42 @@ class Group:
     tag: int = 0
     direct: bool = False
     connections: GlooConnections | None = None
+    waits_since: float | None = None
+    _left: bool = False
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective or a transfer of this group.
+
+        Raises:
+            CommunicationError: the wait was given up meanwhile, see `give_up_wait`.
+        """
+        if self.connections is None:
+            work.wait()
+            return
+        self.waits_since = time.monotonic()
+        try:
+            work.wait()
+        finally:
+            self.waits_since = None
+        if self._left:
+            raise CommunicationError("the connections of this group were cut")
+
+    def give_up_wait(self, cut: float, after_s: float) -> bool:
+        """From another thread: whether the lane's thread is held by a transfer that a cut has not ended.
+
+        gloo does not wake who waits for a message of which a part has come or gone when its connection is cut; that
+        ends at the timeout. If this returns True, the thread raises when it does, whatever has come: it touches no
+        tensor any more.
+
+        Args:
+            cut: when the connections were cut (`time.monotonic()`).
+            after_s: for how long since then it must have waited.
+        """
+        since = self.waits_since
+        if since is None or time.monotonic() - max(since, cut) < after_s:
+            return False
+        self._left = True
+        return self.waits_since is since  # else it looks at `_left` after the next wait at the latest
 
     def sever(self) -> None:
         """Cut the connections under collectives in flight, which then fail here and at the peers. From any thread."""
@@ -120,6 +160,11 @@ class Groups:
         for group in (self.world, self.intra, self.inter):
             if group is not None:
                 group.sever()
+
+    def give_up_wait(self, cut: float, after_s: float) -> bool:
+        """Whether one of them holds the lane's thread; see `Group.give_up_wait`."""
+        every = (self.world, self.intra, self.inter)
+        return any(group is not None and group.give_up_wait(cut, after_s) for group in every)
 
     def leave(self, abort: bool) -> None:
         """Give up the connections and the scratch memory; see `Group.leave`."""

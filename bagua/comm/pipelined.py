@@ -70,16 +70,16 @@ def scatter_gather_rows(
     if mine:
         write(rank, rank + 1, peers_RW[rank : rank + 1])
         for work in scattered:
-            work.wait()
+            group.wait(work)
         combine()
         for peer in later:
             sent = _send_next(group, wire_RW[rank], peer, _GATHER, sent)
         read(rank, rank + 1)
     for work, peer in zip(gathered, filled, strict=True):
-        work.wait()
+        group.wait(work)
         read(peer, peer + 1)
     if sent is not None:
-        sent.wait()
+        group.wait(sent)
     answers = (size - 1) * wire_RW[rank].numel() * wire_RW[rank].element_size()
     group.meter.add(nbytes + answers, nbytes + answers)
 
@@ -87,5 +87,5 @@ def scatter_gather_rows(
 def _send_next(group: Group, row: Tensor, peer: int, tag: int, previous: Any) -> Any:
     """Send behind `previous`: one at a time, so that each receiver has one sender at a time."""
     if previous is not None:
-        previous.wait()
+        group.wait(previous)
     return group.send(row, peer, tag)

@@ -205,7 +205,7 @@ def _reduce_scatter(group: Group, x_RC: Tensor, out_C: Tensor, op: str) -> None:
         options = dist.ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(collectives.REDUCE_OPS[op])
         result_C = torch.empty_like(out_C)
-        group.pg._reduce_scatter_base(result_C, x_RC.view(-1), options).wait()
+        group.wait(group.pg._reduce_scatter_base(result_C, x_RC.view(-1), options))
         wire = x_RC[0].numel() * x_RC.element_size() * (group.size - 1)
         group.meter.add(wire, wire)
         out_C.copy_(result_C)

@@ -47,7 +47,7 @@ def mix(
 
     Examples:
         >>> bagua.exchanges.mix("complete", "int4", error_feedback=True)
-        ScatterGather(codec=Int4(block=128), error_feedback=True, average=True)
+        ScatterGather(codec=Int4(block=128), error_feedback=True, average=True, running_scale=False)
     """
     topology, codec = topologies.get(topology), codecs.get(codec)
     if error_feedback and (codec.linear or not topology.complete):

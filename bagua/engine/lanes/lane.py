@@ -9,7 +9,9 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch import Tensor
 from bagua.comm.groups import Groups
 from bagua.engine.lanes.gate import Gate
 from bagua.engine.lanes.label import Label, span
+from bagua.errors import CommunicationError
 
 __all__ = [
     "BackgroundLane",
@@ -31,6 +34,7 @@ __all__ = [
 ]
 
 Run = Callable[[], None]
+_STUCK_S = 0.2  # for a transfer to end after its connection was cut, as it does where gloo notices
 
 
 class Ticket:
@@ -122,11 +126,25 @@ class Lane(ABC):
         """Drop the groups at once. That closes their connections, so peers fail soon too."""
         self._leave(abort=True)
 
+    def sever(self) -> None:
+        """Cut the connections, so that what is in flight fails, here and at the peers. From any thread."""
+        self.groups.sever()
+
+    def leave_stuck(self) -> bool:
+        """After `sever`: if a job cannot end for a while all the same, leave it behind and fail it with what is queued.
+
+        Returns whether the lane is left behind.
+        """
+        return False
+
     def adopt(self, tensor: Tensor) -> None:
         """Register a tensor before the first job that uses it. Once is enough."""
 
     def _leave(self, abort: bool) -> None:
         self.groups.leave(abort)
+
+
+_Jobs: TypeAlias = "queue.SimpleQueue[tuple[Run, Ticket] | None]"
 
 
 class InlineLane(Lane):
@@ -154,8 +172,13 @@ class ThreadLane(Lane):
     def __init__(self, groups: Groups, gate: Gate | None = None, device: torch.device | None = None) -> None:
         super().__init__(groups)
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
-        self._queue: queue.SimpleQueue[tuple[Run, Ticket] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._queue, gate), name="bagua-lane", daemon=True)
+        self._queue: _Jobs = queue.SimpleQueue()
+        self._running: list[Ticket] = []
+        self._cut: float | None = None
+        self._left: CommunicationError | None = None
+        self._thread = threading.Thread(
+            target=_work, args=(self._queue, self._running, gate), name="bagua-lane", daemon=True
+        )
         self._thread.start()
         # The thread holds the queue, not the lane: a lane nobody holds is collected, and its thread ends.
         self._finalizer = weakref.finalize(self, _end, self._queue, gate)
@@ -168,6 +191,10 @@ class ThreadLane(Lane):
             ready.record(torch.cuda.current_stream(self._stream.device))
             run = partial(_on_stream, self._stream, ready, run)
         ticket = Ticket(label)
+        if self._left is not None:
+            ticket.error = self._left
+            ticket.finish(0.0)
+            return ticket
         run = partial(contextvars.copy_context().run, run)  # the caller's settings, such as `codecs.use_backend`
         with span("launch", label):
             self._queue.put((run, ticket))
@@ -176,7 +203,7 @@ class ThreadLane(Lane):
     def close(self) -> None:
         """Let the thread end, then give up the groups."""
         self._finalizer()
-        if self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread() and self._left is None:
             self._thread.join()
         self._leave(abort=False)  # every job is over; a failed lane has been abandoned before
 
@@ -184,21 +211,50 @@ class ThreadLane(Lane):
         """Let the thread end. One that is stuck in a collective keeps its groups: to free them would wait too."""
         self._finalizer()
         self._thread.join(timeout_s)
+        if self._thread.is_alive() and self.groups.world.connections is not None:
+            self.sever()  # a thread that returned while the interpreter ends would abort the process
+            self._thread.join(_STUCK_S)
         if not self._thread.is_alive():
             self.abandon()
 
+    def sever(self) -> None:
+        """Cut the connections; see `Lane.sever`."""
+        self._cut = time.monotonic()
+        super().sever()
 
-def _end(jobs: queue.SimpleQueue[tuple[Run, Ticket] | None], gate: Gate | None) -> None:
+    def leave_stuck(self) -> bool:
+        """The thread ends with the transfer that holds it, at the timeout of the groups."""
+        if self._left is not None:
+            return True
+        if self._cut is None or not self.groups.give_up_wait(self._cut, _STUCK_S):
+            return False
+        self._left = CommunicationError("its connections were cut in the middle of a transfer")
+        tickets, ends = list(self._running), False
+        with suppress(queue.Empty):
+            while True:
+                job = self._queue.get_nowait()
+                ends |= job is None
+                tickets += [] if job is None else [job[1]]
+        if ends:
+            self._queue.put(None)
+        for ticket in tickets:
+            ticket.error = self._left
+            ticket.finish(0.0)
+        return True
+
+
+def _end(jobs: _Jobs, gate: Gate | None) -> None:
     if gate is not None:
         gate.closing.set()
     jobs.put(None)
 
 
-def _work(jobs: queue.SimpleQueue[tuple[Run, Ticket] | None], gate: Gate | None) -> None:
+def _work(jobs: _Jobs, running: list[Ticket], gate: Gate | None) -> None:
     broken: BaseException | None = None
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             run, ticket = job
+            running.append(ticket)
             del job
             if broken is None:
                 ticket.execute(run, gate)
@@ -207,6 +263,7 @@ def _work(jobs: queue.SimpleQueue[tuple[Run, Ticket] | None], gate: Gate | None)
                 ticket.error = broken
                 ticket.finish(0.0)
             # A blocked `get` must not keep the last job's tensors, nor through them a dropped model, alive.
+            running.clear()
             del run, ticket
     if gate is not None:
         gate.leave()

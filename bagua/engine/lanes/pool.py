@@ -18,6 +18,7 @@ from bagua.exchanges import AllReduce, Exchange
 
 __all__ = ["LanePool", "narrowness"]
 
+_LOOK_S = 0.02  # between two looks at a lane whose connections were cut
 _PATIENCE_S = 60.0  # how long a lane in the background waits for a rank before it names it; it then waits on
 
 
@@ -154,9 +155,20 @@ class LanePool:
         self.extra = [lane for lane in self.extra if not isinstance(lane, BackgroundLane)]
 
     def drain(self) -> None:
-        """Return when no shared lane works on a tensor any more. Bounded once connections are cut."""
-        for ticket in [lane.submit(_nothing, "drain") for lane in self.shared]:
-            ticket.wait()
+        """Return when no shared lane works on a tensor any more. Soon, once connections are cut."""
+        for lane, ticket in [(lane, lane.submit(_nothing, "drain")) for lane in self.shared]:
+            while not ticket.ends_within(_LOOK_S):
+                lane.leave_stuck()
+
+    def sever(self) -> None:
+        """Cut the connections of all lanes, so that what is in flight fails, here and at the peers. From any thread."""
+        for lane in self.all:
+            lane.sever()
+
+    def leave_stuck(self) -> None:
+        """After `sever`: fail what does not end by itself; see `Lane.leave_stuck`."""
+        for lane in self.all:
+            lane.leave_stuck()
 
     def abandon(self) -> None:
         """Abandon every lane at once, after a failure. Closes connections, so peers fail soon too."""

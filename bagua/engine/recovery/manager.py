@@ -175,14 +175,15 @@ class RecoveryManager:
         """While this rank waits for an exchange: free it if the members have changed."""
         if self.out_of_use:
             self.sever()
+        if self._severed and self._pool is not None:
+            self._pool.leave_stuck()
 
     def sever(self) -> None:
         """Cut all connections of the groups in use. Exchanges in flight fail, here and at the peers."""
         if not self._severed and self._pool is not None:
             self._severed = True
             self._noticed = self._noticed or time.monotonic()
-            for lane in self._pool.all:
-                lane.groups.sever()
+            self._pool.sever()
 
     @property
     def severed(self) -> bool:
