@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.items import Item
 from bagua.comm.team import Team, decode, encode
 
-__all__ = ["agree", "share", "team_of"]
+__all__ = ["agree", "agree_on", "share", "team_of"]
+
+T = TypeVar("T")
 
 
 def team_of(process_group: Any) -> Team:
@@ -48,6 +51,29 @@ def agree(team: Team, what: str, report: Any, problem: BaseException | None) -> 
         if message["problem"] is not None:
             raise CheckpointError(f"{what}: rank {rank} of {team.size}: {message['problem']}") from problem
     return [message["report"] for message in messages]
+
+
+def agree_on(team: Team, what: str, work: Callable[[], T]) -> T:
+    """Do `work()` on each rank; all ranks raise if it failed on one of them. Collective.
+
+    Raises:
+        CheckpointError: another rank failed; names it.
+        CommunicationError: a rank did not arrive within the timeout.
+        whatever `work` raises, on the rank where it does.
+    """
+    result: Any = None
+    problem: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # the other ranks must hear of it
+        problem = error
+    try:
+        agree(team, what, None, problem)
+    except CheckpointError:
+        if problem is None:
+            raise
+        raise problem from None
+    return result
 
 
 def share(team: Team, what: str, items: dict[str, Item], problem: BaseException | None) -> dict[str, list[int]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua.checkpoint.agree import agree, team_of
+from bagua.checkpoint.agree import agree_on, team_of
 from bagua.checkpoint.archive import read_last, save_items
 from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.items import Item, collect
@@ -65,20 +65,11 @@ def load_rank_state(directory: str | os.PathLike[str], trained: Trained) -> list
     ):
         found = read_last(directory, all_copies=True)  # for the mean of what differs
         assert found is not None
-    remarks: list[str] = []
-    problem: Exception | None = None
-    try:
-        for number, (module, optimizers) in enumerate(trained):
-            remarks.append(_put_back(found, number, module, optimizers, team))
-    except Exception as error:  # the other ranks must hear of it
-        problem = error
-    try:
-        agree(team, f"loading from {found.where}", None, problem)
-    except CheckpointError:
-        if problem is None:
-            raise
-        raise problem from None
-    return remarks
+
+    def put_back() -> list[str]:
+        return [_put_back(found, number, *each, team) for number, each in enumerate(trained)]
+
+    return agree_on(team, f"loading from {found.where}", put_back)
 
 
 def _optional(number: int, num_optimizers: int) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from bagua.checkpoint.agree import agree
+from bagua.checkpoint.agree import agree_on
 from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.experts import check_optimizer, is_expert, spread_experts
 from bagua.checkpoint.items import RNG, algorithm_item, kind_of, set_random_state
@@ -78,19 +78,7 @@ def restore(found: Found, objects: Mapping[str, Any], team: Team, *, rng: bool) 
         CheckpointError: something does not go with the number of ranks that there are now, or another rank failed.
         ValueError: something does not fit the object; names it. So do the objects' own errors.
     """
-    data: dict[str, Any] = {}
-    problem: Exception | None = None
-    try:
-        data = _put(found, objects, team, rng)
-    except Exception as error:  # the other ranks must hear of it
-        problem = error
-    try:
-        agree(team, f"loading from {found.where}", None, problem)
-    except CheckpointError:
-        if problem is None:
-            raise
-        raise problem from None
-    return data
+    return agree_on(team, f"loading from {found.where}", lambda: _put(found, objects, team, rng))
 
 
 def _put(found: Found, objects: Mapping[str, Any], team: Team, rng: bool) -> dict[str, Any]:

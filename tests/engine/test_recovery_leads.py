@@ -7,38 +7,47 @@ from typing import Any
 import pytest
 
 from bagua.algorithms import LostStep
-from bagua.engine.recovery.reopen import _who_leads
+from bagua.engine.recovery.leading import who_leads
 
 
-def rank(count: int, rule: LostStep, newcomer: bool = False, step: int | None = None) -> dict[str, Any]:
-    return {"round": count, "step": count if step is None else step, "newcomer": newcomer, "lost_step": rule.value}
+def rank(
+    count: int, rule: LostStep, newcomer: bool = False, step: int | None = None, ending: bool = False
+) -> dict[str, Any]:
+    step = count if step is None else step
+    return {"round": count, "step": step, "newcomer": newcomer, "lost_step": rule.value, "ending": ending}
 
 
 def test_a_rank_that_lacks_a_step_takes_it_over_where_replicas_are_equal() -> None:
     skip = LostStep.SKIP
-    assert _who_leads([rank(7, skip), rank(8, skip), rank(8, skip)]) == (1, [0], [])
-    assert _who_leads([rank(8, skip), rank(7, skip, newcomer=True)]) == (0, [1], [])
+    assert who_leads([rank(7, skip), rank(8, skip), rank(8, skip)]) == (1, [0], [])
+    assert who_leads([rank(8, skip), rank(7, skip, newcomer=True)]) == (0, [1], [])
 
 
 def test_a_rank_that_lacks_steps_keeps_its_weights_in_gossip_and_a_newcomer_gets_some() -> None:
     keep = LostStep.KEEP
     ranks = [rank(5, keep), rank(8, keep), rank(7, keep), rank(6, keep, newcomer=True)]
-    assert _who_leads(ranks) == (1, [3], [0, 2])
+    assert who_leads(ranks) == (1, [3], [0, 2])
 
 
 def test_nobody_takes_over_weights_where_no_step_waits_for_others() -> None:
     free = LostStep.FREE
     ranks = [rank(4, free, step=90), rank(4, free, step=200), rank(4, free, newcomer=True, step=70)]
-    assert _who_leads(ranks)[1:] == ([], [])
+    assert who_leads(ranks)[1:] == ([], [])
 
 
 def test_at_the_end_of_a_warm_up_the_rank_that_is_still_in_it_takes_over() -> None:
     ranks = [rank(3, LostStep.SKIP), rank(4, LostStep.FREE, step=9)]
-    assert _who_leads(ranks) == (1, [0], [])
+    assert who_leads(ranks) == (1, [0], [])
+
+
+def test_of_two_ranks_at_a_step_the_one_that_has_begun_it_leads() -> None:
+    repeat = LostStep.REPEAT
+    assert who_leads([rank(4, repeat, step=16), rank(4, repeat, step=16, ending=True)]) == (1, [], [])
+    assert who_leads([rank(4, repeat, step=17), rank(4, repeat, step=16, ending=True)]) == (0, [], [])
 
 
 @pytest.mark.parametrize(("rule", "source", "behind"), [(LostStep.SKIP, 2, [0, 1]), (LostStep.KEEP, 0, [2])])
 def test_only_a_newcomer_has_the_last_step_of_a_lost_rank(rule: LostStep, source: int, behind: list[int]) -> None:
     ranks = [rank(7, rule), rank(7, rule), rank(8, rule, newcomer=True)]
-    assert _who_leads(ranks) == (source, behind, [] if rule is LostStep.SKIP else [0, 1])
+    assert who_leads(ranks) == (source, behind, [] if rule is LostStep.SKIP else [0, 1])
     assert ranks[source]["round"] == 8, "all count the step"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments
 from bagua.engine.lanes.lane import Lane, make_lane
 from bagua.engine.recovery.catch_up import catch_up, go_on_without, kept_tensors, position_of
+from bagua.engine.recovery.leading import align, begun, who_leads
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.transfer import Arrivals, fetch_weights, fingerprint
@@ -210,7 +211,7 @@ class _Opened:
     Attributes:
         before: the members before.
         ranks: what the ranks have told each other.
-        source, behind, without: see `_who_leads`.
+        source, behind, without: see `who_leads`.
         progress: see `_progress_of`.
     """
 
@@ -250,7 +251,7 @@ def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | Non
     }
     messages = team.all_gather_bytes("opening the groups of a membership epoch", encode(mine))
     ranks: list[dict[str, Any]] = [decode(each) for each in messages]
-    source, behind, without = _who_leads(ranks)
+    source, behind, without = who_leads(ranks)
     if mine["fingerprint"] != ranks[source]["fingerprint"]:
         raise RankMismatchError(f"this rank trains another module than rank {source}, or with other options")
     for rank, each in enumerate(ranks):
@@ -312,11 +313,11 @@ def _install(manager: RecoveryManager, attachment: Attachment, opened: _Opened) 
         raise
     engine.reducer.sync = old.reducer.sync
     _take_over(engine, old)
-    _align(manager, ranks, source, {*opened.behind, *opened.without}, team.rank)
+    align(manager, ranks, source, {*opened.behind, *opened.without}, team.rank)
     if manager.newcomer:
         manager.progress.receive(opened.progress)
     free = ranks[source]["lost_step"] == LostStep.FREE.value
-    begins = engine.step if free else ranks[source]["step"] + ranks[source]["ending"]
+    begins = engine.step if free else begun(ranks[source])
     manager.progress.divide(begins, team.rank, team.size)
     return engine
 
@@ -331,36 +332,6 @@ def _progress_of(
     return team.all_gather_bytes("progress of the training loop", mine)[source]
 
 
-def _who_leads(ranks: list[dict[str, Any]]) -> tuple[int, list[int], list[int]]:
-    """The rank whose state others take over; those that do: they lack an exchange that counts, or are new; and those
-    that lack one, but keep their state.
-
-    Where replicas differ, a newcomer never leads: it has fetched no state that it could train on with. If it has the
-    newest round all the same, from a rank that has been lost, all others go on without it.
-    """
-    newest = max(each["round"] for each in ranks)
-    candidates = [rank for rank, each in enumerate(ranks) if not each["newcomer"]] or list(range(len(ranks)))
-    source = max(candidates, key=lambda rank: (ranks[rank]["round"], ranks[rank]["step"], -rank))
-    alike = ranks[source]["lost_step"] in (LostStep.SKIP.value, LostStep.FREE.value)
-    if alike:  # then a newcomer leads that alone holds a step of a rank that has been lost
-        source = max(range(len(ranks)), key=lambda rank: (ranks[rank]["round"], not ranks[rank]["newcomer"], -rank))
-    behind: list[int] = []
-    without: list[int] = []
-    for rank, each in enumerate(ranks):
-        lacks = each["round"] < newest
-        if each["newcomer"]:
-            if rank != source and (not alike or lacks):
-                behind.append(rank)
-        elif lacks:
-            keeps = (
-                each["lost_step"] in (LostStep.KEEP.value, LostStep.FREE.value)
-                or each["round"] == ranks[source]["round"]
-            )
-            (without if keeps else behind).append(rank)
-    ranks[source]["round"] = newest
-    return source, behind, without
-
-
 @torch.no_grad()
 def _take_over(engine: Engine, old: Engine) -> None:
     """What `old` keeps goes on in `engine`."""
@@ -373,27 +344,3 @@ def _take_over(engine: Engine, old: Engine) -> None:
         engine.algorithm.on_members_changed(engine.context)
     if old.tracker.ending:
         engine.tracker.go_on_ending()
-
-
-def _align(
-    manager: RecoveryManager, ranks: Sequence[dict[str, Any]], source: int, moved: Collection[int], me: int
-) -> None:
-    """Skip as many steps as the rank that has lost most has lost more: batch numbers are equal then.
-
-    Args:
-        moved: ranks that are now where `source` is.
-    """
-
-    if ranks[source]["lost_step"] == LostStep.FREE.value:
-        manager.to_skip = 0
-        return
-
-    def missed(rank: int) -> int:
-        at = ranks[source if rank in moved else rank]
-        return ranks[rank]["attempts"] - at["step"] - at["ending"]
-
-    most = max((missed(rank) for rank, each in enumerate(ranks) if not each["newcomer"]), default=0)
-    if manager.newcomer:
-        manager.attempts = most + ranks[source]["step"] + ranks[source]["ending"]
-    skips = not (manager.newcomer or manager.progress.repeats)
-    manager.to_skip = most - missed(me) if skips else 0
