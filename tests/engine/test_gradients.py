@@ -181,3 +181,58 @@ def channels_last() -> bool:
 
 def test_gradients_keep_the_memory_format(pool: RankPool) -> None:
     assert pool.run(2, channels_last) == [True, True]
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.last = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.conv(x).flatten(1).tanh())
+
+
+def moved(algorithm: str, how: str, set_to_none: bool) -> list[dict]:
+    """Gradients of each step; before some steps, and within an accumulation, the module moves to where it is."""
+    model, optimizer = distributed(Images, algorithm)
+
+    def backward(step: int) -> None:
+        x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(x).square().mean().backward()
+
+    def move() -> None:
+        if how == "device":
+            model.to("cpu:0")  # copies: "cpu" is another device to Tensor.to
+        elif how == "layout":
+            model.to(memory_format=torch.channels_last)
+
+    found = []
+    for step in range(4):
+        if step == 2:
+            move()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        if step == 3:
+            with bagua.no_sync(model):
+                backward(100)
+            move()
+        backward(step)
+        found.append({name: grad.contiguous() for name, grad in gradients(model).items() if grad is not None})
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_module_that_moves_to_where_it_is(pool: RankPool, algorithm: str, set_to_none: bool) -> None:
+    """`module.to` assigns to `.grad.data` too, which used to take the gradients out of their bucket for good."""
+    stays = pool.run(2, moved, algorithm, "not", set_to_none)
+    assert equal(stays[0], stays[1])
+    for how in ("device", "layout"):
+        moves = pool.run(2, moved, algorithm, how, set_to_none)
+        assert equal(moves[0], moves[1]), how
+        for mine, theirs in zip(stays[0], moves[0], strict=True):
+            if how == "device":
+                assert equal(mine, theirs)
+            elif algorithm == "gradient_allreduce":  # another layout: convolutions add in another order
+                assert all(torch.allclose(mine[name], theirs[name], rtol=1e-3, atol=1e-4) for name in mine)

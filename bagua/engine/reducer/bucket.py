@@ -38,6 +38,8 @@ class Bucket:
         self.numel = sum(param.numel() for param in self.params)
         self._flat = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
         self._away: dict[int, Tensor] = {}  # gradients that are not in `_flat` yet, by position
+        # autograd gives gradients the strides of a dense parameter; equal strides make the copy a plain one
+        self._strides = [param.stride() if _is_dense(param) else None for param in self.params]
         self.views = self.split(self._flat)
         self._addresses = [view.data_ptr() for view in self.views]
         if payload is Payload.PARAM:
@@ -62,14 +64,12 @@ class Bucket:
         return part_ranges(self.numel, self._flat.element_size(), part_bytes)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part of `flat`, in the parameter's shape and, where that is dense, strides."""
+        """Each parameter's part of `flat`, in the parameter's shape and, where that was dense, strides."""
         views: list[Tensor] = []
         offset = 0
-        for param in self.params:
+        for param, strides in zip(self.params, self._strides, strict=True):
             part = flat[offset : offset + param.numel()]
-            # autograd gives gradients the strides of a dense parameter; equal strides make the copy a plain one
-            dense = _is_dense(param)
-            views.append(part.as_strided(param.size(), param.stride()) if dense else part.view(param.size()))
+            views.append(part.view(param.size()) if strides is None else part.as_strided(param.size(), strides))
             offset += param.numel()
         return views
 
@@ -147,9 +147,10 @@ class Bucket:
 
         All of them, where weights are exchanged: those in other storage would be left out. Gradients only need the
         parameters' type and device; one parameter, each in its turn, stands for all, since `module.to()` moves all.
+        Gradients that were given other storage, as by `module.to("cpu:0")`, are copied back into the bucket.
 
         Raises:
-            RuntimeError: something like `module.to()` gave one other storage.
+            RuntimeError: something like `module.to()` gave a parameter other storage, type or device.
         """
         if payload is Payload.PARAM:
             addresses = list(map(Tensor.data_ptr, self.params))
@@ -161,6 +162,21 @@ class Bucket:
         param = self.params[index]
         if param.dtype is not self._flat.dtype or param.device != self._flat.device:
             raise_moved(self.names[index])
+        if list(map(Tensor.data_ptr, self.views)) != self._addresses:
+            self._fetch_views()
+
+    @torch.no_grad()
+    def _fetch_views(self) -> None:
+        """Give views the storage in `_flat` again; the objects stay, since `.grad` and the reducer refer to them.
+
+        `module.to()` assigns to `.grad.data` and so moves the view itself.
+        """
+        for name, view, place in zip(self.names, self.views, self.split(self._flat), strict=True):
+            if view.dtype is not place.dtype or view.device != place.device:
+                raise_moved(name)
+            if view.data_ptr() != place.data_ptr():
+                place.copy_(view)
+                view.data = place
 
     def release(self, payload: Payload) -> None:
         """Give the parameters their values (or gradients) back in storage of their own."""
