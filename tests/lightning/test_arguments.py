@@ -25,6 +25,7 @@ from tests.examples.scripts import ROOT, load_script, start
 from tests.rank_pool import RankPool
 
 
+@pytest.mark.filterwarnings("ignore:The .srun. command is available")
 def test_the_name_is_known() -> None:
     strategy = Trainer(strategy="bagua", accelerator="cpu", devices=2, logger=False).strategy
     assert type(strategy) is BaguaStrategy and isinstance(strategy, DDPStrategy)

@@ -101,6 +101,7 @@ def test_an_algorithm_that_needs_its_optimizer_says_so(pool: RankPool) -> None:
         assert "'qadam' needs exactly one bagua.optim.QAdam" in message
 
 
+@pytest.mark.filterwarnings("ignore:The .srun. command is available")
 def test_names_and_options() -> None:
     assert "bagua" in STRATEGY_REGISTRY
     assert type(Fabric(accelerator="cpu", devices=1, strategy="bagua").strategy) is BaguaFabricStrategy
