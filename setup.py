@@ -7,18 +7,22 @@ BAGUA_NO_NATIVE=1, the package installs all the same and uses its torch paths.
 
 from __future__ import annotations
 
+import gzip
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 from setuptools.errors import CompileError
 
 # No fused multiply-add: all instruction sets must give the same bits.
@@ -33,7 +37,9 @@ CXXFLAGS = [
     "-Wno-psabi",
 ]
 LDFLAGS = ["-shared"] if sys.platform == "darwin" else ["-shared", "-Wl,--as-needed"]
-X86_64 = platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
+# A cross-compiler is named by CXX, and what it builds for by _PYTHON_HOST_PLATFORM, as for other packages.
+MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", "").rpartition("-")[2] or platform.machine()
+X86_64 = MACHINE.lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
 AVX2 = ["-mavx2", "-mfma", "-DBAGUA_ISA=avx2"]
 AVX512 = [
     "-mavx512f",
@@ -182,6 +188,41 @@ def command(argv: list[str]) -> None:
     subprocess.run(argv, check=True, capture_output=True, text=True)
 
 
+class ReproducibleSdist(sdist):
+    """The same files give the same bytes if SOURCE_DATE_EPOCH is set: no times or owners, and modes of two kinds."""
+
+    def make_archive(
+        self,
+        base_name: str,
+        format: str,
+        root_dir: Any = None,
+        base_dir: str | None = None,
+        owner: str | None = None,
+        group: str | None = None,
+    ) -> str:
+        """Packs the folder `base_dir` and returns the archive's name."""
+        epoch = os.environ.get("SOURCE_DATE_EPOCH")
+        if epoch is None or format != "gztar" or base_dir is None or root_dir is not None:
+            return super().make_archive(base_name, format, root_dir, base_dir, owner, group)
+        name = f"{base_name}.tar.gz"
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        with (
+            open(name, "wb") as file,
+            gzip.GzipFile("", "wb", compresslevel=9, fileobj=file, mtime=int(epoch)) as packed,
+            tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+        ):
+            for path in sorted(path for path in Path(base_dir).rglob("*") if path.is_file()):
+                member = tar.gettarinfo(str(path))
+                member.mtime, member.uid, member.gid, member.uname, member.gname = int(epoch), 0, 0, "", ""
+                member.mode = 0o755 if member.mode & 0o100 else 0o644
+                # Files with several names would become links.
+                member.type, member.linkname = tarfile.REGTYPE, ""
+                member.size = path.stat().st_size
+                with path.open("rb") as content:
+                    tar.addfile(member, content)
+        return name
+
+
 class PlatformWheel(bdist_wheel):
     """py3-none-<platform>: one wheel for all Python versions."""
 
@@ -201,5 +242,5 @@ setup(
         **{f"bagua.{part}.csrc": ["*"] for part in ("codecs", "lab", "net")},
         "bagua.net.csrc.driver": ["*"],
     },
-    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel, "sdist": ReproducibleSdist},
 )

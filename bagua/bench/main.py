@@ -283,7 +283,7 @@ def _draw(args: argparse.Namespace, report: dict[str, Any]) -> None:
     try:
         written = plots.plot_report(report, args.plots)
     except ModuleNotFoundError:
-        print("no figures: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+        print("no figures: matplotlib is not installed: pip install 'bagua[demo]'", file=sys.stderr)
         return
     for path in written:
         print(f"written: {path}")

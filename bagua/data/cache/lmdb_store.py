@@ -238,7 +238,5 @@ def import_lmdb() -> Any:
     try:
         import lmdb
     except ImportError as error:
-        raise ImportError(
-            'backend "lmdb" needs the package lmdb: pip install lmdb, or install Bagua with its extra "cache"'
-        ) from error
+        raise ImportError("backend \"lmdb\" needs the package lmdb: pip install 'bagua[cache]'") from error
     return lmdb

@@ -156,7 +156,5 @@ def import_redis() -> Any:
     try:
         import redis
     except ImportError as error:
-        raise ImportError(
-            'backend "redis" needs the package redis: pip install redis, or install Bagua with its extra "cache"'
-        ) from error
+        raise ImportError("backend \"redis\" needs the package redis: pip install 'bagua[cache]'") from error
     return redis
