@@ -193,7 +193,7 @@ class ReproducibleSdist(sdist):
 
     def make_archive(
         self,
-        base_name: str,
+        base_name: str | os.PathLike[str],
         format: str,
         root_dir: Any = None,
         base_dir: str | None = None,
