@@ -185,6 +185,8 @@ def distribute(
         engine = Engine(config, chosen, inventory, request.optimizers, team, lane, key, order, notices, tuning, manager)
     follow_optimizers()
     if previous is not None:
+        for listener in previous.engine.tracker.listeners.active:
+            listener.engine_ends(replaced=True)
         previous.remove_hooks()
     attachments[module] = attach(module, engine, request.optimizers, process_group)
     if manager is not None:
@@ -217,6 +219,8 @@ def detach(module: _M) -> _M:
         >>> torch.save(model, path)
     """
     attachment = attachment_of(module)
+    for listener in attachment.engine.tracker.listeners.active:
+        listener.engine_ends(replaced=False)
     attachment.remove_hooks()
     del attachments[module]
     if attachment.engine.failures.recovery is not None:

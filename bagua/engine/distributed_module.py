@@ -12,6 +12,7 @@ from bagua.engine.hooks import Attachment, attachments
 from bagua.engine.inference_mode import outside_inference
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.stats import Stats
+from bagua.engine.step_listeners import StepListener
 
 __all__ = ["average_parameters", "load_state_dict", "no_sync", "pause", "resume", "state_dict", "stats"]
 
@@ -149,6 +150,22 @@ def attached_buckets(module: nn.Module) -> list[Bucket]:
         ValueError: `module` is not distributed.
     """
     return list(attachment_of(module).engine.buckets)
+
+
+def add_step_listener(module: nn.Module, listener: StepListener) -> None:
+    """Call `listener` after each training step of `module`; engines that replace the present one call it too.
+
+    Raises:
+        ValueError: `module` is not distributed.
+    """
+    attachment_of(module).engine.tracker.listeners.add(listener)
+
+
+def remove_step_listener(module: nn.Module, listener: StepListener) -> None:
+    """Stop calling `listener`; no effect if the module is no longer distributed."""
+    attachment = attachments.get(module)
+    if attachment is not None:
+        attachment.engine.tracker.listeners.remove(listener)
 
 
 def attachment_of(module: nn.Module) -> Attachment:

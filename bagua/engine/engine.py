@@ -199,6 +199,11 @@ class Engine:
             size=self.team.size,
         )
 
+    def carry_statistics(self, old: Engine) -> None:
+        """Count on from an engine whose members have changed."""
+        self._tally.carry(old._tally)
+        self.memory.series.update(old.memory.series)
+
     # -- state ---------------------------------------------------------------------------------------------------
 
     def _circumstances(self) -> dict[str, Any]:

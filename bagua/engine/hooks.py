@@ -97,6 +97,8 @@ def attach(
             The engine follows the same optimizers.
     """
     attachment = Attachment(module, engine, process_group)
+    if module in attachments:
+        engine.tracker.listeners = attachments[module].engine.tracker.listeners
     if instead_of is not None:
         attachment.step_hooks, instead_of.step_hooks = instead_of.step_hooks, {}
         attachment.steps = instead_of.steps

@@ -178,18 +178,29 @@ class Tally:
     def step_ended(self) -> None:
         """End the counts of a step."""
         self._collect()
-        sent, received = sum(m.sent for m in self.meters), sum(m.received for m in self.meters)
-        self._step.bytes_sent, self._step.bytes_received = sent - self._seen[0], received - self._seen[1]
-        self._seen = (sent, received)
+        self._count_bytes()
         if self._step.launches:
             self._last = self._step
         self._total.add(self._step)
         self._step = _Sum()
 
+    def carry(self, earlier: Tally) -> None:
+        """Count on from an engine that this one replaces, with what it spent on a step that it did not end."""
+        earlier._count_bytes()
+        self._last = earlier._last
+        self._total.add(earlier._total)
+        self._total.add(earlier._step)
+
     def snapshot(self) -> tuple[StepStats, StepStats]:
         """(last step that communicated, total)."""
         self._collect()
         return self._last.freeze(), self._total.freeze()
+
+    def _count_bytes(self) -> None:
+        sent, received = sum(m.sent for m in self.meters), sum(m.received for m in self.meters)
+        self._step.bytes_sent += sent - self._seen[0]
+        self._step.bytes_received += received - self._seen[1]
+        self._seen = (sent, received)
 
     def _collect(self) -> None:
         pending = []

@@ -25,6 +25,7 @@ from bagua.engine.reducer.unused_feedback import Withheld
 from bagua.engine.replicas import Replicas
 from bagua.engine.skipped_steps import refuse_plain_scaler
 from bagua.engine.stats import Tally
+from bagua.engine.step_listeners import StepListeners
 from bagua.errors import CommunicationError
 
 __all__ = ["StepTracker"]
@@ -43,6 +44,7 @@ class StepTracker:
         stepped: numbers of the optimizers that have stepped, in this step.
         nesting: steps of optimizers that are in progress.
         ending: all optimizers have stepped, and the exchange with which the step ends has not succeeded yet.
+        listeners: told of each step that was counted.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class StepTracker:
         self.hooks_ran = self.forward_seen = self.step_begun = self.ending = False
         self.stepped: set[int] = set()
         self.nesting = Nesting()
+        self.listeners = StepListeners()
         self._key, self._state, self._inventory = training.key, training.state, training.inventory
         self._team, self._optimizers = training.team, training.optimizers
         self._pool, self._dispatcher, self._memory = exchanges.pool, exchanges.dispatcher, exchanges.memory
@@ -195,6 +198,8 @@ class StepTracker:
         self._tally.step_ended()
         if binding.tuning is not None:
             binding.tuning.step_ended(binding)
+        for listener in self.listeners.active:
+            listener.step_ended(state.step)
         return True
 
     def go_on_ending(self) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 import bagua
 from bagua.engine.context import EngineContext
+from bagua.engine.distributed_module import add_step_listener
 from bagua.engine.hooks import attachments
 from bagua.engine.recovery.catch_up import kept_tensors
 from tests.engine.shared_membership import SharedMembership
@@ -40,6 +41,22 @@ def store() -> Iterator[str]:
 
 class Killed(BaseException):
     """This rank is lost."""
+
+
+class Counts:
+    """Listens to the steps of a module: (steps, exchanges, bytes sent) after each."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.seen: list[tuple[int, int, int]] = []
+        self._module = module
+        add_step_listener(module, self)
+
+    def step_ended(self, step: int) -> None:
+        total = bagua.stats(self._module).total
+        self.seen.append((step, total.launches, total.bytes_sent))
+
+    def engine_ends(self, *, replaced: bool) -> None:
+        assert not replaced
 
 
 class Script:
@@ -89,6 +106,7 @@ class Script:
         optimizer = make_optimizer(model.parameters())
         options = bagua.FaultTolerance(seat=self.members.seat(name), open_timeout_s=600)
         bagua.distribute(model, optimizer, algorithm, fault_tolerant=options)
+        counts = Counts(model)
         direction = -torch.eye(SIZE)[team.rank : team.rank + 1]
         try:
             while bagua.stats(model).steps < ROUNDS * INTERVAL:
@@ -108,6 +126,7 @@ class Script:
             "kept": {key: tensor.clone() for key, tensor in kept.items()},
             "changes": stats.membership,
             "steps": stats.steps,
+            "counts": counts.seen,
         }
         bagua.detach(model)
         return ended
@@ -156,6 +175,10 @@ def check(script: Script, ends: list[dict[str, Any]], in_flight: bool = False, d
         assert all(torch.equal(tensor, first["kept"][key]) for key, tensor in end["kept"].items())
         assert [change.lost for change in end["changes"] if change.lost] == [(script.names[script.place],)]
         assert drops or not any(change.skipped for change in end["changes"])
+        counts = end["counts"]
+        assert counts[-1][0] == ROUNDS * INTERVAL
+        for before, after in itertools.pairwise(counts):
+            assert before[0] < after[0] and before[1] <= after[1] and before[2] <= after[2]
 
 
 def check_sums(script: Script, ends: list[dict[str, Any]]) -> None:

@@ -336,6 +336,7 @@ def _progress_of(
 def _take_over(engine: Engine, old: Engine) -> None:
     """What `old` keeps goes on in `engine`."""
     engine.followed.take_over(old.followed)
+    engine.carry_statistics(old)
     tensors = engine.memory.tensors
     for (name, index), tensor in kept_tensors(old).items():
         engine.memory.tensor(name, engine.buckets[index], tensor)
