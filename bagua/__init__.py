@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         exchanges,
         interop,
         lab,
+        metrics,
         moe,
         net,
         nn,
@@ -96,6 +97,7 @@ __all__ = [
     "join",
     "lab",
     "load_state_dict",
+    "metrics",
     "module_state_dict",
     "moe",
     "net",
@@ -141,7 +143,7 @@ _PARTS = frozenset(
             "errors",
             "exchanges",
         ),
-        *("interop", "lab", "moe", "net", "nn", "optim", "simulation", "testing", "topologies"),
+        *("interop", "lab", "metrics", "moe", "net", "nn", "optim", "simulation", "testing", "topologies"),
     )
 )
 

@@ -32,6 +32,7 @@ MODULES = (
     "bagua.exchanges",
     "bagua.interop",
     "bagua.lab",
+    "bagua.metrics",
     "bagua.moe",
     "bagua.net",
     "bagua.nn",
@@ -75,6 +76,8 @@ NOT_MADE = {
     "bagua.lab.Host",
     "bagua.lab.HostReport",
     "bagua.lab.Report",
+    "bagua.metrics.Metric",
+    "bagua.metrics.Report",
     "bagua.moe.Routing",
     # What the tuner of `bagua.distribute(autotune=...)` consists of.
     "bagua.autotune.Measurement",
@@ -83,6 +86,9 @@ NOT_MADE = {
     "bagua.autotune.Settings",
     "bagua.autotune.Space",
     "bagua.autotune.Tuner",
+    # They need packages: tests/interop/test_metrics.py runs their examples.
+    "bagua.metrics.OpenTelemetry",
+    "bagua.metrics.Prometheus",
     # It needs network namespaces: docs/lab.md runs it.
     "bagua.lab.Cluster",
     # Earlier names, whose docstrings lead to the new ones.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ pytest.importorskip("lightning", reason="lightning is not installed: pip install
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
@@ -57,6 +60,29 @@ def train(algorithm: str, options: dict[str, Any], settings: dict[str, Any], kin
     with pytest.raises(ValueError, match="not distributed"):
         bagua.stats(model)
     return flat(model), watch.stats
+
+
+class Reporting(Callback):
+    """Begins a report when training begins; the end of training ends it."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        bagua.metrics.report(pl_module, trainer.logger, every=5)
+
+
+def reported(folder: str) -> list[tuple[str, str]]:
+    logger = CSVLogger(folder, name=f"rank{dist.get_rank()}")
+    trainer("bytegrad", {}, max_epochs=EPOCHS, callbacks=[Reporting()], logger=logger).fit(make(), loader())
+    file = Path(logger.log_dir) / "metrics.csv"
+    if not file.exists():
+        return []
+    with file.open() as lines:
+        return [(row["step"], row["bagua/steps"]) for row in csv.DictReader(lines)]
+
+
+def test_metrics_to_a_logger(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(2, reported, str(tmp_path))
+    assert first == [("5", "5"), ("10", "10"), ("12", "12")]
+    assert not second
 
 
 def loop(algorithm: str, options: dict[str, Any], kind: str, seed: int) -> torch.Tensor:
