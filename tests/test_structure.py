@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -12,6 +13,13 @@ PACKAGES = ("bagua", "lightning_bagua")
 OTHERS = {"_timeout", "_sock", "_buffers", "_reduce_scatter_base"}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the packages, by its dotted name."""
     found: dict[str, Path] = {}
@@ -29,7 +37,7 @@ def imported(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     """
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     found: set[str] = set()
-    for node in top_level(ast.parse(path.read_text())):
+    for node in top_level(parsed(path)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -110,7 +118,7 @@ def is_self(node: ast.AST) -> bool:
 
 def test_no_object_reads_anothers_underscore_names() -> None:
     """Names that no module of ours defines are torch's or others', whose private names are sometimes all there is."""
-    trees = {path: ast.parse(path.read_text()) for path in modules().values()}
+    trees = {path: parsed(path) for path in modules().values()}
     own = {path: underscore_names(tree) for path, tree in trees.items()}
     everyones = set().union(*own.values())
     wrong: list[str] = []

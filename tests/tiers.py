@@ -22,6 +22,7 @@ _FOLDERS = {
     "docs": "docs",
     "examples": "process",
     "launch": "process",
+    "lightning": "process",  # almost all; and the import of Lightning takes seconds
     "net": "process",
     "scripts": "process",
 }

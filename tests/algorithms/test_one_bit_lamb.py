@@ -81,9 +81,9 @@ def test_without_loss_it_is_the_oracle(size: int, weight_decay: float, decoupled
 
 
 def test_1_bit_follows_lamb() -> None:
-    size, steps = 2, 200
+    size, steps = 2, 130
     exact, coarse = (
-        simulated(size, algorithm, steps, lambda p: optimizer(p, lr=0.01, warmup_steps=60))
+        simulated(size, algorithm, steps, lambda p: optimizer(p, lr=0.01, warmup_steps=40))
         for algorithm in (OneBitLamb(codec="identity"), OneBitLamb())
     )
     assert all(np.array_equal(seen, coarse[0][0]) for seen, _ in coarse)

@@ -135,7 +135,7 @@ def test_full_rank_is_the_exact_mean(size: int, rank: int) -> None:
 
 def test_error_feedback_loses_nothing_over_time() -> None:
     """What came out in total follows what went in, and no rank's own error adds up, though ranks differ for ever."""
-    size, steps = 3, 200
+    size, steps = 3, 100
 
     def give(rank: int, step: int) -> np.ndarray:
         return gradient(rank, 0) + gradient(rank, step)
@@ -147,12 +147,12 @@ def test_error_feedback_loses_nothing_over_time() -> None:
         exchange = exchanges.PowerSGD(SHAPES, 2, error_feedback, min_compression=1.0)
         seen, state, _ = run_threads(size, partial(drive, give=give), exchange, steps)[0]
         if error_feedback:
-            # Up to 17 times on some CPUs, whose matrix products round otherwise; over 140 if it added up.
+            # Up to 17 times on some CPUs, whose matrix products round otherwise; over 70 if it added up.
             assert state["error"].abs().max() < 40 * once, "a rank's own error stays bounded"
         return torch.stack(seen).double().sum(0).numpy()
 
     assert np.abs(total(True) - want).max() < 5 * once
-    assert np.abs(total(False) - want).max() > 20 * once, "the test would pass without error feedback"
+    assert np.abs(total(False) - want).max() > 10 * once, "the test would pass without error feedback"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -17,6 +17,7 @@ import bagua
 from bagua import algorithms, codecs
 from bagua.testing import check_algorithm, check_codec
 
+pytestmark = pytest.mark.process
 ROOT = Path(__file__).parent.parent.parent
 NEW = '''"""Ternary gradients: an algorithm and its codec."""
 
