@@ -19,6 +19,7 @@ from bagua.backend.compression import Compression, Traffic
 from bagua.backend.names import Backend
 from bagua.backend.reductions import Reduction, compressed
 from bagua.backend.transports import attach, make_transports
+from bagua.comm.backend_kind import backend_kind
 from bagua.comm.team import Team
 
 __all__ = ["CompressedProcessGroup", "Traffic", "create_process_group"]
@@ -164,8 +165,25 @@ class CompressedProcessGroup(dist.ProcessGroup):
     def _timeout_now(self) -> timedelta:
         return self._transports["cpu"].options._timeout
 
+    @property
+    def supports_reconfigure(self) -> bool:
+        """False: torch 2.15 can give a group other ranks, but compressed collectives would keep the old ones."""
+        return False
+
+    def reconfigure(self, opts: Any) -> Any:
+        """Refused: see `supports_reconfigure`.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("backend 'bagua': its groups cannot be given other ranks; make a new group instead")
+
+    def get_reconfigure_handle(self) -> str:
+        """Refused as `reconfigure` is."""
+        return self.reconfigure(None)
+
     def _team(self, device: torch.device) -> Team:
-        backend = str(self._transports[device.type].name()).lower()
+        backend = backend_kind(self._transports[device.type])
         return Team(
             self.rank(),
             self.size(),
@@ -187,12 +205,25 @@ def _pass_on(name: str) -> Any:
     return passed_on
 
 
-# All collectives that some torch from 2.11 on has, but for those above.
+# All methods of that kind which some torch from 2.11 on has, but for those above.
 for _name in (
     *("_allgather_base", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "allgather"),
     *("allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base"),
-    *("barrier", "broadcast", "gather", "monitored_barrier", "recv", "recv_anysource", "reduce"),
-    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send"),
+    *(
+        "barrier",
+        "broadcast",
+        "gather",
+        "gather_into_tensor",
+        "gather_single",
+        "monitored_barrier",
+        "new_window",
+        "recv",
+    ),
+    *("recv_anysource", "reduce", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter"),
+    "send",
+    # Hooks of torch 2.15, which see the calls that are passed on.
+    *("register_abort_hook", "register_post_hook", "register_pre_hook"),
+    *("unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook"),
 ):
     if hasattr(dist.ProcessGroup, _name):
         setattr(CompressedProcessGroup, _name, _pass_on(_name))

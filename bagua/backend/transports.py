@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagua.comm.backend_kind import backend_kind
+
 __all__ = ["attach", "make_transports"]
 
 
@@ -39,14 +41,12 @@ def make_transports(
         )
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout)
     _say_whose(gloo.options, group_name, global_ranks)
-    gloo._set_sequence_number_for_group()
     made: dict[str, Any] = {"cpu": gloo}
     if nccl:
         options = dist.ProcessGroupNCCL.Options() if pg_options is None else copy.copy(pg_options)
         options._timeout = timeout
         _say_whose(options, group_name, global_ranks)
         made["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, size, options)
-        made["cuda"]._set_sequence_number_for_group()
     elif torch.cuda.is_available():
         made["cuda"] = gloo
     return made
@@ -57,8 +57,8 @@ def attach(process_group: Any, transports: Mapping[str, Any]) -> None:
     kinds = dist.ProcessGroup.BackendType
     types = {"gloo": kinds.GLOO, "nccl": kinds.NCCL}
     for device, backend in transports.items():
-        process_group._register_backend(torch.device(device), types[str(backend.name()).lower()], backend)
-    process_group._set_default_backend(types[str(transports.get("cuda", transports["cpu"]).name()).lower()])
+        process_group._register_backend(torch.device(device), types[backend_kind(backend)], backend)
+    process_group._set_default_backend(types[backend_kind(transports.get("cuda", transports["cpu"]))])
 
 
 def _say_whose(options: Any, group_name: str, global_ranks: Any) -> None:

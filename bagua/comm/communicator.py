@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagua.comm.backend_kind import backend_kind
 from bagua.comm.groups import Group
 from bagua.comm.primitives import barrier
 from bagua.comm.team import Counters, Team, decode, encode, node_key
@@ -271,7 +272,7 @@ def rank_set_of(process_group: Any, stream: Any = None) -> RankSet:
 def _on_gpus(device: torch.device) -> tuple[str, bool]:
     """Backend for CUDA tensors, and whether it takes them through host memory: gloo where the default group says so."""
     try:
-        name = str(_world()._get_backend(device).name()).lower()
+        name = backend_kind(_world()._get_backend(device))
     except RuntimeError:  # the default group is for CPU tensors only
         name = "nccl"
     return ("gloo", True) if name == "gloo" else ("nccl", False)

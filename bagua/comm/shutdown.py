@@ -35,6 +35,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
+from bagua.comm.backend_kind import backend_kind
 from bagua.comm.store import BoundedStore, root_of
 from bagua.errors import CommunicationError
 
@@ -148,7 +149,7 @@ def script_failed() -> bool:
 def carries_nccl(process_group: Any) -> bool:
     """Whether NCCL carries tensors of some device for the group, whatever the name of its backend is."""
     backends = [process_group._get_backend(device) for device in process_group._device_types]
-    return any(str(backend.name()).lower() == "nccl" for backend in backends)
+    return any(backend_kind(backend) == "nccl" for backend in backends)
 
 
 def _end_within(seconds: float, quiet: bool) -> None:

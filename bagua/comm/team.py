@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagua.comm.backend_kind import backend_kind
 from bagua.comm.groups import Group, Groups
 from bagua.comm.staged import Staged
 from bagua.comm.store import BoundedStore, RendezvousStore
@@ -124,7 +125,7 @@ class Team:
             backend = pg._get_backend(device)
         except RuntimeError as error:
             raise ValueError(f"process_group: the group has no backend for {device.type} tensors ({error})") from error
-        name = str(backend.name()).lower()
+        name = backend_kind(backend)
         if name not in ("gloo", "nccl"):
             raise ValueError(f"process_group: backend {name!r} is not supported, only gloo and nccl are")
         group_name = str(pg.group_name)

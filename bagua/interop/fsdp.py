@@ -16,6 +16,7 @@ from bagua import codecs
 from bagua.algorithms import Algorithm
 from bagua.algorithms.feedback import fit_feedback
 from bagua.codecs import Codec
+from bagua.comm.backend_kind import backend_kind
 from bagua.comm.buffers import Buffers
 from bagua.comm.collectives import all_gather_rows, all_to_all_rows
 from bagua.comm.groups import Group, Groups, Meter
@@ -234,7 +235,7 @@ class _Comm:
     def _group(self, pg: dist.ProcessGroup, device: torch.device) -> Group:
         if self._wrapped is None or self._wrapped[0] is not pg:
             backend = pg._get_backend(device)
-            name, ranks = str(backend.name()).lower(), tuple(range(pg.size()))
+            name, ranks = backend_kind(backend), tuple(range(pg.size()))
             carrier = Staged(backend) if name == "gloo" and device.type == "cuda" else backend
             self._wrapped = pg, Group(carrier, pg.rank(), pg.size(), ranks, name, self._meter)
         return self._wrapped[1]

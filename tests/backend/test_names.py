@@ -106,7 +106,8 @@ def test_nccl_is_found_behind_the_name() -> None:
             _device_types=list(names), _get_backend=lambda device: SimpleNamespace(name=lambda: names[device])
         )
 
-    assert carries_nccl(group(cpu="gloo", cuda="nccl"))
+    for name in ("nccl", "nccl2", "nccl-legacy", "NCCL-lazy"):  # the last three: torch 2.15
+        assert carries_nccl(group(cpu="gloo", cuda=name))
     assert not carries_nccl(group(cpu="gloo", cuda="gloo"))
 
 

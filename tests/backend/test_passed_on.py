@@ -129,6 +129,34 @@ def test_a_group_is_one_of_torchs(pool: RankPool) -> None:
         assert told == ["bagua:int4", "gloo", "bagua", "gloo"]
 
 
+def hooked() -> list[str]:
+    group: Any = dist.group.WORLD
+    seen: list[str] = []
+    group.register_pre_hook(1, lambda call: seen.append(call.name.name))
+    dist.all_reduce(torch.ones(3))
+    dist.broadcast(torch.ones(3), 0)
+    group.unregister_pre_hook(1)
+    dist.all_reduce(torch.ones(3))
+    return seen
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="torch before 2.15")
+def test_hooks_of_torch_see_what_is_passed_on(pool: RankPool) -> None:
+    assert pool.run(2, hooked, backend="bagua:uint8") == [["ALLREDUCE", "BROADCAST"]] * 2
+
+
+def other_ranks() -> tuple[bool, str]:
+    group: Any = dist.group.WORLD
+    with pytest.raises(RuntimeError) as caught:
+        group.reconfigure(None)
+    return group.supports_reconfigure, str(caught.value)
+
+
+def test_a_group_keeps_its_ranks(pool: RankPool) -> None:
+    for supported, message in pool.run(2, other_ranks, backend="bagua:uint8"):
+        assert not supported and message.startswith("backend 'bagua': its groups cannot be given other ranks")
+
+
 def by_device() -> str:
     dist.all_reduce(torch.ones(20_000))
     assert isinstance(dist.group.WORLD, CompressedProcessGroup)
@@ -142,6 +170,7 @@ def test_a_name_for_one_device(pool: RankPool) -> None:
 NO_COLLECTIVES = {
     *("abort", "boxed", "bound_device_id", "get_group_store", "group_desc", "group_name", "merge_remote_group", "name"),
     *("rank", "set_timeout", "shutdown", "size", "split_group", "unbox", "use_pg_for_symm_mem_rendezvous"),
+    *("get_backend", "supports_abort_hooks", "supports_completion_hooks", "supports_window"),
 }
 
 
