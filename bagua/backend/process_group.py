@@ -209,18 +209,9 @@ def _pass_on(name: str) -> Any:
 for _name in (
     *("_allgather_base", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "allgather"),
     *("allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base"),
-    *(
-        "barrier",
-        "broadcast",
-        "gather",
-        "gather_into_tensor",
-        "gather_single",
-        "monitored_barrier",
-        "new_window",
-        "recv",
-    ),
-    *("recv_anysource", "reduce", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter"),
-    "send",
+    *("barrier", "broadcast", "gather", "gather_into_tensor", "gather_single", "monitored_barrier", "new_window"),
+    *("recv", "recv_anysource", "reduce", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    *("scatter", "send"),
     # Hooks of torch 2.15, which see the calls that are passed on.
     *("register_abort_hook", "register_post_hook", "register_pre_hook"),
     *("unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook"),
