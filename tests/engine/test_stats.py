@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 import bagua
 from bagua.exchanges import AllReduce
@@ -145,6 +146,84 @@ def test_spans_of_a_profile_add_up(pool: RankPool) -> None:
         found = {(each["step"], each["bucket"]) for each in launches}
         assert found == {(step, bucket) for step in (2, 3, 4) for bucket in range(num_buckets)}
         assert all(each["bytes"] > 0 for each in launches)
+
+
+class Meeting:
+    """Of an exchange with the rest of the backward pass: neither ends before the other one has begun."""
+
+    armed = False
+    running, computing = threading.Event(), threading.Event()
+
+
+class Meets(AllReduce):
+    """An all-reduce that lasts until the rest of the backward pass is in progress."""
+
+    def run(self, x_N, state, groups, step) -> None:
+        Meeting.running.set()
+        assert not Meeting.armed or Meeting.computing.wait(90)
+        super().run(x_N, state, groups, step)
+
+
+class MeetingOnce(bagua.algorithms.GradientAllReduce):
+    """Uses `Meets`."""
+
+    exchange = Meets()  # pyright: ignore[reportAssignmentType]
+
+
+class Computes(torch.autograd.Function):
+    """Passes through; its backward lasts until an exchange is in progress."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        with record_function("computes"):
+            Meeting.computing.set()
+            assert not Meeting.armed or Meeting.running.wait(90)
+        return grad
+
+
+class TwoLayers(Overlapping):
+    """The second layer's exchange runs while the first one's gradient is computed."""
+
+    def forward(self, x):
+        return self.second(Computes.apply(self.first(x)))
+
+
+def traced(all_threads: bool) -> list[dict[str, Any]]:
+    """The spans of an exported trace of one step: name, thread, begin and duration in us."""
+    algorithm: Any = MeetingOnce()
+    model, optimizer = distributed(TwoLayers, algorithm, bucket_bytes=1, num_lanes=1)
+    train(model, optimizer, range(2))
+    Meeting.running.clear()
+    Meeting.computing.clear()
+    Meeting.armed = True
+    config = _ExperimentalConfig(profile_all_threads=all_threads)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as trace:
+            train(model, optimizer, [2])
+    finally:
+        Meeting.armed = False
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        trace.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+def test_a_trace_of_all_threads_shows_overlap(pool: RankPool) -> None:
+    """An exchange is in a row of its own, beside what the training thread computes meanwhile."""
+    for spans in pool.run(2, traced, True):
+        (compute,) = [span for span in spans if span["name"] == "computes"]
+        runs = [span for span in spans if span["name"].startswith("bagua::run")]
+        waits = [span for span in spans if span["name"] == "bagua::wait"]
+        assert len(runs) == 2 and {span["tid"] for span in waits} == {compute["tid"]} != {runs[0]["tid"]}
+        first = min(runs, key=lambda span: span["ts"])
+        assert first["ts"] < compute["ts"] + compute["dur"] and compute["ts"] < first["ts"] + first["dur"]
+    for spans in pool.run(2, traced, False):
+        names = {span["name"] for span in spans}
+        assert "bagua::wait" in names and not [name for name in names if name.startswith("bagua::run")]
 
 
 def as_plain_data() -> dict[str, Any]:

@@ -82,3 +82,8 @@ def test_compiled(loops: Loops, tmp_path: Path) -> None:
 def test_one_process_alone(loops: Loops, tmp_path: Path) -> None:
     (alone,) = loops.run(1, trainer_runs.train, str(tmp_path), "bytegrad", {})
     assert alone["steps"] == trainer_runs.STEPS and alone["bytes"] == 0
+
+
+def test_a_callback_reports_metrics(loops: Loops, tmp_path: Path) -> None:
+    for rank, seen in enumerate(loops.run(2, runs.reports_metrics, str(tmp_path))):
+        assert seen == [(2, rank), (4, rank), (5, rank)]

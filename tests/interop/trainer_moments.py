@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
+import bagua
 from bagua.engine.hooks import attachments
 from bagua.interop.transformers import BaguaTrainer
 from tests.interop.fresh_state import as_launched
@@ -184,3 +185,18 @@ def compiled(out: str) -> Any:
             "plain": isinstance(trainer.model, nn.Module) and not hasattr(trainer.model, "no_sync"),
             "distributed": trainer.model_wrapped in attachments,
         }
+
+
+def reports_metrics(out: str) -> Any:
+    """A callback begins a report when training begins; the end of training ends it."""
+    seen: list[tuple[int, int]] = []
+
+    class Reports(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            bagua.metrics.report(model, lambda stats: seen.append((stats.steps, stats.rank)), every=2, ranks="all")
+
+    with as_launched():
+        trainer = make(out, "bytegrad", Record(), max_steps=5)
+        trainer.add_callback(Reports())
+        trainer.train()
+        return seen
