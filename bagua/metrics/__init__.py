@@ -5,7 +5,7 @@ Nothing is reported unless `report` is called.
 
 from __future__ import annotations
 
-from bagua.metrics.catalogue import METRICS, Metric, scalars
+from bagua.metrics.catalogue import scalars
 from bagua.metrics.csv_file import CSVFile
 from bagua.metrics.loggers import Logger, TensorBoard
 from bagua.metrics.open_telemetry import OpenTelemetry
@@ -14,10 +14,8 @@ from bagua.metrics.reporting import Report, report
 from bagua.metrics.sink import Sink
 
 __all__ = [
-    "METRICS",
     "CSVFile",
     "Logger",
-    "Metric",
     "OpenTelemetry",
     "Prometheus",
     "Report",

@@ -76,7 +76,6 @@ NOT_MADE = {
     "bagua.lab.Host",
     "bagua.lab.HostReport",
     "bagua.lab.Report",
-    "bagua.metrics.Metric",
     "bagua.metrics.Report",
     "bagua.moe.Routing",
     # What the tuner of `bagua.distribute(autotune=...)` consists of.

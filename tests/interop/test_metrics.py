@@ -14,6 +14,7 @@ import pytest
 
 import bagua
 from bagua.metrics import OpenTelemetry, Prometheus, report, scalars
+from bagua.metrics.catalogue import METRICS
 from tests.docs.markdown import ROOT, blocks
 from tests.metrics.training import Loop
 
@@ -140,7 +141,7 @@ def test_prometheus(loop: Loop) -> None:
     assert (sample.name, sample.value, sample.labels) == ("bagua_steps_total", 5, {"job": 'a "b"\n', "rank": "0"})
     assert found["bagua_payload_bytes"].type == "counter" and found["bagua_world_size"].type == "gauge"
     assert found["bagua_algorithm_info"].samples[0].labels["algorithm"] == bagua.stats(loop.module).algorithm
-    assert {family.key for family in bagua.metrics.METRICS if family.read(bagua.stats(loop.module)) is not None} == {
+    assert {family.key for family in METRICS if family.read(bagua.stats(loop.module)) is not None} == {
         name.removeprefix("bagua_") for name in found if name != "bagua_algorithm_info"
     }
     assert client.generate_latest(mine).decode().count("bagua_steps_total{") == 2

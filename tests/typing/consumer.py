@@ -20,6 +20,8 @@ def train() -> None:
     assert_type(bagua.stats(model), bagua.Stats)
     assert_type(bagua.stats(model).total.bytes_sent, int)
     assert_type(bagua.stats(model).notices, tuple[str, ...])
+    assert_type(bagua.metrics.report(model, [print, "metrics.csv"], ranks="all"), bagua.metrics.Report)
+    assert_type(bagua.metrics.scalars(bagua.stats(model)), dict[str, float])
     assert_type(bagua.Autotune(max_samples=3), bagua.Autotune)
     assert_type(codecs.MinMaxUInt8(block=None), codecs.MinMaxUInt8)
     assert_type(bagua.__version__, str)
