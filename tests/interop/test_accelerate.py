@@ -21,6 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulation and clipping": {},
     "every batch": {"gradient_accumulation_steps": 1},
     "bf16": {"mixed_precision": "bf16"},
+    "fp16": {"mixed_precision": "fp16"},
 }
 
 

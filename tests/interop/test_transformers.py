@@ -24,6 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulation and clipping": {},
     "every batch": {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0},
     "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
 }
 
