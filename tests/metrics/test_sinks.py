@@ -111,7 +111,11 @@ def test_sinks_are_recognised(tmp_path: Path) -> None:
     assert list(map(repr, found[1:3])) == ["Logger(LightningLogger)", "Logger(Run)"] and repr(found[5]) == "print"
 
 
-@pytest.mark.parametrize("value", [logging.getLogger("x"), torch.ones(1), Run, Writer, 3, None, object()], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [logging.getLogger("x"), torch.ones(1), Run, Writer, 3, None, object()],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_is_no_sink_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"to\[0\]: .* is no sink"):
         as_sinks([value])
