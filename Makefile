@@ -62,7 +62,7 @@ $(INTEROP_STAMP): pyproject.toml constraints-dev.txt
 	$(INTEROP_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-dev.txt $(INTEROP)
 	@touch $@
 
-test-interop: $(INTEROP_STAMP)  ## Hugging Face: Trainer, Accelerate, PEFT, TRL, which `make test` skips; in .venv-interop
+test-interop: $(INTEROP_STAMP)  ## Hugging Face and loggers of metrics, which `make test` skips; in .venv-interop
 	$(INTEROP_VENV)/bin/python -m pytest -q -rs --dist loadfile -n 2 tests/interop tests/examples/test_hugging_face.py $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## style, format and types

@@ -46,8 +46,8 @@ class TensorBoard(Sink):
 class Logger(Sink):
     """Passes one flat dict to `logger.log_metrics(values, step=steps)`, or to `logger.log` if it has no `log_metrics`.
 
-    `log_metrics`: Lightning's loggers, the module `mlflow`, Comet. `log`: a run of Weights & Biases or the module
-    `wandb`, Accelerate's `Accelerator`, trackio.
+    `log_metrics`: Lightning's loggers, the module `mlflow`. `log`: a run of Weights & Biases or the module `wandb`,
+    Accelerate's `Accelerator`.
 
     Args:
         logger: an object with one of these methods.
