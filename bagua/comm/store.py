@@ -26,6 +26,7 @@ __all__ = ["BoundedStore", "RendezvousStore", "root_of"]
 _IDLE_S = 0.1  # after so long without a call the thread ends; the next call starts another one
 _POLL_S = (0.0005, 0.05)  # first and longest sleep between two looks into the store
 _ALERT_S = 0.1  # between two alerts while gloo connects
+_LATE_S = 0.5  # after so long without an answer, and then again and again, a call raises an alert
 _GRACE_S = 3.0  # for a last call, when the time of a wait is over
 _T = TypeVar("_T")
 
@@ -43,13 +44,16 @@ class BoundedStore:
     Args:
         store: what is called.
         limit_s: longest time for a call.
+        alert: called now and then while a call has no answer; may raise.
 
     Attributes:
         server: who serves it, for messages.
     """
 
-    def __init__(self, store: Any, limit_s: float, caller: _Caller | None = None) -> None:
-        self._store, self._limit_s = store, limit_s
+    def __init__(
+        self, store: Any, limit_s: float, caller: _Caller | None = None, alert: Callable[[], object] | None = None
+    ) -> None:
+        self._store, self._limit_s, self._alert = store, limit_s, alert
         # In memory nothing can block, and a thread would only cost time.
         self._caller = None if isinstance(root_of(store), dist.HashStore) else caller or _Caller()
         launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -57,11 +61,16 @@ class BoundedStore:
 
     def within(self, limit_s: float) -> BoundedStore:
         """The same store with another limit."""
-        return BoundedStore(self._store, limit_s, self._caller)
+        return BoundedStore(self._store, limit_s, self._caller, self._alert)
 
     def under(self, prefix: str) -> BoundedStore:
         """The keys below a prefix."""
-        return BoundedStore(dist.PrefixStore(prefix, self._store), self._limit_s, self._caller)
+        return BoundedStore(dist.PrefixStore(prefix, self._store), self._limit_s, self._caller, self._alert)
+
+    @property
+    def root(self) -> BoundedStore:
+        """The whole store, without prefix."""
+        return BoundedStore(root_of(self._store), self._limit_s, self._caller, self._alert)
 
     @property
     def unbounded(self) -> Any:
@@ -104,6 +113,10 @@ class BoundedStore:
         """Of the whole store, whatever the prefix."""
         return self._call(lambda: self._store.num_keys())
 
+    def list_keys(self) -> list[str]:
+        """All keys. Call it of a `root`: a `PrefixStore` of torch lists those of longer prefixes too."""
+        return self._call(lambda: self._store.list_keys())
+
     def await_keys(self, keys: Sequence[str], deadline: float) -> list[str]:
         """Wait until all keys are there; returns those that are not at `deadline` (`time.monotonic`)."""
         pause = _POLL_S[0]
@@ -117,13 +130,14 @@ class BoundedStore:
         return []
 
     def _call(self, call: Callable[[], _T]) -> _T:
-        try:
-            return call() if self._caller is None else self._caller.run(call, self._limit_s)
-        except TimeoutError:
+        job = None if self._caller is None else self._caller.begin(call)
+        if job is not None and not job.await_end(self._limit_s, self._alert):
             raise CommunicationError(
                 f"{self.server}, gave no answer within {self._limit_s:.3g} s: it has stopped or exited, or the network "
                 "between it and this rank is cut"
-            ) from None
+            )
+        try:
+            return call() if job is None else job.outcome()
         except (RuntimeError, OSError) as error:
             raise CommunicationError(f"the store is unreachable; {self.server}, is probably gone: {error}") from error
 
@@ -141,6 +155,32 @@ class _Job:
         self.ended = threading.Lock()
         self.ended.acquire()
 
+    def await_end(self, limit_s: float, alert: Callable[[], object] | None) -> bool:
+        """Whether the call ends within `limit_s`. If not, or if `alert` raises, it is dropped."""
+        deadline = time.monotonic() + limit_s
+        try:
+            while True:
+                left_s = max(deadline - time.monotonic(), 0.0)
+                if self.ended.acquire(timeout=left_s if alert is None else min(left_s, _LATE_S)):
+                    return True
+                if alert is None or time.monotonic() > deadline:
+                    self.dropped = True
+                    return False
+                alert()
+        except BaseException:
+            self.dropped = True
+            raise
+
+    def outcome(self) -> Any:
+        """What the call has returned; raises what it has raised."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame: no cycle, which would keep the client of the store
+        return self.result
+
 
 class _Caller:
     """Runs calls one after the other, as the client's lock would, in a thread that ends when there are none."""
@@ -150,20 +190,15 @@ class _Caller:
         self._lock = threading.Lock()
         self._working = False
 
-    def run(self, call: Callable[[], _T], limit_s: float) -> _T:
-        """What `call` returns or raises; TimeoutError if it does neither in time."""
+    def begin(self, call: Callable[[], Any]) -> _Job:
+        """Have `call` run once those before it have ended."""
         job = _Job(call)
         with self._lock:
             self._jobs.put(job)
             if not self._working:
                 threading.Thread(target=self._work, name="bagua-store", daemon=True).start()
                 self._working = True
-        if not job.ended.acquire(timeout=limit_s):
-            job.dropped = True
-            raise TimeoutError
-        if job.error is not None:
-            raise job.error
-        return job.result
+        return job
 
     def _work(self) -> None:
         while True:

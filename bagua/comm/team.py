@@ -93,7 +93,7 @@ class Team:
 
     def __post_init__(self) -> None:
         if self.store is not None and not isinstance(self.store, BoundedStore):
-            self.store = BoundedStore(self.store, self.timeout.total_seconds())
+            self.store = BoundedStore(self.store, self.timeout.total_seconds(), alert=self.alert)
 
     @classmethod
     def of(cls, process_group: Any, device: torch.device) -> Team:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 from bagua.comm.gloo_connections import GlooConnections
 from bagua.comm.groups import Group, Groups
 from bagua.comm.team import Team
-from bagua.engine.lanes.lane import ThreadLane
+from bagua.engine.lanes.chunks import InPieces
+from bagua.engine.lanes.lane import ThreadLane, Ticket
 from bagua.errors import CommunicationError
 from tests.rank_pool import RankPool
 
@@ -91,6 +94,38 @@ def test_a_job_that_computes_is_waited_for(lane: ThreadLane) -> None:
     ticket.wait()
     lane.close()
     assert ticket.error is None
+
+
+class Transfer:
+    """Fails. What leads to it keeps the connections of its group."""
+
+    def wait(self) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+def test_a_job_that_has_failed_keeps_no_transfer(lane: ThreadLane) -> None:
+    """Not until the garbage collector runs, either: connections close when the lane is abandoned."""
+    transfers: list[weakref.ref[Transfer]] = []
+    tickets: list[Ticket] = []
+
+    def exchange() -> None:
+        transfer = Transfer()
+        transfers.append(weakref.ref(transfer))
+        lane.groups.world.wait(transfer)
+
+    pieces = InPieces(1, lambda: tickets, None)  # as in `async`, whose rounds hold their tickets
+    gc.disable()
+    try:
+        tickets.append(lane.submit(pieces.wrap(exchange), "failing"))
+        tickets[0].wait()
+        lane.close()
+        assert str(tickets[0].error) == "connection closed by peer" and transfers[0]() is None
+        ticket = weakref.ref(tickets[0])
+        del pieces
+        tickets = []
+        assert ticket() is None
+    finally:
+        gc.enable()
 
 
 def cut_in_the_middle() -> str:

@@ -69,21 +69,29 @@ class InPieces:
         first, self._first = self._first, False
 
         def job() -> None:
-            if self._before is not None or not self._single:
-                if first:
-                    self._begin()
-                else:
-                    self._begun.wait()
-                if not self._go:
-                    return
-            run()
-            with self._lock:
-                self._left -= 1
-                last = self._left == 0
-            if last and self._after is not None:
-                self._after()
+            try:
+                self._run(run, first)
+            except BaseException:
+                # They may lead to the ticket, and its error through the frame of this function here: no cycle.
+                self._before = self._after = None
+                raise
 
         return job
+
+    def _run(self, run: Callable[[], None], first: bool) -> None:
+        if self._before is not None or not self._single:
+            if first:
+                self._begin()
+            else:
+                self._begun.wait()
+            if not self._go:
+                return
+        run()
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last and self._after is not None:
+            self._after()
 
     def _begin(self) -> None:
         try:

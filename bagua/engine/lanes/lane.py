@@ -6,6 +6,7 @@ import contextvars
 import queue
 import threading
 import time
+import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -59,8 +60,11 @@ class Ticket:
             with span("run", self.label):
                 run()
         except BaseException as error:  # surfaces in the thread that waits, whatever it is
+            # Frames of a failed exchange hold its transfers, and these the connections and a thread of gloo.
+            traceback.clear_frames(error.__traceback__)
             self.error = error
         self.finish(time.perf_counter() - started - (gate.waited_s if gate else 0.0))
+        del self, run  # the traceback holds this frame: no cycle, which would stay until the garbage collector runs
 
     def finish(self, seconds: float) -> None:
         """Mark as ended."""
@@ -265,6 +269,7 @@ def _work(jobs: _Jobs, running: list[Ticket], gate: Gate | None) -> None:
             # A blocked `get` must not keep the last job's tensors, nor through them a dropped model, alive.
             running.clear()
             del run, ticket
+    del broken  # as in `Ticket.execute`: its traceback holds this frame
     if gate is not None:
         gate.leave()
 

@@ -14,6 +14,7 @@ from bagua.comm.remote_store import connect_store
 from bagua.comm.team import Team
 from bagua.engine.lanes.pool import LanePool
 from bagua.engine.recovery.change import MembershipChange
+from bagua.engine.recovery.old_keys import prefix_of_group
 from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.options import FaultTolerance
 from bagua.engine.recovery.progress import Progress
@@ -134,9 +135,8 @@ class RecoveryManager:
         """
         assert view.rank is not None
         self.view, self._severed = view, False
-        store = connect_store(
-            view.store, f"bagua/group/{view.group}", self.options.open_timeout_s, alert=self.check_group
-        )
+        prefix = prefix_of_group(view.group)
+        store = connect_store(view.store, prefix, self.options.open_timeout_s, alert=self.check_group)
         return Team(
             view.rank,
             len(view.members),

@@ -22,6 +22,7 @@ from bagua.engine.lanes.lane import Lane, make_lane
 from bagua.engine.recovery.catch_up import catch_up, go_on_without, kept_tensors, position_of
 from bagua.engine.recovery.leading import align, begun, who_leads
 from bagua.engine.recovery.manager import RecoveryManager
+from bagua.engine.recovery.old_keys import delete_old_groups
 from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.transfer import Arrivals, fetch_weights, fingerprint
 from bagua.engine.startup.rollback import unless_it_fails
@@ -110,7 +111,7 @@ def _before_free_step(manager: RecoveryManager, arrivals: Arrivals, module: nn.M
             opened.drop()
             manager.reopening_failed(error)
         else:
-            _put_in_place(manager, module, engine)
+            _put_in_place(manager, module, engine, opened.before)
             manager.recovered(opened.before, engine.step, manager.waited_s + time.monotonic() - began)
 
 
@@ -145,7 +146,7 @@ def _open_next(manager: RecoveryManager, module: nn.Module) -> None:
             raise
         except RuntimeError as error:
             manager.reopening_failed(error)
-    _put_in_place(manager, module, engine)
+    _put_in_place(manager, module, engine, before)
     manager.recovered(before, engine.step)
 
 
@@ -169,15 +170,21 @@ def _open_groups(
             manager.reopening_failed(error)
 
 
-def _put_in_place(manager: RecoveryManager, module: nn.Module, engine: Engine) -> None:
-    """`engine` trains `module` from now on."""
+def _put_in_place(manager: RecoveryManager, module: nn.Module, engine: Engine, before: View | None) -> None:
+    """`engine` trains `module` from now on.
+
+    Args:
+        before: the members whose groups were in use.
+    """
     attachment = attachments[module]
     attachment.engine.failures.give_up()
     attachments[module] = attach(module, engine, (), attachment.process_group, instead_of=attachment)
-    follow_membership(module, attachments[module], manager)
+    attachments[module].before_step = attachment.before_step  # hosts that join are being served meanwhile
     attachment.engine.pool.forget_background()
     attachment.engine.close()
     manager.watch(engine.pool)
+    # Threads of the last groups may be ending, and write; those before, and groups that came to nothing, are over.
+    delete_old_groups(engine.team, manager.group, manager.group if before is None else before.group)
 
 
 def _learn(manager: RecoveryManager, engine: Engine, at_rest: _AtRest, view: View) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -21,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from bagua.comm.remote_store import connect_store
+from bagua.comm.store import BoundedStore
 from bagua.comm.team import Team, decode, encode
 from bagua.engine.engine import Engine
 from bagua.engine.recovery.manager import RecoveryManager
+from bagua.engine.recovery.old_keys import delete_below, prefix_of_weights
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
 from bagua.errors import CommunicationError, RankMismatchError
 
@@ -98,15 +101,17 @@ class WeightServer:
         stopped: set when nobody is to be served any more.
 
     Attributes:
-        wanted: whether the host still waits.
+        wanted: whether the host still waits, and this rank is to serve it.
+        over: it does not wait any more.
     """
 
     def __init__(self, learner: str, store: str, timeout_s: float, stopped: threading.Event) -> None:
-        self.wanted = True
+        self.wanted, self.over = True, False
         self._learner, self._address, self._timeout_s, self._stopped = learner, store, timeout_s, stopped
         self._asked, self._given = threading.Event(), threading.Event()
         self._weights: tuple[_Weights, dict[str, Any]] | None = None
-        self._requests: Any = None  # the store, once it is connected
+        self._requests: BoundedStore | None = None  # once it is connected
+        self._served: set[str] = set()  # requests
         self._thread = threading.Thread(target=self._run, name="bagua-weights", daemon=True)
         self._thread.start()
 
@@ -133,29 +138,48 @@ class WeightServer:
 
     def _run(self) -> None:
         try:
-            nonce: str | None = ""
-            while self._waited_for():
-                nonce = self._await_request(nonce)
-                if nonce is None:
-                    return
-                self._asked.set()
-                while not self._given.wait(_POLL_S):
-                    if not self._waited_for():
-                        return
-                assert self._weights is not None
-                (weights, about), self._weights = self._weights, None
-                self._asked.clear()
-                self._given.clear()
-                try:
-                    check = partial(self._check_request, nonce)
-                    team = _team(0, self._address, self._learner, nonce, self._timeout_s, check)
-                    team.broadcast_bytes(_WHAT, encode(about))
-                    weights.transfer(team)
-                    _log.info("recovery: %s has been given the weights of step %d", self._learner, about["step"])
-                except RuntimeError as error:
-                    _log.warning("recovery: %s could not be given the weights: %s", self._learner, error)
+            self._serve()
         except RuntimeError as error:
-            _log.warning("recovery: no more weights for %s: %s", self._learner, error)
+            if self._waited_for():
+                _log.warning("recovery: no more weights for %s: %s", self._learner, error)
+        finally:
+            with suppress(RuntimeError):
+                self._delete_keys()
+            self._requests = None  # it refers to this object: no cycle, which would keep its connection
+
+    def _serve(self) -> None:
+        nonce: str | None = ""
+        while self._waited_for():
+            nonce = self._await_request(nonce)
+            if nonce is None:
+                return
+            self._served.add(nonce)
+            self._asked.set()
+            while not self._given.wait(_POLL_S):
+                if not self._waited_for():
+                    return
+            assert self._weights is not None
+            (weights, about), self._weights = self._weights, None
+            self._asked.clear()
+            self._given.clear()
+            try:
+                check = partial(self._check_request, nonce)
+                team = _team(0, self._address, self._learner, nonce, self._timeout_s, check)
+                team.broadcast_bytes(_WHAT, encode(about))
+                weights.transfer(team)
+                _log.info("recovery: %s has been given the weights of step %d", self._learner, about["step"])
+            except RuntimeError as error:
+                _log.warning("recovery: %s could not be given the weights: %s", self._learner, error)
+
+    def _delete_keys(self) -> None:
+        """If the host has joined, or is gone. Only this thread deletes them: to read a key that is not there waits."""
+        if self.over and self._requests is not None and not self._stopped.is_set():
+            prefix = prefix_of_weights(self._learner)
+            if self._newest_request() in ("", *self._served):
+                delete_below(self._requests, prefix)
+            else:  # its next process has asked
+                for nonce in self._served:
+                    delete_below(self._requests, f"{prefix}/{nonce}")
 
     def _check(self) -> None:
         if not self._waited_for():
@@ -170,7 +194,8 @@ class WeightServer:
     def _await_request(self, last: str) -> str | None:
         """The next request, which is not `last`; None if the host waits no more."""
         if self._requests is None:
-            self._requests = connect_store(self._address, _key(self._learner), self._timeout_s, self._check)
+            store = connect_store(self._address, prefix_of_weights(self._learner), self._timeout_s, self._check)
+            self._requests = BoundedStore(store, self._timeout_s, alert=self._check)
         while self._waited_for():
             nonce = self._newest_request()
             if nonce not in ("", last):
@@ -179,8 +204,9 @@ class WeightServer:
         return None
 
     def _newest_request(self) -> str:
-        """Of the host; it may be that of a rank that was killed."""
+        """Of the host; it may be that of a rank that was killed. "" if there is none."""
         store = self._requests
+        assert store is not None
         return bytes(store.get("request")).decode("ascii", "replace") if store.check(["request"]) else ""
 
 
@@ -201,6 +227,7 @@ class Arrivals:
         if not learners and not self._servers:
             return
         for name, server in self._servers.items():
+            server.over = view is not None and name not in view.learners
             server.wanted = name in learners
         self._servers = {name: server for name, server in self._servers.items() if not server.ended}
         assert view is not None
@@ -229,7 +256,7 @@ def fetch_weights(
         RankMismatchError: the job trains another module than this rank, or with other options.
     """
     nonce = secrets.token_hex(8)
-    requests: Any = connect_store(store, _key(learner), timeout_s, alert)
+    requests = BoundedStore(connect_store(store, prefix_of_weights(learner), timeout_s, alert), timeout_s, alert=alert)
     requests.set("request", nonce)
     team = _team(1, store, learner, nonce, timeout_s, alert)
     told = decode(team.broadcast_bytes(_WHAT, None))
@@ -247,10 +274,6 @@ def fingerprint(engine: Engine) -> str:
     return hashlib.sha256(encode([engine.inventory.signature(), repr(engine.state.root), options])).hexdigest()
 
 
-def _key(learner: str) -> str:
-    return f"bagua/weights/{learner}"
-
-
 def _team(rank: int, store: str, learner: str, nonce: str, timeout_s: float, alert: Callable[[], object]) -> Team:
-    meeting = connect_store(store, f"{_key(learner)}/{nonce}", timeout_s, alert)
+    meeting = connect_store(store, f"{prefix_of_weights(learner)}/{nonce}", timeout_s, alert)
     return Team(rank, 2, meeting, timedelta(seconds=timeout_s), "gloo", f"weights of {learner}", node="", alert=alert)
