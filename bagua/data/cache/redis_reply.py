@@ -1,7 +1,7 @@
 """Values of a Redis server straight into memory of their own: several times as fast as by way of redis-py's buffers.
 
-hiredis is as fast for large values and faster for small ones, but returns `bytes`. Tensors read from the cache are views
-of the value, which must be writable; with the copy that this takes, large values need about twice the time.
+hiredis is as fast for large values and faster for small ones, but returns `bytes`. Tensors read from the cache are
+views of the value, which must be writable; with the copy that this takes, large values need about twice the time.
 """
 
 from __future__ import annotations
