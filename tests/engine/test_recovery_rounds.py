@@ -106,7 +106,8 @@ class Script:
         optimizer = make_optimizer(model.parameters())
         options = bagua.FaultTolerance(seat=self.members.seat(name), open_timeout_s=600)
         bagua.distribute(model, optimizer, algorithm, fault_tolerant=options)
-        counts = Counts(model)
+        counts, reported = Counts(model), []
+        bagua.metrics.report(model, lambda stats: reported.append((stats.rank, stats.steps)), every=1)
         direction = -torch.eye(SIZE)[team.rank : team.rank + 1]
         try:
             while bagua.stats(model).steps < ROUNDS * INTERVAL:
@@ -127,6 +128,7 @@ class Script:
             "changes": stats.membership,
             "steps": stats.steps,
             "counts": counts.seen,
+            "reported": reported,
         }
         bagua.detach(model)
         return ended
@@ -168,6 +170,8 @@ def check(script: Script, ends: list[dict[str, Any]], in_flight: bool = False, d
         drops: a step that averages gradients may have been lost.
     """
     first = ends[0]
+    assert first["reported"][-1] == (0, ROUNDS * INTERVAL), "the first survivor is rank 0 now"
+    assert not any(end["reported"] for end in ends[1:])
     for end in ends:
         assert end["steps"] == ROUNDS * INTERVAL
         assert in_flight or torch.equal(end["weights"], first["weights"])
