@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-interop lint bench gpu docs docs-check clean
+.PHONY: help demo test test-fast test-interop test-deploy dist-check lint bench gpu docs docs-check clean
 
 PYTHON ?= python3
 # More arguments for every pip call, e.g. PIP_ARGS="--index-url ..." for a build of torch of your choice.
@@ -29,6 +29,11 @@ DOCS_STAMP := $(VENV)/.stamp-docs
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints-dev.txt)
 DOCS := $(shell sed -n '/^docs = \[/,/^\]/s/^ *\("[^"]*"\),$$/\1/p' pyproject.toml)
 INTEROP := $(shell sed -n '/^interop-tests = \[/,/^\]/s/^ *\("[^"]*"\),$$/\1/p' pyproject.toml)
+DEPLOY_VENV := .venv-deploy
+DEPLOY_STAMP := $(DEPLOY_VENV)/.stamp
+DIST_STAMP := $(VENV)/.stamp-dist
+DEPLOY := $(shell sed -n '/^deploy-tests = \[/,/^\]/s/^ *\("[^"]*"\),$$/\1/p' pyproject.toml)
+DIST := $(shell sed -n 's/^dist-tests = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 NATIVE := $(shell find bagua -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 help:  ## this list
@@ -65,6 +70,24 @@ $(INTEROP_STAMP): pyproject.toml constraints-dev.txt
 test-interop: $(INTEROP_STAMP)  ## Hugging Face and loggers of metrics, which `make test` skips; in .venv-interop
 	$(INTEROP_VENV)/bin/python -m pytest -q -rs --dist loadfile -n 2 tests/interop tests/examples/test_hugging_face.py $(PYTEST_ARGS)
 
+# skypilot and torchx pin old versions of much, so no constraints here.
+$(DEPLOY_STAMP): pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(DEPLOY_VENV)
+	$(DEPLOY_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) '$(TORCH)'
+	$(DEPLOY_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(DEPLOY)
+	@touch $@
+
+test-deploy: $(DEPLOY_STAMP)  ## files in deploy/, by the programs that read them: hadolint, Trainer's model, TorchX, SkyPilot
+	PATH="$(CURDIR)/$(DEPLOY_VENV)/bin:$$PATH" $(DEPLOY_VENV)/bin/python -m pytest -q -rs tests/deploy $(PYTEST_ARGS)
+	$(DEPLOY_VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+
+$(DIST_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(DIST)
+	@touch $@
+
+dist-check: $(DIST_STAMP)  ## sdist and wheel: contents, same bytes twice, a machine without a compiler, aarch64 by qemu
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m pytest -q -rs -m "slow or not slow" tests/packaging $(PYTEST_ARGS)
+
 lint: $(STAMP)  ## style, format and types
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -95,6 +118,6 @@ docs-check: $(STAMP) $(DOCS_STAMP)  ## check docs/: code, links, figures, and th
 	$(BIN)/python -m tests.parity.page --check
 
 clean:  ## remove what was built, .venv too
-	rm -rf $(VENV) $(INTEROP_VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP_VENV) $(DEPLOY_VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find bagua -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -47,6 +47,13 @@ FOREIGN = {
     "--selector": "kubectl",
     "--down": "SkyPilot",
     "--dryrun": "SkyPilot",
+    "--script": "TorchX",
+    "--gpu": "TorchX",
+    "--test-only": "sbatch",
+    "--cpus-per-task": "sbatch",
+    "--gpus-per-node": "sbatch",
+    "--no-kill": "sbatch",
+    "--me": "squeue",
 }
 # Variables by which Bagua's own processes talk to each other; nobody else sets them.
 INTERNAL = {
