@@ -7,7 +7,7 @@ torchx run -s slurm deploy/torchx_component.py:bagua -j 2x4 --script examples/di
 import re
 import shlex
 
-from torchx import specs
+from torchx import specs  # pyright: ignore[reportMissingImports]
 
 
 def bagua(
