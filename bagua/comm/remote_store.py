@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import queue
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from bagua.comm.own_threads import start_thread
 from bagua.errors import CommunicationError
 
 __all__ = ["connect_store"]
@@ -63,7 +63,7 @@ def _attempt(
 
     # A server that is stopped accepts the connection, and torch reads its first answer without a limit. So this is done
     # in a thread that may be left behind.
-    threading.Thread(target=connect, name="bagua-connect", daemon=True).start()
+    start_thread(connect, "bagua-connect")
     while True:
         try:
             return made.get(timeout=_ALERT_S)

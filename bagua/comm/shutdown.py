@@ -16,7 +16,8 @@ fails reports it, which releases the others at once. It waits for no rank and en
 whatever is in flight.
 
 Limit of the guarantee: a daemon thread of the script that is inside a collective at exit can still abort
-the process (Python before 3.14); threads of Bagua's own are stopped by hooks given to `before_exit`.
+the process (Python before 3.14); threads of Bagua's own are stopped by hooks given to `before_exit`, and waited for by
+`bagua.comm.own_threads`.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from bagua.comm.gloo_connections import GlooConnections
+from bagua.comm.own_threads import start_thread
 from bagua.errors import CommunicationError
 
 __all__ = ["BoundedStore", "RendezvousStore", "root_of"]
@@ -196,7 +197,7 @@ class _Caller:
         with self._lock:
             self._jobs.put(job)
             if not self._working:
-                threading.Thread(target=self._work, name="bagua-store", daemon=True).start()
+                start_thread(self._work, "bagua-store")
                 self._working = True
         return job
 

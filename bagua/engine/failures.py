@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -10,6 +9,7 @@ from typing import NoReturn
 import torch
 
 from bagua.algorithms.base import LostStep, Payload
+from bagua.comm.own_threads import start_thread
 from bagua.comm.team import Team
 from bagua.engine.lanes.lane import Ticket
 from bagua.engine.lanes.pool import LanePool
@@ -222,7 +222,7 @@ class Failures:
             for lane in lanes:
                 lane.abandon()
 
-        threading.Thread(target=abandon, name="bagua-abandon", daemon=True).start()
+        start_thread(abandon, "bagua-abandon")
 
     def _refuse(self, ranks: Sequence[int]) -> NoReturn:
         """End the exchanges of this module: the backward passes of `ranks` were interrupted."""

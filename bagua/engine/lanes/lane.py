@@ -17,7 +17,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from bagua.comm.gloo_connections import GlooConnections
 from bagua.comm.groups import Groups
+from bagua.comm.own_threads import start_thread
 from bagua.engine.lanes.gate import Gate
 from bagua.engine.lanes.label import Label, span
 from bagua.errors import CommunicationError
@@ -180,10 +182,8 @@ class ThreadLane(Lane):
         self._running: list[Ticket] = []
         self._cut: float | None = None
         self._left: CommunicationError | None = None
-        self._thread = threading.Thread(
-            target=_work, args=(self._queue, self._running, gate), name="bagua-lane", daemon=True
-        )
-        self._thread.start()
+        free = partial(_free, self._queue, gate, groups.world.connections)
+        self._thread = start_thread(partial(_work, self._queue, self._running, gate), "bagua-lane", free)
         # The thread holds the queue, not the lane: a lane nobody holds is collected, and its thread ends.
         self._finalizer = weakref.finalize(self, _end, self._queue, gate)
         self._finalizer.atexit = False
@@ -251,6 +251,13 @@ def _end(jobs: _Jobs, gate: Gate | None) -> None:
     if gate is not None:
         gate.closing.set()
     jobs.put(None)
+
+
+def _free(jobs: _Jobs, gate: Gate | None, connections: GlooConnections | None) -> None:
+    """At exit, of a lane that nobody holds any more and whose thread is in a collective."""
+    _end(jobs, gate)
+    if connections is not None:
+        connections.shut_down()
 
 
 def _work(jobs: _Jobs, running: list[Ticket], gate: Gate | None) -> None:

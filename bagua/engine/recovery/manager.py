@@ -289,9 +289,13 @@ class RecoveryManager:
             return False
         return self.seat.start_step(view.group, self.round) is Verdict.GRANTED
 
-    def stop(self, timeout_s: float) -> None:
-        """At the end of training: open no more groups."""
+    def stop_soon(self) -> None:
+        """At the end of training: open no more groups. From any thread."""
         self._stopped = True
+
+    def stop(self, timeout_s: float) -> None:
+        """As `stop_soon`, and wait for that."""
+        self.stop_soon()
         if self.opening is not None:
             self.opening.cancel(timeout_s)
             self.opening = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Generic, TypeVar
 
+from bagua.comm.own_threads import start_thread
 from bagua.errors import CommunicationError
 
 __all__ = ["Opening"]
@@ -20,15 +22,16 @@ class Opening(Generic[_T]):
 
     Args:
         work: gets this object, and may use the weights within `weights_at_rest` only.
+        end: asks the work to end.
     """
 
-    def __init__(self, work: Callable[[Opening[_T]], _T]) -> None:
+    def __init__(self, work: Callable[[Opening[_T]], _T], end: Callable[[], object] | None = None) -> None:
         self._changed = threading.Condition()
         self._wanted = self._resting = self._cancelled = False
         self._result: _T | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="bagua-opening", daemon=True)
-        self._thread.start()
+        self._end = end
+        self._thread = start_thread(partial(self._run, work), "bagua-opening", self._ask_to_end)
 
     def _run(self, work: Callable[[Opening[_T]], _T]) -> None:
         try:
@@ -82,7 +85,12 @@ class Opening(Generic[_T]):
                 self._wanted = False
                 self._changed.notify_all()
 
+    def _ask_to_end(self) -> None:
+        self._cancelled = True
+        if self._end is not None:
+            self._end()
+
     def cancel(self, timeout_s: float) -> None:
         """Ask the work to end, and wait for that."""
-        self._cancelled = True
+        self._ask_to_end()
         self._thread.join(timeout_s)

@@ -40,6 +40,13 @@ def follow_membership(module: nn.Module, attachment: Attachment, manager: Recove
     """From now on each step of `module` begins with the agreement of the host's agent, or with new groups."""
     attachment.before_step = partial(_before_step, manager, Arrivals(manager))
     manager.recover = partial(_recover_within_step, manager, weakref.ref(module))
+    weakref.finalize(module, _module_is_gone, weakref.ref(manager)).atexit = False
+
+
+def _module_is_gone(ref: weakref.ref[RecoveryManager]) -> None:
+    manager = ref()
+    if manager is not None:  # the thread that opens groups holds it
+        manager.stop_soon()
 
 
 def join_job(module: nn.Module, manager: RecoveryManager) -> None:
@@ -92,7 +99,8 @@ def _before_free_step(manager: RecoveryManager, arrivals: Arrivals, module: nn.M
                 return
             attachment.engine.failures.give_up()
             manager.leave_groups()
-            manager.opening = Opening(partial(_open_groups, manager, attachment.engine, manager.view))
+            work = partial(_open_groups, manager, attachment.engine, manager.view)
+            manager.opening = Opening(work, manager.stop_soon)
             continue
         opening.rest()
         if not opening.done:

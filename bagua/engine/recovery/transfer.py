@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bagua.comm.own_threads import start_thread
 from bagua.comm.remote_store import connect_store
 from bagua.comm.store import BoundedStore
 from bagua.comm.team import Team, decode, encode
@@ -112,8 +113,7 @@ class WeightServer:
         self._weights: tuple[_Weights, dict[str, Any]] | None = None
         self._requests: BoundedStore | None = None  # once it is connected
         self._served: set[str] = set()  # requests
-        self._thread = threading.Thread(target=self._run, name="bagua-weights", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "bagua-weights", stopped.set)
 
     @property
     def ended(self) -> bool:
