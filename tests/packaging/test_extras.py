@@ -17,7 +17,13 @@ from bagua.bench import main as bench
 ROOT = Path(__file__).resolve().parents[2]
 OURS = {"bagua", "lightning_bagua", "benchmarks", "examples", "tests"}
 # Of the modules whose name is not that of their package in an index.
-PACKAGE = {"PIL": "pillow", "sklearn": "scikit-learn", "pytorch_lightning": "pytorch-lightning"}
+PACKAGE = {
+    "PIL": "pillow",
+    "opentelemetry": "opentelemetry-api",
+    "prometheus_client": "prometheus-client",
+    "pytorch_lightning": "pytorch-lightning",
+    "sklearn": "scikit-learn",
+}
 # Imports that no extra provides, and why.
 WITHOUT_EXTRA = {
     "triton": "comes with torch's builds for CUDA; without it the codecs run on torch operators",
@@ -30,7 +36,7 @@ WITHOUT_EXTRA = {
 # An import statement, or a call that imports or looks for a module by its name.
 IMPORT = re.compile(
     r"""^[ \t]*from (\w+)[\w.]* import |^[ \t]*import (\w+)[\w.]*(?: as \w+)?$"""
-    r"""|\b(?:import_module|find_spec|missing)\("(\w+)[\w.]*\"""",
+    r"""|\b(?:import_module|find_spec|missing|optional_package)\("(\w+)[\w.]*\"""",
     re.M,
 )
 FOR_DEVELOPERS = {"dev", "docs", "interop-tests", "deploy-tests", "dist-tests"}
@@ -73,9 +79,21 @@ def test_what_is_in_an_extra_is_imported() -> None:
             assert names <= used, extra
 
 
+def test_an_optional_package_is_asked_for_with_its_extra() -> None:
+    asked = [
+        found.groups()
+        for path in (ROOT / "bagua").rglob("*.py")
+        for found in re.finditer(r'\boptional_package\(\s*"(\w+)[\w.]*",\s*"([\w-]+)"', path.read_text())
+    ]
+    assert asked
+    for name, extra in asked:
+        assert PACKAGE.get(name, name) in extras()[extra], name
+
+
 def test_an_extra_for_users_is_in_the_environment_of_the_tests() -> None:
     mentioned = extras()
     tested = mentioned["dev"] | mentioned["demo"] | mentioned["interop-tests"]
+    tested |= {"opentelemetry-api"} if "opentelemetry-sdk" in tested else set()  # the one needs the other
     for extra, names in mentioned.items():
         assert extra in FOR_DEVELOPERS or names <= tested, extra
 
