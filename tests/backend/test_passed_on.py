@@ -47,13 +47,25 @@ def compare(names: list[str], kind: str) -> dict[str, int]:
     return taken
 
 
+def refused(kind: str) -> set[str]:
+    """gloo of torch 2.11 has no all-to-all of lists."""
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    try:
+        gloo.alltoall([torch.ones(1)], [torch.ones(1)]).wait()
+    except RuntimeError as error:
+        assert "does not support alltoall" in str(error)
+        return {"all_to_all"} if kind == "cpu" else set()
+    return set()
+
+
 @pytest.mark.parametrize("first", range(4))
 def test_small_tensors_are_passed_on(first: int, pool: RankPool, device: torch.device) -> None:
-    names = list(COLLECTIVES)[first::4]
+    names, never = list(COLLECTIVES)[first::4], refused(device.type)
     for taken in pool.run(2, compare, names, device.type):
         bitwise = {f"{name} {op}" for name in ("all_reduce", "reduce_scatter") for op in ("BAND", "BOR", "BXOR")}
         for name, count in taken.items():
-            assert count >= (1 if name in bitwise and device.type == "cpu" else 0 if name in bitwise else 2), taken
+            least = 0 if name in never else 2 if name not in bitwise else 1 if device.type == "cpu" else 0
+            assert count >= least, taken
 
 
 def test_gloo_takes_most(pool: RankPool) -> None:
