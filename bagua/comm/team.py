@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 
 from bagua.comm.backend_kind import backend_kind
+from bagua.comm.flight_recorder import avoid_race
 from bagua.comm.groups import Group, Groups
 from bagua.comm.staged import Staged
 from bagua.comm.store import BoundedStore, RendezvousStore
 from bagua.errors import CommunicationError
+
+avoid_race()
 
 __all__ = ["Team", "node_key"]
 

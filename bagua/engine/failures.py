@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 
 from bagua.algorithms.base import LostStep, Payload
+from bagua.comm.flight_recorder import recorded_collectives
 from bagua.comm.own_threads import start_thread
 from bagua.comm.team import Team
 from bagua.engine.lanes.lane import Ticket
@@ -200,10 +201,11 @@ class Failures:
         error = ticket.error
         if self.recovery is not None:  # the agents of the hosts know who is lost
             raise CommunicationError(f"{ticket.label}: {type(error).__name__}: {error}") from error
+        recorded = recorded_collectives() if self._team.backend == "gloo" else None
         who = self._team.describe_missing(self.key, _SIGN_OF_LIFE_S)
-        raise CommunicationError(
-            f"rank {self._team.rank}, {ticket.label}: {type(error).__name__}: {error}{who}"
-        ) from error
+        failure = CommunicationError(f"rank {self._team.rank}, {ticket.label}: {type(error).__name__}: {error}{who}")
+        failure.flight_recorder = recorded
+        raise failure from error
 
     @property
     def _breaks_together(self) -> bool:

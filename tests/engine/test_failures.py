@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 import traceback
 
@@ -18,6 +19,25 @@ import bagua
 from bagua.exchanges import Exchange
 from tests.engine.training import distributed, train
 from tests.rank_pool import RankPool
+
+
+def recorded() -> tuple[bool, list[str]]:
+    model, optimizer = distributed()
+    train(model, optimizer, range(2))
+    if dist.get_rank() == 1:
+        os._exit(9)
+    with pytest.raises(bagua.CommunicationError) as caught:
+        train(model, optimizer, [2])
+    dump = caught.value.flight_recorder
+    off = os.environ.get("TORCH_FR_BUFFER_SIZE") == "0"
+    return off, [] if dump is None else [each["profiling_name"] for each in pickle.loads(dump)["entries"]]
+
+
+def test_what_torch_recorded_is_with_the_error(pool: RankPool) -> None:
+    """Off by default before torch 2.13, see `bagua.comm.flight_recorder`."""
+    off, names = pool.run(2, recorded, group_timeout_s=8, timeout_s=90, dies=[1])[0]
+    assert off == (tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13))
+    assert names == [] if off else "gloo:all_reduce" in names
 
 
 def lose_a_rank(how: str) -> tuple[str, str, float]:
