@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bagua.comm.team import Team
 from bagua.engine.engine import Engine
+from bagua.engine.recovery.interruptible import run_interruptibly
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
 from bagua.errors import CommunicationError
@@ -75,13 +76,17 @@ def catch_up(
         place, len(involved), store, team.timeout, team.backend, team.name, "", staged=team.staged, alert=team.alert
     )
     groups = part.open("state")
+    inventory, device = engine.inventory, engine.inventory.device
+    everything = {**inventory.parameters, **inventory.frozen}
+
+    def replicate() -> None:
+        tensors = [*everything.values(), *inventory.buffers.values(), *kept_tensors(engine).values()]
+        replicate_tensors(tensors, groups.world, device)
+        replicate_optimizers(engine.optimizers, everything, part, groups.world, device)
+
     try:
         with _unless_interrupted(engine) if place else nullcontext():
-            inventory, device = engine.inventory, engine.inventory.device
-            everything = {**inventory.parameters, **inventory.frozen}
-            tensors = [*everything.values(), *inventory.buffers.values(), *kept_tensors(engine).values()]
-            replicate_tensors(tensors, groups.world, device)
-            replicate_optimizers(engine.optimizers, everything, part, groups.world, device)
+            run_interruptibly(groups, replicate, manager.check_group)
             if place and manager.round < ranks[source]["round"]:
                 manager.weights_fetched(ranks[source]["round"])
         if place:  # also if these groups are never used

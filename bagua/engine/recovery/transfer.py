@@ -26,6 +26,7 @@ from bagua.comm.remote_store import connect_store
 from bagua.comm.store import BoundedStore
 from bagua.comm.team import Team, decode, encode
 from bagua.engine.engine import Engine
+from bagua.engine.recovery.interruptible import run_interruptibly
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.old_keys import delete_below, prefix_of_weights
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
@@ -83,9 +84,14 @@ class _Weights:
             RuntimeError: the other one is gone.
         """
         groups = team.open("weights")
-        try:
+
+        def replicate() -> None:
             replicate_tensors([*self.params.values(), *self.buffers], groups.world, self.device)
             replicate_optimizers(self.optimizers, self.params, team, groups.world, self.device)
+
+        assert team.alert is not None
+        try:
+            run_interruptibly(groups, replicate, team.alert)
         finally:
             groups.leave(abort=True)
 
