@@ -1,0 +1,180 @@
+"""What an exchange does on each rank: phases of arithmetic, of bytes to other ranks, and of waiting for theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from bagua.exchanges import AllReduce, DifferenceGossip, Exchange, Gossip, Hierarchical, PowerSGD, ScatterGather
+from bagua.plan.cluster import Cluster, Costs
+
+__all__ = ["Phase", "phases_of", "slow_start_s", "total_sent"]
+
+_INITIAL_WINDOW = 14_600.0  # bytes that TCP sends on a connection before the first acknowledgement: RFC 6928
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of an exchange that begins when the part before it has ended, on this rank and, with bytes, on its peers.
+
+    Attributes:
+        before_s: CPU seconds before the first byte leaves.
+        beside_s: CPU seconds while bytes are sent and received.
+        host_bytes: that leave the host over its link, in units of the link's full rate.
+        device_bytes: that leave the device to others of its host.
+        wait_s: latencies, one after the other.
+        sent: bytes that leave the host, as they are counted.
+    """
+
+    before_s: float = 0.0
+    beside_s: float = 0.0
+    host_bytes: float = 0.0
+    device_bytes: float = 0.0
+    wait_s: float = 0.0
+    sent: float = 0.0
+
+
+def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs) -> list[Phase]:
+    """Phases of one exchange of `n` fp32 elements among all ranks of `cluster`.
+
+    Raises:
+        ValueError: the exchange is of an unknown kind.
+    """
+    if cluster.ranks == 1 or n == 0:
+        return []
+    if isinstance(exchange, Hierarchical):
+        leaders = replace(cluster, devices=1)
+        among = phases_of(exchange.inner, n, leaders, costs) if cluster.hosts > 1 else []
+        if cluster.devices == 1:
+            return among
+        up = _within_host(n, cluster, costs, reads=1)
+        return [up, *among, replace(up, before_s=0.0)]
+    if isinstance(exchange, AllReduce):
+        return _all_reduce(exchange, n, cluster, costs)
+    if isinstance(exchange, ScatterGather):
+        extra = 2.0 if exchange.error_feedback or exchange.running_scale else 0.0
+        wire = exchange.codec.wire_bytes(-(-n // cluster.ranks), torch.float32) * cluster.ranks
+        return _to_owners_and_back(n, wire, cluster, costs, reads=1.0 + extra)
+    if isinstance(exchange, Gossip):
+        sent = exchange.bytes_per_rank(n, cluster.ranks)
+        return _to_peers(n, sent, cluster, costs, peers=max(1.0, sent / (4.0 * n)))
+    if isinstance(exchange, DifferenceGossip):
+        peers = len(exchange.topology.receivers(0, cluster.ranks, 0))
+        return _to_peers(n, exchange.bytes_per_rank(n, cluster.ranks), cluster, costs, peers=float(peers), reads=2.0)
+    if isinstance(exchange, PowerSGD):
+        return _low_rank(exchange, cluster, costs)
+    raise ValueError(f"exchange {exchange.name!r}: its phases are not known")
+
+
+def _within_host(n: int, cluster: Cluster, costs: Costs, reads: float) -> Phase:
+    """A sum to the host's leader, or its copy back: pipelined along the devices."""
+    wait = (cluster.devices - 1) * (cluster.inner_latency + costs.wake_s)
+    return Phase(before_s=reads * n * costs.element_s, device_bytes=4.0 * n, wait_s=wait)
+
+
+def _all_reduce(exchange: AllReduce, n: int, cluster: Cluster, costs: Costs) -> list[Phase]:
+    size = cluster.ranks
+    wire = float(exchange.codec.wire_bytes(n, torch.float32))
+    reads = 1.0 if exchange.codec.lossless else 3.0
+    if cluster.devices == 1 and wire <= exchange.direct_bytes:
+        return _to_owners_and_back(n, wire, cluster, costs, reads=reads)
+    return [_ring(n, wire, size, cluster, costs, reads)]
+
+
+def _ring(n: int, wire: float, size: int, cluster: Cluster, costs: Costs, reads: float) -> Phase:
+    """An all-reduce in a ring; on many devices the better of a ring and of two binary trees, as NCCL chooses.
+
+    Each host's link carries what its last device passes on: 2 (R-1)/R times the tensor.
+    """
+    sent = 2 * wire * (size - 1) / size
+    rounds = 2 * (size - 1)
+    hop = cluster.latency if cluster.hosts > 1 else cluster.inner_latency
+    if cluster.devices > 1:
+        rounds = min(rounds, 2 * math.ceil(math.log2(size)))
+    wait = rounds * (hop + costs.wake_s)
+    beside = 2 * sent * costs.wire_s_per_byte + reads * n * costs.element_s + 2 * rounds * costs.message_s
+    crosses = cluster.hosts > 1
+    return Phase(
+        beside_s=beside,
+        host_bytes=sent / costs.link_efficiency if crosses else 0.0,
+        device_bytes=sent if cluster.devices > 1 else 0.0,
+        wait_s=wait,
+        sent=sent if crosses else 0.0,
+    )
+
+
+def _to_owners_and_back(n: int, wire: float, cluster: Cluster, costs: Costs, reads: float) -> list[Phase]:
+    """Each rank's part to its owner; the owner's result to all. Rows leave as they are encoded."""
+    size = cluster.ranks
+    sent = wire * (size - 1) / size
+    row_s = reads * n * costs.element_s / size
+    away, wait = _away(sent, cluster, costs, costs.mesh_efficiency)
+    traffic = _traffic_s(sent, size - 1, costs)
+    scatter = Phase(row_s, row_s * (size - 1) + traffic, *away, wait, away[0] * costs.mesh_efficiency)
+    combine = n * (1 + 1 / size) * costs.element_s  # a chunk of each rank is read, the mean is written
+    gather = Phase(combine, n * costs.element_s + traffic, *away, wait, away[0] * costs.mesh_efficiency)
+    return [scatter, gather, Phase(before_s=n * costs.element_s / size)]
+
+
+def _to_peers(n: int, sent: float, cluster: Cluster, costs: Costs, peers: float, reads: float = 1.0) -> list[Phase]:
+    """A message to each peer, whose answers are mixed into the rank's own tensor."""
+    away, wait = _away(sent, cluster, costs, costs.link_efficiency)
+    traffic = _traffic_s(sent, peers, costs)
+    mixing = Phase(before_s=peers * n * costs.element_s)
+    return [Phase(reads * n * costs.element_s, traffic, *away, wait, away[0] * costs.link_efficiency), mixing]
+
+
+def _low_rank(exchange: PowerSGD, cluster: Cluster, costs: Costs) -> list[Phase]:
+    """A mean of left factors and one of right factors and all that is not compressed, each after a matrix product."""
+    left = right = rest = compressed = 0
+    flops = 0.0
+    for n, m in exchange.shapes:
+        r = min(exchange.rank, n, m)
+        if min(n, m) > 1 and exchange.min_compression * r * (n + m) <= n * m:
+            left, right, compressed, flops = left + n * r, right + m * r, compressed + n * m, flops + 2.0 * n * m * r
+        else:
+            rest += n * m
+    dense = compressed * costs.element_s
+    mean = AllReduce()
+    found: list[Phase] = []
+    for elements in (left, right + rest):
+        product = Phase(before_s=flops * costs.matmul_s_per_flop + dense)
+        found += [product, *(phases_of(mean, elements, cluster, costs) if elements else [])]
+    return [*found, Phase(before_s=flops * costs.matmul_s_per_flop + dense)]
+
+
+def _away(sent: float, cluster: Cluster, costs: Costs, efficiency: float) -> tuple[tuple[float, float], float]:
+    """Bytes for the link and between devices, and the latency, of `sent` bytes spread over all other ranks."""
+    if cluster.hosts == 1:
+        return (0.0, sent), cluster.inner_latency + costs.wake_s
+    outside = (cluster.ranks - cluster.devices) / (cluster.ranks - 1)
+    over_link = cluster.devices * sent * outside  # all devices of a host share its link
+    return (over_link / efficiency, sent * (1 - outside)), cluster.latency + costs.wake_s
+
+
+def _traffic_s(sent: float, peers: float, costs: Costs) -> float:
+    """CPU seconds of sending `sent` bytes in `peers` messages and receiving as much."""
+    return 2 * sent * costs.wire_s_per_byte + 2 * peers * costs.message_s
+
+
+def slow_start_s(cluster: Cluster, flows: int, sent: float) -> float:
+    """Time in which connections that have been idle come up to the link's rate: windows double in a round trip.
+
+    Args:
+        flows: connections that share the link.
+        sent: bytes over all of them; a short exchange ends before they are up.
+    """
+    if not cluster.latency:
+        return 0.0
+    window = min(cluster.bandwidth / 8 * 2 * cluster.latency, math.log(2) * sent)
+    if window <= flows * _INITIAL_WINDOW:
+        return 0.0
+    return 2 * cluster.latency * math.log2(window / (flows * _INITIAL_WINDOW))
+
+
+def total_sent(phases: Sequence[Phase]) -> float:
+    """Bytes that leave a host."""
+    return sum(phase.sent for phase in phases)

@@ -1,0 +1,144 @@
+"""The time of a training step on a cluster, by simulating its buckets, lanes and links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bagua.bench.bounds import Moment
+from bagua.plan.cluster import CPU, Cluster, Costs
+from bagua.plan.events import DELAY, Lanes, Resource, Simulation, Task
+from bagua.plan.phases import Phase, phases_of, slow_start_s, total_sent
+from bagua.plan.recipe import Recipe, recipe_of
+from bagua.plan.workload import Workload
+
+__all__ = ["Prediction", "predict"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes with one algorithm.
+
+    Attributes:
+        algorithm: name, with options.
+        step_s: seconds of a step, the mean over a period where steps differ.
+        compute_s: seconds of a step without communication, on the slowest host the others wait for.
+        bytes_per_host: that a host sends over its link in a step, the mean over a period.
+        efficiency: of scaling: a step on one device alone by a step here.
+    """
+
+    algorithm: str
+    step_s: float
+    compute_s: float
+    bytes_per_host: float
+    efficiency: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of a step in which nothing is computed for communication."""
+        return self.step_s - self.compute_s
+
+
+def predict(algorithm: str, workload: Workload, cluster: Cluster, costs: Costs = CPU) -> Prediction:
+    """Predict one step of `workload` with `algorithm` on `cluster`.
+
+    All ranks do the same, so one of them is simulated. Compute takes no CPU from exchanges, as on a GPU.
+
+    Args:
+        algorithm: a contender of `bagua bench`: `bytegrad`, `ddp`, `power_sgd:rank=4`.
+        costs: of exchanges beside the link; `bagua.plan.CPU` or `bagua.plan.GPU`, or your own.
+
+    Raises:
+        ValueError: the algorithm is unknown.
+
+    Examples:
+        >>> from bagua.plan import Cluster, Workload, load_model, predict
+        >>> workload = Workload.of(load_model("25m"), compute_s=0.3)
+        >>> slow = Cluster(hosts=4, bandwidth=1e9)
+        >>> predict("bytegrad", workload, slow).step_s < predict("ddp", workload, slow).step_s / 2
+        True
+    """
+    recipe = recipe_of(algorithm, workload.model, cluster)
+    factor = 1 / cluster.slowest if recipe.synchronous else 1.0
+    compute = workload.step_s * factor
+    exchanges = [phases_of(bucket.exchange, bucket.numel, cluster, costs) for bucket in recipe.buckets]
+    sent = sum(total_sent(phases) for phases in exchanges) / recipe.every
+    step = _step_s(recipe, workload, factor, exchanges, cluster)
+    return Prediction(algorithm, step, compute, sent, workload.step_s / step if step else 1.0)
+
+
+def _step_s(
+    recipe: Recipe, workload: Workload, factor: float, exchanges: Sequence[Sequence[Phase]], cluster: Cluster
+) -> float:
+    compute = workload.step_s * factor
+    if recipe.moment is Moment.BACKGROUND:
+        return compute
+    if recipe.moment is Moment.GRADIENT:
+        return _overlapped_s(recipe, workload, factor, exchanges, cluster)
+    alone = _exchanges_s(recipe, exchanges, cluster)
+    if recipe.moment is Moment.AFTER:
+        return compute + alone / recipe.every
+    beside = max(recipe.delay, 1)  # steps that the exchange has
+    hidden = max(beside * compute - workload.optimizer_s * factor, alone) + workload.optimizer_s * factor
+    return (hidden + (recipe.every - beside) * compute) / recipe.every
+
+
+def _overlapped_s(
+    recipe: Recipe, workload: Workload, factor: float, exchanges: Sequence[Sequence[Phase]], cluster: Cluster
+) -> float:
+    """A step whose exchanges begin in the backward pass."""
+    simulation = Simulation()
+    ready: list[Task] = []
+    last = simulation.add(DELAY, workload.forward_s * factor, name="forward")
+    for layer, seconds in workload.backward():
+        last = simulation.add(DELAY, seconds * factor, [last], f"backward {layer.name}")
+        ready.append(last)
+    ends = _add_exchanges(simulation, recipe, exchanges, cluster, [ready[bucket.layer] for bucket in recipe.buckets])
+    simulation.add(DELAY, workload.optimizer_s * factor, [last, *ends], "optimizer")
+    return simulation.run()
+
+
+def _exchanges_s(recipe: Recipe, exchanges: Sequence[Sequence[Phase]], cluster: Cluster) -> float:
+    """All exchanges, with nothing else to wait for."""
+    simulation = Simulation()
+    start = simulation.add(DELAY, 0.0)
+    _add_exchanges(simulation, recipe, exchanges, cluster, [start] * len(recipe.buckets))
+    return simulation.run()
+
+
+def _add_exchanges(
+    simulation: Simulation,
+    recipe: Recipe,
+    exchanges: Sequence[Sequence[Phase]],
+    cluster: Cluster,
+    ready: Sequence[Task],
+) -> list[Task]:
+    """Add the exchange of each bucket, from when it is ready; returns their last tasks."""
+    cpu = Resource("CPU", capacity=cluster.cores, each=1.0)
+    link = Resource("link", capacity=cluster.bandwidth / 8)
+    inner = Resource("inner link", capacity=cluster.inner_bandwidth / 8)
+    lanes = Lanes(recipe.lanes)
+    ends: list[Task] = []
+    flows = recipe.lanes * max(cluster.hosts - 1, 1)
+    for number, (phases, at) in enumerate(zip(exchanges, ready, strict=True)):
+        name = f"bucket {number}"
+        last = simulation.add(DELAY, 0.0, [at], name, takes=lanes)
+        first = next((phase.host_bytes for phase in phases if phase.host_bytes), 0.0)
+        if number < recipe.lanes and first:
+            ramp = slow_start_s(cluster, flows, first * recipe.lanes)
+            last = simulation.add(DELAY, ramp, [last], f"{name}: slow start")
+        for phase in phases:
+            last = _add_phase(simulation, phase, last, cpu, link, inner, name)
+        ends.append(simulation.add(DELAY, 0.0, [last], name, frees=lanes))
+    return ends
+
+
+def _add_phase(
+    simulation: Simulation, phase: Phase, last: Task, cpu: Resource, link: Resource, inner: Resource, name: str
+) -> Task:
+    """Add what a phase does after `last`; returns its last task."""
+    if phase.before_s:
+        last = simulation.add(cpu, phase.before_s, [last], name)
+    amounts = ((cpu, phase.beside_s), (link, phase.host_bytes), (inner, phase.device_bytes))
+    parts = [simulation.add(resource, amount, [last], name) for resource, amount in amounts if amount]
+    return simulation.add(DELAY, phase.wait_s, parts or [last], name)

@@ -1,0 +1,176 @@
+"""When each algorithm exchanges what: its exchange, buckets and lanes, and the moment in a step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import bagua
+from bagua.bench import contenders
+from bagua.bench.bounds import Moment
+from bagua.bench.models import Model
+from bagua.engine.reducer.bucketing import (
+    DEFAULT_NUM_LANES,
+    LANES_OF_WIDE,
+    PART_BYTES,
+    WIDE,
+    Entry,
+    fitting_bucket_bytes,
+    make_plan,
+)
+from bagua.exchanges import AllReduce, Exchange, Hierarchical, PowerSGD
+from bagua.plan.cluster import Cluster
+
+__all__ = ["DEFAULT_NAMES", "Bucket", "Recipe", "recipe_of"]
+
+_DDP_BUCKET_BYTES, _DDP_FIRST_BYTES, _DDP_LANES = 25 * 2**20, 2**20, 2
+_INTERVAL = 8
+_ELEMENT_BYTES = 4
+_TORCH = ("ddp", "ddp_fp16", "ddp_bf16", "ddp_powersgd", "post_local_sgd")
+_POWER_RANK = 8
+DEFAULT_NAMES = (
+    *_TORCH,
+    *(name for name, each in contenders.available().items() if each.family == "bagua"),
+)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Elements that are exchanged together.
+
+    Attributes:
+        numel: fp32 elements.
+        layer: position, in the order of the backward pass, of the layer whose gradients complete it.
+        exchange: of this bucket.
+    """
+
+    numel: int
+    layer: int
+    exchange: Exchange
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one algorithm spends a step.
+
+    Attributes:
+        name: as on the command line.
+        moment: when buckets are at hand, and who waits for them.
+        buckets: in the order of exchange.
+        lanes: exchanges that run at once.
+        every: steps from one exchange to the next.
+        delay: steps beside which an exchange runs, if it is rarer than steps.
+        synchronous: a slow rank holds up the others.
+    """
+
+    name: str
+    moment: Moment
+    buckets: tuple[Bucket, ...]
+    lanes: int
+    every: int = 1
+    delay: int = 0
+    synchronous: bool = True
+
+
+def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
+    """Return the recipe of a contender of `bagua bench`: an algorithm with options, or one of torch's own.
+
+    Raises:
+        ValueError: there is no such contender, or its course is not known.
+    """
+    contender = contenders.get(name)
+    traffic = contender.traffic(model, cluster.ranks)
+    if contender.family == "torch":
+        return _of_torch(name, traffic.moment, traffic.every, model)
+    if contender.family != "bagua":
+        raise ValueError(f"algorithms: how {name!r} spends a step is not known; known: {', '.join(DEFAULT_NAMES)}")
+    algorithm = _algorithm(contender.algorithm, contender.options)
+    nodes = tuple(tuple(range(h * cluster.devices, (h + 1) * cluster.devices)) for h in range(cluster.hosts))
+    algorithm, _ = algorithm.for_nodes(nodes)
+    delay = int(getattr(algorithm, "delay", 0) or 0)
+    buckets = _buckets(model, lambda shapes: _exchange(algorithm, shapes), cluster)
+    lanes = LANES_OF_WIDE if _narrowness(buckets[0].exchange, cluster) <= WIDE else DEFAULT_NUM_LANES
+    every = max(traffic.every, 1)
+    return Recipe(name, traffic.moment, buckets, lanes, every, min(delay, every), contender.synchronous)
+
+
+def _algorithm(name: str, options: Any) -> Any:
+    made = bagua.algorithms.get(name)
+    known = {each.name for each in fields(made)}
+    return replace(made, **{key: value for key, value in options.items() if key in known})
+
+
+def _exchange(algorithm: Any, shapes: Sequence[tuple[int, ...]]) -> Exchange:
+    if hasattr(algorithm, "exchange_for"):
+        made: Exchange = PowerSGD(_matrices(shapes), algorithm.rank, min_compression=algorithm.min_compression)
+        return Hierarchical(made) if algorithm.hierarchical else made
+    return algorithm.exchange
+
+
+def _matrices(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
+    """Shapes as matrices: the first dimension by all others; vectors as one row."""
+    return tuple((shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape)) for shape in shapes)
+
+
+def _narrowness(exchange: Exchange, cluster: Cluster) -> float:
+    inner = exchange.inner if isinstance(exchange, Hierarchical) else exchange
+    size = max(cluster.hosts if isinstance(exchange, Hierarchical) else cluster.ranks, 2)
+    if isinstance(inner, PowerSGD):
+        return math.inf
+    n = 1 << 20
+    return AllReduce().bytes_per_rank(n, size) / max(inner.bytes_per_rank(n, size), 1.0)
+
+
+def _buckets(
+    model: Model, exchange: Callable[[Sequence[tuple[int, ...]]], Exchange], cluster: Cluster
+) -> tuple[Bucket, ...]:
+    """As the engine forms them: parameters in the order of their gradients, large buckets in parts."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    layer_of: dict[str, int] = {}
+    for position, layer in enumerate(reversed(model.layers)):
+        for k, shape in enumerate(reversed(layer.shapes)):
+            shapes[f"{position}.{k}"], layer_of[f"{position}.{k}"] = shape, position
+    entries = [Entry(name, _ELEMENT_BYTES * math.prod(shape), "float32") for name, shape in shapes.items()]
+    plan = make_plan(entries, fitting_bucket_bytes(_ELEMENT_BYTES * model.num_elements))
+    found: list[Bucket] = []
+    for names in plan.buckets:
+        numel, layer = sum(math.prod(shapes[name]) for name in names), max(layer_of[name] for name in names)
+        made = exchange([shapes[name] for name in names])
+        parts = -(-_ELEMENT_BYTES * numel // _part_bytes(made, cluster)) if made.elementwise else 1
+        ends = [numel * k // parts for k in range(parts + 1)]
+        found += [Bucket(high - low, layer, made) for low, high in itertools.pairwise(ends)]
+    return tuple(found)
+
+
+def _part_bytes(exchange: Exchange, cluster: Cluster) -> int:
+    """As the engine's dispatcher cuts: the narrower an exchange, the larger its parts."""
+    if exchange.streaming:
+        return 2 * PART_BYTES
+    return PART_BYTES * min(max(1, round(_narrowness(exchange, cluster) / 4)), 8)
+
+
+def _of_torch(name: str, moment: Moment, every: int, model: Model) -> Recipe:
+    """DDP: a first bucket of 1 MiB, then 25 MiB, whole parameters; PowerSGD in one bucket, as its hook is used."""
+    if name == "ddp_powersgd":
+        shapes = [shape for layer in model.layers for shape in layer.shapes]
+        whole = PowerSGD(_matrices(shapes), _POWER_RANK)
+        return Recipe(name, moment, (Bucket(model.num_elements, len(model.layers) - 1, whole),), 1)
+    codec = {"ddp_fp16": "fp16", "ddp_bf16": "bf16"}.get(name)
+    exchange = AllReduce(direct_bytes=0) if codec is None else AllReduce(bagua.codecs.get(codec), direct_bytes=0)
+    if name == "post_local_sgd":  # parameter by parameter, once all steps are made
+        each = [math.prod(shape) for layer in reversed(model.layers) for shape in layer.shapes]
+        return Recipe(name, moment, tuple(Bucket(numel, 0, exchange) for numel in each), 1, every)
+    buckets: list[Bucket] = []
+    numel, limit = 0, _DDP_FIRST_BYTES
+    for position, layer in enumerate(reversed(model.layers)):
+        for shape in reversed(layer.shapes):
+            numel += math.prod(shape)
+            if _ELEMENT_BYTES * numel >= limit:
+                buckets.append(Bucket(numel, position, exchange))
+                numel, limit = 0, _DDP_BUCKET_BYTES
+    if numel:
+        buckets.append(Bucket(numel, len(model.layers) - 1, exchange))
+    return Recipe(name, moment, tuple(buckets), _DDP_LANES, every)
