@@ -143,7 +143,7 @@ _PARTS = frozenset(
             "errors",
             "exchanges",
         ),
-        *("interop", "lab", "metrics", "moe", "net", "nn", "optim", "simulation", "testing", "topologies"),
+        *("interop", "lab", "metrics", "moe", "net", "nn", "optim", "plan", "simulation", "testing", "topologies"),
     )
 )
 

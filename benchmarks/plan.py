@@ -11,13 +11,13 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from bagua.bench import contenders, models
 from bagua.bench.layout import Columns
 from bagua.plan import Cluster, Workload, predict
-from bagua.plan.figures import draw_scatter
 
 RESULTS = Path(__file__).parent / "results"
 TABLES = (
@@ -36,15 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the cells that are off, a summary, and write what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
     parser.add_argument("--json", help="file for all cells")
-    parser.add_argument("--figure", help="SVG file for the scatter plot")
     args = parser.parse_args(argv)
     cells = [cell for table in TABLES for cell in cells_of(table)]
-    report = {"kind": "plan check", "tolerance": TOLERANCE, "summary": summary(cells), "cells": cells}
+    report = {
+        "kind": "plan",
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "tolerance": TOLERANCE,
+        "summary": summary(cells),
+        "cells": cells,
+    }
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    if args.figure:
-        points = [(cell["measured_ms"], cell["predicted_ms"], cell["group"]) for cell in cells]
-        draw_scatter(points, Path(args.figure), TOLERANCE)
     print(text(cells))
     return 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bagua.plan.cluster import CPU, GPU, Cluster, Costs
-from bagua.plan.predict import Prediction, predict
+from bagua.plan.prediction import Prediction, predict
 from bagua.plan.workload import Workload, load_model
 
 __all__ = ["CPU", "GPU", "Cluster", "Costs", "Prediction", "Workload", "load_model", "predict"]

@@ -24,6 +24,10 @@ class Cluster:
 
     Raises:
         ValueError: names the argument that is wrong.
+
+    Examples:
+        >>> bagua.plan.Cluster(hosts=16, devices=8, bandwidth=10e9, latency=1e-4).ranks
+        128
     """
 
     hosts: int
@@ -70,6 +74,10 @@ class Costs:
         wake_s: from the arrival of a message to what is sent in answer, where nothing is computed.
         element_s: CPU seconds in which a codec reads or writes an fp32 element once.
         matmul_s_per_flop: CPU seconds of a floating-point operation in a matrix product (PowerSGD).
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> slow_messages = replace(bagua.plan.CPU, message_s=1e-3)
     """
 
     link_efficiency: float

@@ -14,7 +14,7 @@ from typing import Any
 from bagua.bench.layout import Columns
 from bagua.lab.link import bits_per_second, seconds
 from bagua.plan.cluster import CPU, GPU, Cluster
-from bagua.plan.predict import Prediction, predict
+from bagua.plan.prediction import Prediction, predict
 from bagua.plan.prices import Prices, parse_prices
 from bagua.plan.recipe import DEFAULT_NAMES
 from bagua.plan.workload import Workload, load_model, work_of

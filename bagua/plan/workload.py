@@ -34,6 +34,11 @@ class Workload:
 
     Raises:
         ValueError: names the argument that is wrong.
+
+    Examples:
+        >>> model = bagua.plan.load_model("25m")
+        >>> round(bagua.plan.Workload.of(model, compute_s=0.3, optimizer_s=0.02).step_s, 3)
+        0.32
     """
 
     model: Model
@@ -82,8 +87,7 @@ def load_model(text: str) -> Model:
         ValueError: none of these; or the file does not build a module; says why.
 
     Examples:
-        >>> from bagua.plan.workload import load_model
-        >>> load_model("1.3b").num_elements
+        >>> bagua.plan.load_model("1.3b").num_elements
         1300000000
     """
     count = _COUNT.match(text)

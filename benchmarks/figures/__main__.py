@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import bagua
-from benchmarks.figures import advice, charts, convergence, demo, faults, hero, losses, table, tradeoff
+from benchmarks.figures import advice, charts, convergence, demo, faults, hero, losses, plan, table, tradeoff
 from benchmarks.figures.marks import between
 from benchmarks.figures.results import Convergence, Tradeoff, all_of, newest, newest_complete
 from benchmarks.figures.svg import Drawing
@@ -36,6 +36,7 @@ def drawings(times: Tradeoff, runs: Convergence) -> dict[str, Drawing]:
         "choice": charts.draw_choice(times, runs),
         "way": charts.draw_way(),
         "faults": faults.draw_timeline(newest("faults", "faults.json")),
+        "plan": plan.draw_predictions(newest("plan", "plan.json")),
     }
 
 
@@ -62,6 +63,7 @@ def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
             "warm-up": table.warm_up(times),
             "demo": demo.rows(newest("demo", "demo.json")),
         },
+        "docs/planning.md": {"predictions": plan.rows(newest("plan", "plan.json"))},
         "docs/fault_tolerance.md": {"faults": faults.rows(newest("faults", "faults.json"))},
         "docs/algorithms.md": {losses.NAME: losses.misses(runs)},
     }

@@ -20,6 +20,7 @@ COMMANDS = (
     "bagua.distributed.launch",
     "bagua.distributed.run",
     "bagua.lab.main",
+    "bagua.plan.main",
     "bagua.script.baguarun",
     "bagua.sys_perf.main",
 )

@@ -37,6 +37,7 @@ MODULES = (
     "bagua.net",
     "bagua.nn",
     "bagua.optim",
+    "bagua.plan",
     "bagua.testing",
     "bagua.topologies",
 )

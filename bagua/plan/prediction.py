@@ -25,6 +25,11 @@ class Prediction:
         compute_s: seconds of a step without communication, on the slowest host the others wait for.
         bytes_per_host: that a host sends over its link in a step, the mean over a period.
         efficiency: of scaling: a step on one device alone by a step here.
+
+    Examples:
+        >>> found = bagua.plan.Prediction("ddp", step_s=0.5, compute_s=0.3, bytes_per_host=0.0, efficiency=0.6)
+        >>> round(found.exposed_s, 3)
+        0.2
     """
 
     algorithm: str
@@ -52,10 +57,10 @@ def predict(algorithm: str, workload: Workload, cluster: Cluster, costs: Costs =
         ValueError: the algorithm is unknown.
 
     Examples:
-        >>> from bagua.plan import Cluster, Workload, load_model, predict
-        >>> workload = Workload.of(load_model("25m"), compute_s=0.3)
-        >>> slow = Cluster(hosts=4, bandwidth=1e9)
-        >>> predict("bytegrad", workload, slow).step_s < predict("ddp", workload, slow).step_s / 2
+        >>> workload = bagua.plan.Workload.of(bagua.plan.load_model("25m"), compute_s=0.3)
+        >>> slow = bagua.plan.Cluster(hosts=4, bandwidth=1e9)
+        >>> seconds = [bagua.plan.predict(name, workload, slow).step_s for name in ("bytegrad", "ddp")]
+        >>> seconds[0] < seconds[1] / 2
         True
     """
     recipe = recipe_of(algorithm, workload.model, cluster)
