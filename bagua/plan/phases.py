@@ -13,6 +13,7 @@ from bagua.plan.cluster import Cluster, Costs
 
 __all__ = ["Phase", "phases_of", "slow_start_s", "total_sent"]
 
+_RECEIVERS: dict[tuple[str, int], float] = {}
 _INITIAL_WINDOW = 14_600.0  # bytes that TCP sends on a connection before the first acknowledgement: RFC 6928
 
 
@@ -59,14 +60,24 @@ def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs) -> lis
         wire = exchange.codec.wire_bytes(-(-n // cluster.ranks), torch.float32) * cluster.ranks
         return _to_owners_and_back(n, wire, cluster, costs, reads=1.0 + extra)
     if isinstance(exchange, Gossip):
-        sent = exchange.bytes_per_rank(n, cluster.ranks)
-        return _to_peers(n, sent, cluster, costs, peers=max(1.0, sent / (4.0 * n)))
+        peers = _mean_receivers(exchange, cluster.ranks)
+        return _to_peers(n, peers * exchange.codec.wire_bytes(n, torch.float32), cluster, costs, peers=max(1.0, peers))
     if isinstance(exchange, DifferenceGossip):
         peers = len(exchange.topology.receivers(0, cluster.ranks, 0))
         return _to_peers(n, exchange.bytes_per_rank(n, cluster.ranks), cluster, costs, peers=float(peers), reads=2.0)
     if isinstance(exchange, PowerSGD):
         return _low_rank(exchange, cluster, costs)
     raise ValueError(f"exchange {exchange.name!r}: its phases are not known")
+
+
+def _mean_receivers(exchange: Gossip, size: int) -> float:
+    """Ranks that get this rank's values in a step. Kept: the period of some topologies has as many steps as ranks."""
+    key = repr(exchange.topology), size
+    if key not in _RECEIVERS:
+        numel = 1024
+        sent = exchange.bytes_per_rank(numel, size)
+        _RECEIVERS[key] = sent / exchange.codec.wire_bytes(numel, torch.float32)
+    return _RECEIVERS[key]
 
 
 def _within_host(n: int, cluster: Cluster, costs: Costs, reads: float) -> Phase:

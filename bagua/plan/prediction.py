@@ -66,7 +66,13 @@ def predict(algorithm: str, workload: Workload, cluster: Cluster, costs: Costs =
     recipe = recipe_of(algorithm, workload.model, cluster)
     factor = 1 / cluster.slowest if recipe.synchronous else 1.0
     compute = workload.step_s * factor
-    exchanges = [phases_of(bucket.exchange, bucket.numel, cluster, costs) for bucket in recipe.buckets]
+    known: dict[tuple[int, int], Sequence[Phase]] = {}  # most buckets are alike
+    exchanges: list[Sequence[Phase]] = []
+    for bucket in recipe.buckets:
+        key = id(bucket.exchange), bucket.numel
+        if key not in known:
+            known[key] = phases_of(bucket.exchange, bucket.numel, cluster, costs)
+        exchanges.append(known[key])
     sent = sum(total_sent(phases) for phases in exchanges) / recipe.every
     step = _step_s(recipe, workload, factor, exchanges, cluster)
     return Prediction(algorithm, step, compute, sent, workload.step_s / step if step else 1.0)

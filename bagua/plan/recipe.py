@@ -136,10 +136,15 @@ def _buckets(
     entries = [Entry(name, _ELEMENT_BYTES * math.prod(shape), "float32") for name, shape in shapes.items()]
     plan = make_plan(entries, fitting_bucket_bytes(_ELEMENT_BYTES * model.num_elements))
     found: list[Bucket] = []
+    part_bytes: dict[int, int] = {}  # by the exchange, which most buckets share
     for names in plan.buckets:
         numel, layer = sum(math.prod(shapes[name]) for name in names), max(layer_of[name] for name in names)
         made = exchange([shapes[name] for name in names])
-        parts = -(-_ELEMENT_BYTES * numel // _part_bytes(made, cluster)) if made.elementwise else 1
+        parts = 1
+        if made.elementwise:
+            if id(made) not in part_bytes:
+                part_bytes[id(made)] = _part_bytes(made, cluster)
+            parts = -(-_ELEMENT_BYTES * numel // part_bytes[id(made)])
         ends = [numel * k // parts for k in range(parts + 1)]
         found += [Bucket(high - low, layer, made) for low, high in itertools.pairwise(ends)]
     return tuple(found)
