@@ -12,7 +12,7 @@ from tests.rank_threads import run_teams
 
 ALL_TO_ALL = [1, 2, 3, 4]  # with more ranks nothing else happens, in contrast to topologies
 SIZES = [*ALL_TO_ALL, 8]
-STEPS, LR = 20, 0.1
+STEPS, LR = 10, 0.1
 
 
 def mixing(topology: str, size: int, step: int) -> np.ndarray:

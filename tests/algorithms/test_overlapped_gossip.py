@@ -22,7 +22,7 @@ from tests.algorithms.quadratic import Quadratic, flat, start, target, targets
 from tests.algorithms.test_oracles import quantise
 from tests.rank_threads import run_teams
 
-STEPS, LR, PATIENCE_S = 20, 0.1, 20.0
+STEPS, LR, PATIENCE_S = 10, 0.1, 20.0
 
 
 def oracle(size: int, interval: int, steps: int = STEPS) -> tuple[np.ndarray, np.ndarray]:

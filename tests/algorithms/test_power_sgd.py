@@ -21,7 +21,7 @@ from tests.algorithms.quadratic import N, follow, start, targets
 from tests.rank_threads import run_teams, run_threads
 
 SIZES = [1, 2, 3, 4]
-STEPS, LR = 20, 0.1
+STEPS, LR = 10, 0.1
 SHAPES = ((12, 9), (1, 13), (9, 16), (12, 9), (2, 3), (1, 1), (16, 9))  # (2, 3) is too small, (1, n) are vectors
 NUMEL = sum(n * m for n, m in SHAPES)
 

@@ -18,7 +18,7 @@ from tests.algorithms.quadratic import N, Quadratic, flat, follow, simulated, st
 from tests.rank_threads import run_teams
 
 SIZES = [1, 2, 3, 4]
-STEPS, WARMUP, LR, B1, B2, EPS = 26, 12, 0.05, 0.9, 0.99, 1e-8
+STEPS, WARMUP, LR, B1, B2, EPS = 14, 6, 0.05, 0.9, 0.99, 1e-8
 
 
 def optimizer(params: Any, **options: Any) -> bagua.optim.QAdam:
