@@ -12,7 +12,7 @@ PIP_ARGS ?=
 # More arguments for pytest, e.g. PYTEST_ARGS="-x -m slow".
 PYTEST_ARGS ?=
 # Test files that run at once: most tests wait for other processes. 0 runs all in one process.
-TEST_JOBS ?= 3
+TEST_JOBS ?= 4
 # The unit tests wait for nothing but their own arithmetic: one a core.
 FAST_TEST_JOBS ?= 2
 # For `make gpu`: parts to run (all), a folder for the results (dated), and 1 for a dry run on a CPU.

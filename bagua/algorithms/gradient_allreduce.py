@@ -23,7 +23,8 @@ class GradientAllReduce(Algorithm):
     """Every rank steps with the mean of all ranks' gradients, as `DistributedDataParallel` does.
 
     Args:
-        hierarchical: sum within each node first, then among the nodes' leaders; None means False.
+        hierarchical: sum within each node first, then among the nodes' leaders. None (default) does so where nodes have
+            several ranks and the codec cannot be summed, as "int4" and "sign": their ranks would share the node's link.
         average: mean if true, else sum. With sums, call backward once per step, or use `bagua.no_sync` for all
             passes but the last: a sum that is summed again counts twice.
         codec: "identity" (exact), "bf16" or "fp16" (summed in that type), or any lossy codec, which is what
@@ -70,7 +71,7 @@ class GradientAllReduce(Algorithm):
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
-        return fit_hierarchy(self, nodes, default=False)
+        return fit_hierarchy(self, nodes, default=not codecs.get(self.codec).linear)
 
     def on_ready(self, ctx: Context, bucket: Bucket) -> None:
         """Launch at once."""

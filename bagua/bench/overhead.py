@@ -191,7 +191,7 @@ def measure_alone(quick: bool) -> list[Result]:
     """One process: engine on and off."""
     bagua.init_process_group("gloo")
     try:
-        pairs = 3 if quick else 40
+        pairs = 1 if quick else 40
         steps = {LAYERS: 1, LAYERS_KEPT: 1, TINY: 2, TINY_KEPT: 2}
         return [measure(case, pairs if case.batch > 1 else 2 * pairs, count) for case, count in steps.items()]
     finally:
@@ -199,7 +199,7 @@ def measure_alone(quick: bool) -> list[Result]:
 
 
 def _rank_main(rank: int, quick: bool, answers: Any) -> None:
-    pairs = 3 if quick else 40
+    pairs = 1 if quick else 40
     results = [measure(LAYERS, pairs, 1), measure(TINY, pairs, 2)]
     if rank == 0:
         answers.put(results)

@@ -163,6 +163,18 @@ def test_hierarchical_equals_flat_where_the_exchange_is_complete(nodes: list[int
     assert worst(run_teams(len(nodes), follow, algorithm, STEPS, nodes=nodes), want) < 1e-5
 
 
+@pytest.mark.parametrize(("codec", "expected"), [("identity", False), ("bf16", False), ("int4", True), ("sign", True)])
+def test_codecs_that_cannot_be_summed_are_hierarchical_by_default(codec: str, expected: bool) -> None:
+    """Ranks of a node would send as often over its link, instead of once."""
+    algorithm = GradientAllReduce(codec=codec)
+    for nodes, hierarchical in ((((0, 1), (2, 3)), expected), (((0,), (1,)), False), (((0, 1),), False)):
+        made, _ = algorithm.for_nodes(nodes)
+        assert isinstance(made, GradientAllReduce)
+        assert made.hierarchical is hierarchical and made.exchange.hierarchical is hierarchical
+    explicit, _ = GradientAllReduce(hierarchical=False, codec=codec).for_nodes(((0, 1), (2, 3)))
+    assert isinstance(explicit, GradientAllReduce) and explicit.hierarchical is False
+
+
 def test_hierarchical_gossip_among_nodes() -> None:
     """Nodes of two and one: within a node all equal, between nodes the low-precision ring."""
     results = run_teams(3, follow, LowPrecisionDecentralized(hierarchical=True), STEPS, nodes=[0, 0, 1])
