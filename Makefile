@@ -11,10 +11,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 # More arguments for pytest, e.g. PYTEST_ARGS="-x -m slow".
 PYTEST_ARGS ?=
-# Test files that run at once: most tests wait for other processes. 0 runs all in one process.
+# Test files that run at once: most tests wait for other processes or threads. 0 runs all in one process.
 TEST_JOBS ?= 4
-# The unit tests wait for nothing but their own arithmetic: one a core.
-FAST_TEST_JOBS ?= 2
 # For `make gpu`: parts to run (all), a folder for the results (dated), and 1 for a dry run on a CPU.
 PART ?=
 OUT ?=
@@ -58,7 +56,7 @@ test: $(STAMP)  ## the everyday tests
 	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS)
 
 test-fast: $(STAMP)  ## the tests that start no process (the unit tier)
-	$(BIN)/python -m pytest -q -n $(FAST_TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "unit and not slow" tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "unit and not slow" tests $(PYTEST_ARGS)
 
 # Bagua itself is run from the sources; the kernels are those that .venv has built, or the eager ones.
 $(INTEROP_STAMP): pyproject.toml constraints-dev.txt
