@@ -1,6 +1,6 @@
 """What `bagua plan` predicts beside what `bagua bench` has measured: every cell of the tables of step times.
 
-The constants of `bagua.plan.CPU` were fitted to the cells of FITTED. The others are the judgement.
+The constants of `bagua.plan.CPU` were fitted to the cells of FITTED, as `--fit` does. The others are the judgement.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from bagua.bench import contenders, models
 from bagua.bench.layout import Columns
-from bagua.plan import Cluster, Workload, predict
+from bagua.plan import CPU, Cluster, Costs, Workload, predict
 
 RESULTS = Path(__file__).parent / "results"
 TABLES = (
@@ -30,13 +31,20 @@ FITTED = {("2026-11-22-bench/tradeoff.json", condition) for condition in ("1gbit
 CORES = 2.0  # of the machine on which all emulated hosts ran
 BUSY = 0.8  # of the machine's cores: above, the emulation is measured and not the cluster
 TOLERANCE = 0.15
+FITTED_GROUP = "fitted to"
+FACTORS = (1.3, 1.1, 1.03, 1.01)  # of the steps of a fit
+LEAST = 1e-5  # gain in the mean error for which a fit goes on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the cells that are off, a summary, and write what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
     parser.add_argument("--json", help="file for all cells")
+    parser.add_argument("--fit", action="store_true", help="fit the constants anew and print them; nothing is changed")
     args = parser.parse_args(argv)
+    if args.fit:
+        print_fit()
+        return 0
     cells = [cell for table in TABLES for cell in cells_of(table)]
     report = {
         "kind": "plan",
@@ -51,12 +59,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def cells_of(table: str) -> Iterator[dict[str, Any]]:
+def print_fit() -> None:
+    """Fit the constants to the cells of FITTED; print each with the one in use, and the mean errors of both."""
+    start = error_of(CPU)
+    fitted, error = fit(error_of, CPU)
+    print(f"{'':20}{'in use':>12}{'fitted':>12}")
+    for field in fields(Costs):
+        print(f"{field.name:20}{getattr(CPU, field.name):>12.3g}{getattr(fitted, field.name):>12.3g}")
+    print(f"{'mean error':20}{start:>12.2%}{error:>12.2%}")
+
+
+def error_of(costs: Costs) -> float:
+    """Mean of the absolute logarithm of predicted to measured time, over the cells of FITTED."""
+    tables = {table for table, _ in FITTED}
+    found = [abs(math.log(cell["ratio"])) for t in tables for cell in cells_of(t, costs, fitted_only=True)]
+    return statistics.fmean(found)
+
+
+def fit(error_of: Callable[[Costs], float], costs: Costs) -> tuple[Costs, float]:
+    """Coordinate descent: each constant in turn is multiplied and divided by a factor, smaller at a standstill."""
+    best = error_of(costs)
+    for factor in FACTORS:
+        moved = True
+        while moved:
+            moved = False
+            for field in fields(costs):
+                for by in (factor, 1 / factor):
+                    value = getattr(costs, field.name) * by
+                    if field.name.endswith("_efficiency") and value > 1:
+                        continue
+                    error = error_of(tried := replace(costs, **{field.name: value}))
+                    if error < best - LEAST:
+                        costs, best, moved = tried, error, True
+    return costs, best
+
+
+def cells_of(table: str, costs: Costs = CPU, fitted_only: bool = False) -> Iterator[dict[str, Any]]:
     """Measured and predicted milliseconds of each row whose course is known."""
     report = json.loads((RESULTS / table).read_text())
     conditions = {condition["name"]: condition for condition in report["settings"]["conditions"]}
     for row in report["rows"]:
         if row.get("error") or row["family"] not in ("bagua", "torch") or row["entrant"].startswith("off"):
+            continue
+        group = group_of(table, row)
+        if fitted_only and group != FITTED_GROUP:
             continue
         condition = conditions[row["condition"]]
         slow = condition["slow"] if contenders.get(row["entrant"]).synchronous else 1.0  # in `compute_ms` already
@@ -69,7 +115,7 @@ def cells_of(table: str) -> Iterator[dict[str, Any]]:
             cores=CORES / row["hosts"],
             slowest=slow,
         )
-        predicted = 1e3 * predict(row["entrant"], workload, cluster).step_s
+        predicted = 1e3 * predict(row["entrant"], workload, cluster, costs).step_s
         yield {
             "table": table,
             "condition": row["condition"],
@@ -79,7 +125,7 @@ def cells_of(table: str) -> Iterator[dict[str, Any]]:
             "predicted_ms": predicted,
             "ratio": predicted / row["step_ms"],
             "busy": row["busy"],
-            "group": group_of(table, row),
+            "group": group,
         }
 
 
@@ -87,7 +133,7 @@ def group_of(table: str, row: dict[str, Any]) -> str:
     """Which cells are judged together."""
     if row["busy"] > BUSY:
         return "emulation limited by its CPU"
-    return "fitted to" if (table, row["condition"]) in FITTED else "not fitted to"
+    return FITTED_GROUP if (table, row["condition"]) in FITTED else "not fitted to"
 
 
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:

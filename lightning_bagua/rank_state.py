@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bagua.checkpoint.agree import agree, share
-from bagua.checkpoint.errors import CheckpointError
+from bagua.checkpoint.agree import agree, agree_on, share
 from bagua.checkpoint.items import Item, collect
 from bagua.checkpoint.reshard import load_algorithm, mean, mean_optimizer
 from bagua.comm.team import Team
@@ -90,19 +89,7 @@ def put_back(
         CheckpointError: no rule for another number of ranks, or another rank failed.
         ValueError: the entry does not fit; names what.
     """
-    remark: str | None = None
-    problem: Exception | None = None
-    try:
-        remark = _put_back(entry, module, optimizers, team)
-    except Exception as error:  # the other ranks must hear of it
-        problem = error
-    try:
-        agree(team, _LOADING, None, problem)
-    except CheckpointError:
-        if problem is None:
-            raise
-        raise problem from None
-    return remark
+    return agree_on(team, _LOADING, lambda: _put_back(entry, module, optimizers, team))
 
 
 def _put_back(

@@ -16,7 +16,7 @@ from bagua.bench.compute import EmulatedModel
 from bagua.bench.models import Model
 from bagua.bench.training import Training, make_optimizer
 
-__all__ = ["ADAMS", "OFF", "Contender", "available", "get"]
+__all__ = ["ADAMS", "OFF", "Contender", "available", "get", "split_names"]
 
 OFF = "off"
 INTERVAL, LONG_INTERVAL = 8, 64  # steps between two averages of weights; of DiLoCo
@@ -214,3 +214,8 @@ def _option(text: str, word: str) -> tuple[str, Any]:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return key, value
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Contenders are separated by commas; by semicolons if one of them has options."""
+    return tuple(word.strip() for word in text.split(";" if ";" in text or ":" in text else ",") if word.strip())

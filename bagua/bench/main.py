@@ -38,11 +38,6 @@ models: {models}
 """
 
 
-def _split(text: str) -> tuple[str, ...]:
-    """Contenders are separated by commas; by semicolons if one of them has options."""
-    return tuple(word.strip() for word in text.split(";" if ";" in text or ":" in text else ",") if word.strip())
-
-
 def _add_measured(parser: argparse.ArgumentParser, quick: str) -> None:
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
@@ -176,7 +171,8 @@ def _tradeoff(args: argparse.Namespace, plans: Sequence[Plan]) -> int:
 def _plan(args: argparse.Namespace, hosts: Sequence[int]) -> list[Plan]:
     quick = args.quick
     default = tradeoff.QUICK_CONDITIONS if quick else tradeoff.FULL_CONDITIONS
-    names = _split(args.algorithms) if args.algorithms else _split(tradeoff.QUICK_CONTENDERS) if quick else _everyone()
+    asked = args.algorithms or (tradeoff.QUICK_CONTENDERS if quick else "")
+    names = contenders.split_names(asked) if asked else _everyone()
     for name in names:
         contenders.get(name)
     if args.profile and args.profile not in names:

@@ -119,9 +119,8 @@ class Report:
             self._guarded(f"sink {number}, {sink!r}", self._write_to, sink, now, since)
 
     def _write_to(self, sink: Sink, now: Stats, since: Stats) -> None:
-        if not any(
-            each is sink for each in self._opened
-        ):  # the members have changed, and this rank reports from now on
+        # The members may have changed, so that this rank reports from now on.
+        if not any(each is sink for each in self._opened):
             self._open(sink, now)
         sink.write(now, since)
 

@@ -89,15 +89,15 @@ class Costs:
     matmul_s_per_flop: float
 
 
-# Fitted to a part of the measured table; `python -m benchmarks.plan` shows what the fit is worth on the rest.
+# `python -m benchmarks.plan --fit`, rounded; `python -m benchmarks.plan` shows what they are worth on other cells.
 CPU = Costs(
-    link_efficiency=0.93,
-    mesh_efficiency=0.86,
-    wire_s_per_byte=0.4e-9,
-    message_s=0.3e-3,
-    wake_s=1e-3,
-    element_s=0.7e-9,
-    matmul_s_per_flop=1.0 / 10e9,
+    link_efficiency=0.94,
+    mesh_efficiency=0.88,
+    wire_s_per_byte=0.45e-9,
+    message_s=0.22e-3,
+    wake_s=1.7e-3,
+    element_s=0.8e-9,
+    matmul_s_per_flop=1.0 / 7.5e9,
 )
 
 # Not measured by this project yet. NCCL moves bytes without the CPU; kernels read and write at 1 TB/s.

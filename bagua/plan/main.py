@@ -11,13 +11,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from bagua.bench.contenders import split_names
 from bagua.bench.layout import Columns
 from bagua.lab.link import bits_per_second, seconds
 from bagua.plan.cluster import CPU, GPU, Cluster
+from bagua.plan.phases import UnknownCourseError
 from bagua.plan.prediction import Prediction, predict
 from bagua.plan.prices import Prices, parse_prices
 from bagua.plan.recipe import DEFAULT_NAMES
-from bagua.plan.workload import Workload, load_model, work_of
+from bagua.plan.workload import Workload, is_count, load_model, work_of
 
 __all__ = ["main"]
 
@@ -67,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer-ms", type=float, default=0.0, help="optimizer step (default 0)")
     add("--batch", type=int, help=f"samples of a device, or tokens for a number of parameters ({_SAMPLES}, {_TOKENS})")
     add("--tflops", type=float, help="that a device sustains, in 1e12 operations a second (gpu 20, cpu 0.1)")
-    add("--algorithms", help="names as in `bagua bench`, separated by commas (default: all that are known)")
+    add(
+        "--algorithms", help="names as in `bagua bench`, separated by commas, with options by semicolons (default: all)"
+    )
     add("--host-price", help="of a host, with its unit, as 2.50usd/h")
     add("--traffic-price", help="of bytes that leave a host, with its unit, as 0.02usd/GB")
     add("--json", metavar="FILE", help="write the report there")
@@ -83,8 +87,15 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--hosts {args.hosts} x --devices {args.devices}: at most {_MAX_RANKS} ranks can be planned")
     workload, how = _workload(args, model)
     prices = parse_prices(args.host_price, args.traffic_price)
-    names = DEFAULT_NAMES if args.algorithms is None else tuple(args.algorithms.split(","))
-    rows = [_row(predict(name.strip(), workload, cluster, costs), cluster, prices) for name in names]
+    rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    for name in DEFAULT_NAMES if args.algorithms is None else split_names(args.algorithms):
+        try:
+            rows.append(_row(predict(name, workload, cluster, costs), cluster, prices))
+        except UnknownCourseError as error:
+            if args.algorithms is not None:
+                raise
+            left_out[name] = str(error)
     baseline = next((row["step_ms"] for row in rows if row["algorithm"] == "ddp"), None)
     for row in rows:
         row["speedup_to_ddp"] = None if baseline is None else baseline / row["step_ms"]
@@ -98,6 +109,7 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
         "optimizer_ms": 1e3 * workload.optimizer_s,
         "currency": prices.currency,
         "rows": rows,
+        "left_out": left_out,
     }
 
 
@@ -120,7 +132,7 @@ def _workload(args: argparse.Namespace, model: Any) -> tuple[Workload, str]:
         if not args.compute_ms >= 0:
             raise ValueError(f"--compute-ms: expected milliseconds >= 0, got {args.compute_ms}")
         return Workload.of(model, args.compute_ms / 1e3, args.optimizer_ms / 1e3), "given"
-    counted = model.name == args.model and model.name[:1].isdigit()
+    counted = is_count(args.model)
     batch = args.batch if args.batch is not None else _TOKENS if counted else _SAMPLES
     tflops = args.tflops if args.tflops is not None else _TFLOPS[args.kind]
     if batch < 1:
@@ -167,7 +179,8 @@ def _table(report: dict[str, Any]) -> str:
         f"{1e3 * cluster['latency']:g} ms\ncompute {report['compute_ms']:.1f} ms a step ({report['compute']}), "
         f"optimizer {report['optimizer_ms']:.1f} ms; predicted, not measured\n"
     )
-    return f"{head}\n{Columns(*columns).table(rows)}"
+    notes = "".join(f"\nleft out: {why}" for why in report["left_out"].values())
+    return f"{head}\n{Columns(*columns).table(rows)}{notes}"
 
 
 def _plot(args: argparse.Namespace, report: dict[str, Any]) -> None:

@@ -11,10 +11,14 @@ import torch
 from bagua.exchanges import AllReduce, DifferenceGossip, Exchange, Gossip, Hierarchical, PowerSGD, ScatterGather
 from bagua.plan.cluster import Cluster, Costs
 
-__all__ = ["Phase", "phases_of", "slow_start_s", "total_sent"]
+__all__ = ["Phase", "UnknownCourseError", "phases_of", "slow_start_s", "total_sent"]
 
 _RECEIVERS: dict[tuple[str, int], float] = {}
 _INITIAL_WINDOW = 14_600.0  # bytes that TCP sends on a connection before the first acknowledgement: RFC 6928
+
+
+class UnknownCourseError(ValueError):
+    """How an algorithm spends a step cannot be told from what it declares."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs) -> lis
     """Phases of one exchange of `n` fp32 elements among all ranks of `cluster`.
 
     Raises:
-        ValueError: the exchange is of an unknown kind.
+        UnknownCourseError: the exchange is of an unknown kind.
     """
     if cluster.ranks == 1 or n == 0:
         return []
@@ -67,7 +71,7 @@ def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs) -> lis
         return _to_peers(n, exchange.bytes_per_rank(n, cluster.ranks), cluster, costs, peers=float(peers), reads=2.0)
     if isinstance(exchange, PowerSGD):
         return _low_rank(exchange, cluster, costs)
-    raise ValueError(f"exchange {exchange.name!r}: its phases are not known")
+    raise UnknownCourseError(f"algorithms: what the exchange {exchange.name!r} does on the way is not known")
 
 
 def _mean_receivers(exchange: Gossip, size: int) -> float:

@@ -23,6 +23,7 @@ from bagua.engine.reducer.bucketing import (
 )
 from bagua.exchanges import AllReduce, Exchange, Hierarchical, PowerSGD
 from bagua.plan.cluster import Cluster
+from bagua.plan.phases import UnknownCourseError
 
 __all__ = ["DEFAULT_NAMES", "Bucket", "Recipe", "recipe_of"]
 
@@ -79,19 +80,23 @@ def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
     """Return the recipe of a contender of `bagua bench`: an algorithm with options, or one of torch's own.
 
     Raises:
-        ValueError: there is no such contender, or its course is not known.
+        ValueError: there is no such contender.
+        UnknownCourseError: it is another library's, or has no single exchange of a known kind.
     """
     contender = contenders.get(name)
     traffic = contender.traffic(model, cluster.ranks)
     if contender.family == "torch":
         return _of_torch(name, traffic.moment, traffic.every, model)
     if contender.family != "bagua":
-        raise ValueError(f"algorithms: how {name!r} spends a step is not known; known: {', '.join(DEFAULT_NAMES)}")
+        raise UnknownCourseError(f"algorithms: how {name!r} spends a step is not known: it is another library's")
     algorithm = _algorithm(contender.algorithm, contender.options)
     nodes = tuple(tuple(range(h * cluster.devices, (h + 1) * cluster.devices)) for h in range(cluster.hosts))
     algorithm, _ = algorithm.for_nodes(nodes)
     delay = int(getattr(algorithm, "delay", 0) or 0)
-    buckets = _buckets(model, lambda shapes: _exchange(algorithm, shapes), cluster)
+    try:
+        buckets = _buckets(model, lambda shapes: _exchange(algorithm, shapes), cluster)
+    except TypeError as error:  # an algorithm with several exchanges has no `exchange`
+        raise UnknownCourseError(f"algorithms: how {name!r} spends a step is not known: {error}") from error
     lanes = LANES_OF_WIDE if _narrowness(buckets[0].exchange, cluster) <= WIDE else DEFAULT_NUM_LANES
     every = max(traffic.every, 1)
     return Recipe(name, traffic.moment, buckets, lanes, every, min(delay, every), contender.synchronous)

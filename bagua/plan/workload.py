@@ -14,7 +14,7 @@ from types import ModuleType
 from bagua.bench import models
 from bagua.bench.models import Layer, Model
 
-__all__ = ["Workload", "load_model", "work_of"]
+__all__ = ["Workload", "is_count", "load_model", "work_of"]
 
 _COUNT = re.compile(r"^(\d+(?:\.\d+)?)(k|m|b|t)$", re.IGNORECASE)
 _SCALES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -69,6 +69,11 @@ class Workload:
         total = sum(layer.work for layer in self.model.layers)
         seconds = self.compute_s - self.forward_s
         return [(layer, seconds * layer.work / total) for layer in reversed(self.model.layers)]
+
+
+def is_count(text: str) -> bool:
+    """Whether `text` is a number of parameters, as `1.3b`."""
+    return _COUNT.match(text) is not None
 
 
 def work_of(model: Model) -> float:

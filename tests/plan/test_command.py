@@ -12,7 +12,7 @@ from bagua.plan.main import main
 from bagua.plan.workload import work_of
 
 SHORT = ["--model", "10m", "--hosts", "4", "--bandwidth", "1gbit", "--compute-ms", "50"]
-FEW = ["--algorithms", "ddp,bytegrad,power_sgd:rank=2"]
+FEW = ["--algorithms", "ddp;bytegrad;power_sgd:rank=2"]
 
 
 def test_the_table_and_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,6 +38,14 @@ def test_compute_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
     assert "compute 92.8 ms a step (estimated: 1 samples at 1 TFLOP/s)" in capsys.readouterr().out
     assert main(["--model", "1b", *options, "--batch", "1000", "--tflops", "60"]) == 0
     assert "compute 100.0 ms a step (estimated: 1000 tokens" in capsys.readouterr().out
+
+
+def test_an_algorithm_of_unknown_course(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("bagua.plan.main.DEFAULT_NAMES", ("ddp", "horovod"))
+    assert main(SHORT) == 0
+    assert "left out: algorithms: how 'horovod' spends a step is not known" in capsys.readouterr().out
+    assert main([*SHORT, "--algorithms", "ddp,horovod"]) == 2, "what was asked for is not left out"
+    assert "how 'horovod' spends a step is not known" in capsys.readouterr().err
 
 
 def test_figures(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_never_below_the_bound_of_the_link(name: str) -> None:
 def test_a_faster_link_is_never_slower_and_one_rank_needs_none(name: str) -> None:
     small = Workload.of(load_model("layers25m/10"), 0.05)
     steps = [predict(name, small, Cluster(4, bandwidth=rate, latency=1e-3)).step_s for rate in (1e8, 1e9, 1e10)]
-    assert steps == sorted(steps, reverse=True)
+    assert all(faster <= slower * (1 + 1e-9) for slower, faster in pairwise(steps))
     assert predict(name, small, Cluster(1)).step_s == pytest.approx(small.step_s)
 
 
