@@ -58,11 +58,12 @@ test: $(STAMP)  ## the everyday tests
 test-fast: $(STAMP)  ## the tests that start no process (the unit tier)
 	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "unit and not slow" tests $(PYTEST_ARGS)
 
-# Bagua itself is run from the sources; the kernels are those that .venv has built, or the eager ones.
+# Bagua is installed as well, so that `.venv-interop/bin/bagua run examples/hf_trainer.py` works.
 $(INTEROP_STAMP): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(INTEROP_VENV)
 	$(INTEROP_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) '$(TORCH)'
-	$(INTEROP_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-dev.txt $(INTEROP)
+	$(INTEROP_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-dev.txt setuptools $(INTEROP)
+	$(INTEROP_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --no-build-isolation --no-deps -e .
 	@touch $@
 
 test-interop: $(INTEROP_STAMP)  ## Hugging Face and loggers of metrics, which `make test` skips; in .venv-interop

@@ -99,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=PARTS, help="may be repeated; default: all")
     parser.add_argument("--algorithm", action="append", choices=algorithms(), help="may be repeated; default: all")
     parser.add_argument("--fault", action="append", choices=list(SCENARIOS), help="of tour and peers; may be repeated")
-    parser.add_argument("--faults", type=int, help="of a chaos run (12; 4 with --quick)")
-    parser.add_argument("--per-hour", type=float, help=f"of a chaos run ({ANCHOR_PER_HOUR:g}; 900 with --quick)")
+    parser.add_argument("--faults", type=int, help="of a chaos run (12; 3 with --quick)")
+    parser.add_argument("--per-hour", type=float, help=f"of a chaos run ({ANCHOR_PER_HOUR:g}; 1200 with --quick)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and times of faults (%(default)s)")
     parser.add_argument("--step-ms", type=float, default=100.0, help="emulated compute of a step (%(default)s)")
     parser.add_argument("--detect-s", type=float, default=2.0, help="silence that counts as a loss (%(default)s)")
@@ -114,8 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.table and (args.json is None or not args.json.exists()):
         parser.error("--table needs the --json of a run")
-    args.faults = args.faults or (4 if args.quick else 12)
-    args.per_hour = args.per_hour or (900.0 if args.quick else ANCHOR_PER_HOUR)
+    args.faults = args.faults or (3 if args.quick else 12)
+    args.per_hour = args.per_hour or (1200.0 if args.quick else ANCHOR_PER_HOUR)
     found: dict[str, Any] = {"rows": [], "chaos": [], "timelines": [], "not_run": []}
     if args.json is not None and args.json.exists():
         found |= json.loads(args.json.read_text())
