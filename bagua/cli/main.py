@@ -22,6 +22,7 @@ _COMMANDS = {
     "lab": ("an emulated cluster on this machine: bagua lab run --hosts 4 ... -- bagua run ...", "bagua.lab.main"),
     "plan": ("predict the step time of each algorithm on a cluster that is not yet bought", "bagua.plan.main"),
     "run": ("start a script on every rank: torchrun with Bagua's flags", "bagua.distributed.run"),
+    "top": ("show a running job: ranks, steps, communication, changes of the members", "bagua.top.main"),
 }
 
 

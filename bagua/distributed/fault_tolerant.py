@@ -27,6 +27,8 @@ from bagua.distributed.job_store import ServedStore
 from bagua.membership import Agent, Epoch, Member, Options, Record
 from bagua.membership.seat import payload_of
 from bagua.membership.transport import Transport
+from bagua.status.host_status import HostStatus
+from bagua.status.rank_status import STATUS
 
 __all__ = ["JoinError", "Settings", "run"]
 
@@ -137,6 +139,7 @@ def run(settings: Settings, prog: str, directory: Path) -> None:
         job = founding.join(settings.join_s, say)
         say(f"this host is {me.name}, {'a founder of' if job.founder else 'a newcomer to'} job {job.note.job}")
         transport = _start_agent(job, me, settings.options, listener)
+        observed = socket.create_server((served.host, 0), family=family)
     except BaseException:
         listener.close()
         raise
@@ -151,7 +154,14 @@ def run(settings: Settings, prog: str, directory: Path) -> None:
         settings.join_s,
         say,
     )
-    supervisor.run()
+    status = HostStatus(directory, supervisor.describe, observed, job.token)
+    host = served.address.rpartition(":")[0]
+    served.note_status(f"{host}:{observed.getsockname()[1]}")
+    os.environ[STATUS] = str(status.ranks)
+    try:
+        supervisor.run()
+    finally:
+        status.close()
 
 
 def _start_agent(job: Job, me: Member, options: Options, listener: socket.socket) -> Transport:

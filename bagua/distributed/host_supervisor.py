@@ -6,11 +6,13 @@ import os
 import queue
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -20,7 +22,7 @@ from bagua.distributed.founding import Job, JoinError
 from bagua.distributed.job_store import ServedStore
 from bagua.distributed.rank_notes import ENDED, RankNotes, lost
 from bagua.distributed.rank_process import RankProcess
-from bagua.membership import Action, Epoch, EpochBegan, Excluded, Left, Member
+from bagua.membership import Action, Blocked, Epoch, EpochBegan, Excluded, Left, Member, Slow
 from bagua.membership.epoch import NO_MODEL
 from bagua.membership.seat import View, describe_event, store_in, view_of
 from bagua.membership.seat_service import SEAT, SeatService
@@ -32,6 +34,7 @@ _POLL_S = 0.05
 _CLOSE_S = 30.0  # for a rank to end after a signal, as torchrun's launcher leaves it
 _LEAVE_S = 5.0  # for the others to decide without a host that a signal ends
 _SERVE_S = 300.0  # for the ranks of the others to end after this host's, as torchrun's exit barrier has it
+_EVENTS = 50
 _ALONE_S = 10.0  # to go on waiting for hosts that cannot be heard
 
 
@@ -79,6 +82,7 @@ class HostSupervisor:
         self._close_by = self._serve_until = 0.0
         self._ended = self._left = False
         self._alone_since: float | None = None
+        self._events: deque[tuple[float, str]] = deque(maxlen=_EVENTS)  # that the ranks do not know
 
     def run(self) -> None:
         """Until the rank has ended, and the others do not need this host any more.
@@ -104,6 +108,21 @@ class HostSupervisor:
         if self._failure:
             raise FirstFailure(self._script, self._failure)
 
+    def describe(self) -> dict[str, Any]:
+        """For observers, see `bagua.status`. From any thread."""
+        epoch, suspected = self._transport.call(lambda agent, _: (agent.epoch, agent.suspected))
+        members = () if epoch is None else epoch.members
+        note = self._job.note
+        return {
+            "job": note.job if note.run_id == "none" else f"{note.run_id}/{note.job}",
+            "host": self._name,
+            "fault_tolerant": True,
+            "epoch": 0 if epoch is None else epoch.number,
+            "members": [[each.name, each.trains, store_in(each.payload)] for each in members],
+            "suspected": suspected,
+            "events": list(self._events),
+        }
+
     # -- the membership ------------------------------------------------------------------------------------------
 
     def _take_event(self) -> None:
@@ -114,6 +133,8 @@ class HostSupervisor:
         if not self._ended or self._failure:
             self._say(_told(event))
         self._seats.refresh()
+        if isinstance(event, Slow | Blocked | Excluded):
+            self._events.append((time.time(), _told(event)))
         if isinstance(event, EpochBegan | Excluded):
             self._alone_since = None
             contacts = tuple(member.address for member in event.epoch.members)

@@ -24,9 +24,10 @@ from bagua.membership import Epoch, MessageError
 from bagua.membership.encoding import checked_text, epoch_from_wire, epoch_to_wire
 from bagua.membership.messages import MAX_ADDRESS, MAX_MEMBERS, MAX_NAME
 
-__all__ = ["JobNote", "ServedStore", "ask", "connect", "fingerprint", "in_threads"]
+__all__ = ["JobNote", "ServedStore", "ask", "connect", "fingerprint", "in_threads", "status_address"]
 
 _KEY = "bagua/job"
+_STATUS_KEY = "bagua/status"
 _PROBE_S = 2.0  # for a host to answer
 _CONNECT_S = 1.0  # for a connection to a host that has answered just before; torch tries again once, after a pause
 _ANSWER_S = 5.0  # for its store to answer
@@ -140,6 +141,10 @@ class ServedStore:
         """Let those that come later find the job here."""
         self.store.set(_KEY, note.to_text())
 
+    def note_status(self, address: str) -> None:
+        """Let observers find the status of this host (`bagua.status`) at host:port."""
+        self.store.set(_STATUS_KEY, address)
+
 
 def connect(address: str) -> TCPStore:
     """A client of the store at `address`. Call it in a thread that may be left behind: a stopped host blocks it.
@@ -154,6 +159,18 @@ def connect(address: str) -> TCPStore:
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
     store.set_timeout(timedelta(seconds=_ANSWER_S))
     return store
+
+
+def status_address(store: TCPStore) -> str | None:
+    """Where the host of this store answers observers; None if it does not.
+
+    Raises:
+        RuntimeError: the store does not answer.
+    """
+    if not store.check([_STATUS_KEY]):
+        return None
+    text = store.get(_STATUS_KEY)
+    return text.decode(errors="replace") if len(text) <= MAX_ADDRESS else None
 
 
 def ask(addresses: Sequence[str]) -> tuple[list[JobNote | None], list[TCPStore | None]]:

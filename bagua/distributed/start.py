@@ -19,8 +19,10 @@ from torch.distributed.run import determine_local_world_size, run
 from bagua.distributed import failover, fault_tolerant
 from bagua.distributed.failures import FirstFailure
 from bagua.distributed.run_directory import run_directory
+from bagua.distributed.run_status import serve_status
 from bagua.elastic import memory
 from bagua.signals import end_by_exception
+from bagua.status.rank_status import STATUS
 
 __all__ = ["start"]
 
@@ -51,8 +53,10 @@ def start(args: Namespace, prog: str) -> int:
     _set_threads(args, prog)
     nested = "TORCHELASTIC_ERROR_FILE" in os.environ
     kept = ExitStack()  # for tracebacks, which `record` reads after the end of the ranks
+    os.environ.pop(STATUS, None)  # of a launcher that has started this one
     if tolerant is None:
         launch = partial(_run, args)
+        kept.enter_context(serve_status(args, prog))
     else:
         launch = partial(fault_tolerant.run, tolerant, prog, kept.enter_context(run_directory()))
     held = _hold_memory(args)

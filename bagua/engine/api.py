@@ -19,6 +19,7 @@ from bagua.comm.team import Team
 from bagua.engine.averaging import mean_optimizers
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.engine import Engine
+from bagua.engine.glance import describe
 from bagua.engine.guard import Guard
 from bagua.engine.hooks import attach, attachments
 from bagua.engine.inference_mode import outside_inference
@@ -36,6 +37,7 @@ from bagua.engine.startup.request import Request
 from bagua.engine.startup.rollback import unless_it_fails
 from bagua.engine.tuning.saved_results import check_files, session_of
 from bagua.engine.tuning.search_space import hierarchy_is_free
+from bagua.status.rank_status import serve_rank
 
 __all__ = ["detach", "distribute"]
 
@@ -196,6 +198,7 @@ def distribute(
             join_job(module, manager)
     if previous is not None:
         previous.engine.close()
+    serve_rank(lambda: describe(live_engines()))
     before_exit(_stop_lanes)
     atexit.unregister(_stop_lanes)
     atexit.register(_stop_lanes)  # for scripts that did without bagua.init_process_group()

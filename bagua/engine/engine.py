@@ -33,7 +33,7 @@ from bagua.engine.reducer.unused_params import UsageBoard
 from bagua.engine.replicas import Replicas
 from bagua.engine.startup.inventory import Inventory
 from bagua.engine.state_dict import check_header, load_states, pack
-from bagua.engine.stats import Stats, Tally
+from bagua.engine.stats import Stats, StepStats, Tally
 from bagua.engine.step_tracker import StepTracker
 from bagua.engine.training_state import TrainingState
 from bagua.engine.tuning.session import TuningSession
@@ -198,6 +198,11 @@ class Engine:
             rank=self.team.rank,
             size=self.team.size,
         )
+
+    @property
+    def costs(self) -> StepStats:
+        """Of all steps that have ended. Only read, so from any thread."""
+        return self._tally.total
 
     def carry_statistics(self, old: Engine) -> None:
         """Count on from an engine whose members have changed."""

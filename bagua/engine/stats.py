@@ -191,6 +191,11 @@ class Tally:
         self._total.add(earlier._total)
         self._total.add(earlier._step)
 
+    @property
+    def total(self) -> StepStats:
+        """Of the steps that have ended. From any thread."""
+        return self._total.freeze()
+
     def snapshot(self) -> tuple[StepStats, StepStats]:
         """(last step that communicated, total)."""
         self._collect()

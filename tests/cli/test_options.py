@@ -21,6 +21,7 @@ COMMANDS = (
     "bagua.distributed.run",
     "bagua.lab.main",
     "bagua.plan.main",
+    "bagua.top.main",
     "bagua.script.baguarun",
     "bagua.sys_perf.main",
 )

@@ -195,6 +195,7 @@ def runs(pid: int) -> bool:
 def launch_here(pipe: Connection, words: list[str], folder: str, env: dict[str, str]) -> None:
     """In a forked process: `bagua run`, with its output in a file."""
     import sys
+    import tempfile
     import threading
     import traceback
 
@@ -206,6 +207,7 @@ def launch_here(pipe: Connection, words: list[str], folder: str, env: dict[str, 
     for name in [name for name in os.environ if name.startswith(("BAGUA_", "PET_", "TORCHELASTIC_", "RANK", "WORLD_"))]:
         del os.environ[name]
     os.environ |= {"TMPDIR": folder, **env}
+    tempfile.tempdir = None  # the server may have looked at TMPDIR already
     pipe.send(os.getpid())
     code = main(["run", *words])
     frames = sys._current_frames()

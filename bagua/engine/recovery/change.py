@@ -18,6 +18,7 @@ class MembershipChange:
         reason: why the epoch was decided.
         skipped: a step of this rank was dropped.
         stalled_s: seconds from when this rank noticed until it could begin the next step.
+        time: when it could, in seconds since 1970.
     """
 
     epoch: int
@@ -27,3 +28,4 @@ class MembershipChange:
     reason: str
     skipped: bool
     stalled_s: float
+    time: float = 0.0

@@ -186,6 +186,12 @@ class RecoveryManager:
             self._pool.sever()
 
     @property
+    def stalled_s(self) -> float:
+        """Seconds since this rank noticed that members have changed; 0 once it trains with the new ones."""
+        noticed = self._noticed
+        return time.monotonic() - noticed if noticed else 0.0
+
+    @property
     def severed(self) -> bool:
         """Whether the groups in use are cut, so that no step can begin with them."""
         return self._severed
@@ -330,7 +336,7 @@ class RecoveryManager:
         stalled = stalled_s
         if stalled is None:
             stalled = time.monotonic() - self._noticed if self._noticed else 0.0
-        change = MembershipChange(view.epoch, step, gone, came, view.reason, bool(self.lost), stalled)
+        change = MembershipChange(view.epoch, step, gone, came, view.reason, bool(self.lost), stalled, time.time())
         self.changes = (*self.changes[-999:], change)
         self._noticed, self.newcomer, self._fetched, self.waited_s = 0.0, False, False, 0.0
         self.lost = "other ranks have begun more steps" if self.to_skip else ""
