@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from bagua import simulation as simulation
     from bagua import testing as testing
     from bagua.algorithms import Algorithm, Context
+    from bagua.auto.explanation import explain
     from bagua.autotune import Autotune
     from bagua.backend import Backend
     from bagua.comm.world import destroy_process_group, init_process_group
@@ -92,6 +93,7 @@ __all__ = [
     "distribute",
     "elastic",
     "exchanges",
+    "explain",
     "init_process_group",
     "interop",
     "join",
@@ -115,6 +117,7 @@ __all__ = [
 # Where a name is defined, which is imported when the name is first used.
 _HOMES = {
     "bagua.algorithms": ("Algorithm", "Context"),
+    "bagua.auto.explanation": ("explain",),
     "bagua.autotune": ("Autotune",),
     "bagua.backend": ("Backend",),
     "bagua.comm.world": ("destroy_process_group", "init_process_group"),

@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": {"registry", "exchanges", "comm", "codecs", "topologies", "optim"},
     "autotune": set(),
     "engine": {"algorithms", "autotune", "exchanges", "comm", "codecs", "errors", "membership", "status"},
+    "auto": {"algorithms", "bench", "comm", "engine", "plan"},
     "simulation": {"comm", "algorithms", "engine"},
     "testing": {"public", "algorithms", "codecs", "comm", "registry", "simulation"},
     "contrib": {"algorithms", "codecs", "comm", "exchanges", "optim", "topologies"},
@@ -66,6 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "optim",
     },
     "__init__": {
+        "auto",
         "autotune",
         "backend",
         "checkpoint",

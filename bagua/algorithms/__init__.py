@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bagua.algorithms.async_model_average import AsyncModelAverage
+from bagua.algorithms.auto import Auto
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep, Payload
 from bagua.algorithms.bytegrad import ByteGrad
 from bagua.algorithms.decentralized import Decentralized
@@ -20,6 +21,7 @@ from bagua.algorithms.zero_one_adam import ZeroOneAdam
 __all__ = [
     "Algorithm",
     "AsyncModelAverage",
+    "Auto",
     "Available",
     "Bucket",
     "ByteGrad",

@@ -30,6 +30,7 @@ from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.options import FaultTolerance, as_fault_tolerance, seat_of
 from bagua.engine.recovery.reopen import follow_membership, join_job
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
+from bagua.engine.startup.choice import chooser_of, why_no_choice
 from bagua.engine.startup.handshake import shake_hands
 from bagua.engine.startup.inventory import Inventory
 from bagua.engine.startup.link_probe import lanes_of_sums
@@ -78,7 +79,8 @@ def distribute(
         optimizers: one or several optimizers; each must hold a parameter of the module. An optimizer made later is
             followed from its first step on, but not compared between ranks. Pass [] if no optimizer steps the module:
             each backward pass then counts as a step.
-        algorithm: a name from `bagua.algorithms.available()`, or an instance.
+        algorithm: a name from `bagua.algorithms.available()`, an instance, or "auto": measure, and choose. See
+            `bagua.algorithms.Auto` for its options `allow` and `max_loss_gap`, and `bagua.explain` for the choice.
         process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`. Default: the default group or, for a switch,
             the previous group.
         bucket_bytes: bucket size in bytes. Default: BAGUA_DEFAULT_BUCKET_SIZE, or 10 % of the parameter bytes, at least
@@ -150,7 +152,7 @@ def distribute(
         manager.newcomer = view.rank is None
         team = Team.alone() if manager.newcomer else manager.open_team(view, device)
         problem = problem or check_tolerates(request, process_group is not None, manager.seat)
-    problem = problem or check_files(tune, team.rank)
+    problem = problem or check_files(tune, team.rank) or why_no_choice(request, team)
     signature = request.signature()
     ready = previous is not None and not previous.engine.failed
     agreement = shake_hands(team, signature, request.describe(complete=problem is None), problem, ready)
@@ -184,7 +186,20 @@ def distribute(
     tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM
     with unless_it_fails(inventory.trainable.values(), lane, remember=in_buckets):
-        engine = Engine(config, chosen, inventory, request.optimizers, team, lane, key, order, notices, tuning, manager)
+        engine = Engine(
+            config,
+            chosen,
+            inventory,
+            request.optimizers,
+            team,
+            lane,
+            key,
+            order,
+            notices,
+            tuning,
+            manager,
+            chooser=chooser_of(chosen),
+        )
     follow_optimizers()
     if previous is not None:
         for listener in previous.engine.tracker.listeners.active:

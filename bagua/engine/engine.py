@@ -15,11 +15,11 @@ from bagua.comm.groups import Groups
 from bagua.comm.team import Team
 from bagua.engine.algorithm_memory import AlgorithmMemory
 from bagua.engine.binding import Binding
+from bagua.engine.choosing import Chooser, probe_of
 from bagua.engine.config import EngineConfig
 from bagua.engine.context import EngineContext
 from bagua.engine.failures import Failures
 from bagua.engine.followed_optimizers import FollowedOptimizers
-from bagua.engine.guard import Probe
 from bagua.engine.lanes.dispatcher import Dispatcher
 from bagua.engine.lanes.lane import Lane
 from bagua.engine.lanes.pool import LanePool
@@ -57,6 +57,7 @@ class Engine:
         tuning: the session that tunes the settings, or None.
         recovery: trains on without ranks that are lost, or None.
         step: training steps completed before.
+        chooser: of the algorithm, if the user left it open.
 
     Attributes:
         config: as given.
@@ -87,6 +88,7 @@ class Engine:
         tuning: TuningSession | None = None,
         recovery: RecoveryManager | None = None,
         step: int = 0,
+        chooser: Chooser | None = None,
     ) -> None:
         self.config = config
         names, params = list(inventory.trainable), list(inventory.trainable.values())
@@ -98,7 +100,7 @@ class Engine:
         self.state.keep_notices(notices)
         self.followed = FollowedOptimizers(optimizers)
         self._tally = Tally(lane.groups.meters, team.size)
-        self._probe = Probe(config.guard) if config.guard is not None else None
+        self._probe = probe_of(config.guard, chooser is not None)
         self.pool = LanePool(
             lane,
             team,
@@ -141,6 +143,7 @@ class Engine:
             self._tally,
             self._probe,
             broadcasts_buffers=config.broadcast_buffers and team.size > 1 and bool(inventory.buffers),
+            chooser=chooser,
         )
         self.reducer.listen(self.tracker)
         self.optimizer_steps = OptimizerSteps(training, exchanges, self.reducer, self.tracker)
@@ -229,6 +232,7 @@ class Engine:
             "order": self.state.order,
             "plan": plan.to_json() if plan else None,
             "tuned": tuned,
+            "chosen": self.tracker.chooser.state_dict() if self.tracker.chooser is not None else None,
         }
         return pack(header, self.memory.states, self.memory.tensors)
 
@@ -246,8 +250,11 @@ class Engine:
         state.algorithm.on_load(self.context)
         tuned = self._tuned_in(data)
         state.order, state.step = data["order"], data["step"]
+        fallback = self._probe.guard.fallback_on(self.groups.nodes) if self._probe is not None else None
+        if self.tracker.chooser is not None and data.get("chosen") is not None:
+            chosen = self.tracker.chooser.load_state_dict(data["chosen"], self.team.size)
+            fallback = chosen if repr(chosen) == data["bound"] else fallback
         if data["bound"] != repr(state.algorithm):
-            fallback = self._probe.guard.fallback_on(self.groups.nodes) if self._probe is not None else None
             binding.rebind(data["bound"], fallback)
         if tuned is not None:
             binding.tuning = TuningSession(None)

@@ -92,11 +92,12 @@ class Probe:
 
     guard: Guard
     last: Quality | None = None
+    also_at: int | None = None  # a step that is measured beside those of the guard
     _sums: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by bucket and part
 
     def due(self, step: int) -> bool:
         """Whether `step` is measured."""
-        return step % self.guard.every == 0
+        return step % self.guard.every == 0 or step == self.also_at
 
     def run(
         self, exchange: Exchange, x_N: Tensor, state: State, groups: Groups, step: int, key: tuple[int, int]

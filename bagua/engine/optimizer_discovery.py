@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bagua.engine.hooks import Attachment, attachments, hook_optimizer
-from bagua.engine.startup.conflicts import check_sharded
+from bagua.engine.startup.sharded import check_sharded
 
 __all__ = ["follow_optimizers", "trains"]
 
@@ -67,7 +67,8 @@ def _adopt(attachment: Attachment, optimizer: torch.optim.Optimizer, held: set[i
     ]
     after = [each for number, ref in enumerate(engine.followed.refs) if number not in gone and (each := ref())]
     try:
-        check_sharded([optimizer], engine.state.root)
+        for algorithm in (engine.state.root, engine.state.algorithm):
+            check_sharded([optimizer], algorithm)
         engine.state.root.check(engine.inventory.trainable, [*after, optimizer])
         engine.state.root.check_sparse(engine.inventory.sparse, [*after, optimizer])
     except ValueError as error:

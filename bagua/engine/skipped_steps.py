@@ -10,9 +10,9 @@ import torch
 
 from bagua.algorithms.base import Algorithm, Exactness
 
-__all__ = ["must_agree", "refuse_plain_scaler"]
+__all__ = ["must_agree", "refuse_plain_scaler", "steps_by_plain_scaler"]
 
-_FRAMES = 10  # from an optimizer's hook up to the scaler that calls step(), with room for what wraps step()
+_FRAMES = 11  # from an optimizer's hook up to the scaler that calls step(), with room for what wraps step()
 
 
 def must_agree(
@@ -33,18 +33,23 @@ def refuse_plain_scaler(
     """
     if not must_agree(algorithm, optimizers, size, trains_its_own):
         return
+    if steps_by_plain_scaler():
+        who = "a module with parameters that are this rank's own" if trains_its_own else repr(algorithm.name)
+        raise RuntimeError(
+            f"{who} steps with local gradients, so torch.amp.GradScaler would skip a step "
+            "on one rank and not on another; use bagua.GradScaler, which takes the same arguments"
+        )
+
+
+def steps_by_plain_scaler() -> bool:
+    """From an optimizer's hook: whether a scaler of torch's makes this step, and ranks may decide differently."""
     frame: Any = sys._getframe(1)
     for _ in range(_FRAMES):
         frame = frame.f_back
         if frame is None:
-            return
+            return False
         if frame.f_code is torch.amp.GradScaler.step.__code__:
             # Of this frame only: before Python 3.13, to look at a frame's locals keeps them alive until it ends.
             scaler = frame.f_locals["self"]
-            if scaler.is_enabled() and not getattr(scaler, "ranks_agree", False):
-                who = "a module with parameters that are this rank's own" if trains_its_own else repr(algorithm.name)
-                raise RuntimeError(
-                    f"{who} steps with local gradients, so torch.amp.GradScaler would skip a step "
-                    "on one rank and not on another; use bagua.GradScaler, which takes the same arguments"
-                )
-            return
+            return scaler.is_enabled() and not getattr(scaler, "ranks_agree", False)
+    return False

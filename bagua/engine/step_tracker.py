@@ -11,6 +11,7 @@ from bagua.algorithms.base import Algorithm, Exactness, LostStep, Payload
 from bagua.comm.team import decode, encode
 from bagua.engine.announcer import Announcer, Moment
 from bagua.engine.binding import Binding
+from bagua.engine.choosing import Chooser, EngineChoices
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.lane import StreamLane
@@ -23,7 +24,7 @@ from bagua.engine.reducer.reducer import Reducer
 from bagua.engine.reducer.sparse import exchange_sparse
 from bagua.engine.reducer.unused_feedback import Withheld
 from bagua.engine.replicas import Replicas
-from bagua.engine.skipped_steps import refuse_plain_scaler
+from bagua.engine.skipped_steps import refuse_plain_scaler, steps_by_plain_scaler
 from bagua.engine.stats import Tally
 from bagua.engine.step_listeners import StepListeners
 from bagua.errors import CommunicationError
@@ -45,6 +46,7 @@ class StepTracker:
         nesting: steps of optimizers that are in progress.
         ending: all optimizers have stepped, and the exchange with which the step ends has not succeeded yet.
         listeners: told of each step that was counted.
+        chooser: of the algorithm, if the user left it open.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class StepTracker:
         probe: Probe | None,
         *,
         broadcasts_buffers: bool,
+        chooser: Chooser | None = None,
     ) -> None:
         self.broadcasts_buffers = broadcasts_buffers
         self.joining: Announcer | None = None
@@ -71,6 +74,8 @@ class StepTracker:
         self._failures, self._ctx = exchanges.failures, exchanges.context
         self._reducer, self._binding, self._replicas = reducer, binding, replicas
         self._tally, self._probe = tally, probe
+        self.chooser = chooser
+        self._choices = EngineChoices(training, exchanges, self, tally, probe)
         self._names = list(self._inventory.trainable)
         self._buffers_told = False  # in this step
         self._shadowed = False  # a backward pass of others, in this step
@@ -82,6 +87,11 @@ class StepTracker:
     def fault_tolerant(self) -> bool:
         """Whether training goes on after a lost rank."""
         return self._failures.recovery is not None
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether ranks train on different numbers of batches now."""
+        return self.joining is not None
 
     def announce(self, moment: Moment) -> int:
         """Within a join: before something that all ranks do together; returns the first rank that has inputs."""
@@ -107,6 +117,8 @@ class StepTracker:
             self.forward_seen = True
             if self._binding.tuning is not None:
                 self._binding.tuning.step_begins()
+            if self.chooser is not None:
+                self.chooser.step_begins()
             if self.joining is not None and (self.joining.early or _acts_on_forward(state.algorithm)):
                 self.announce(Moment.FORWARD)
             if self._exchanges and not self.step_begun and not self._failures.step_is_lost:
@@ -153,6 +165,8 @@ class StepTracker:
         )
         if not self.step_begun:
             self.step_begun = True
+            if self.chooser is not None and not self.chooser.settled:
+                self.chooser.optimizer_begins(steps_by_plain_scaler())
             if self._exchanges:
                 self._unless_outlived(partial(self._state.algorithm.on_step_begin, self._ctx))
 
@@ -194,10 +208,12 @@ class StepTracker:
         state.step += 1
         self._forget_step()
         if state.step in state.schedule:
-            self._unless_outlived(partial(self._hand_over, state.schedule.pop(state.step)))
+            self._unless_outlived(partial(self.hand_over, state.schedule.pop(state.step)))
         self._tally.step_ended()
         if binding.tuning is not None:
             binding.tuning.step_ended(binding)
+        if self.chooser is not None:
+            self.chooser.step_ended(self._choices)
         for listener in self.listeners.active:
             listener.step_ended(state.step)
         return True
@@ -228,6 +244,8 @@ class StepTracker:
             self.forward_begins()
         if self._watch.pass_begins() and not self.nesting.inside:
             self._look_for_steps()
+        if self.chooser is not None:
+            self.chooser.backward_begins()
         self.announce(Moment.BACKWARD)
 
     def order_learned(self, seen: list[int]) -> None:
@@ -326,7 +344,8 @@ class StepTracker:
         for param in self._inventory.parameters.values():
             param.grad = None
 
-    def _hand_over(self, algorithm: Algorithm) -> None:
+    def hand_over(self, algorithm: Algorithm) -> None:
+        """Between steps: make replicas equal and train with `algorithm` from now on. Collective."""
         self._replicas.equalise_for(algorithm)
         self._binding.bind(algorithm)
 
@@ -370,7 +389,7 @@ class StepTracker:
             self._warned = True
             state.notice(f"step {state.step}, {state.algorithm.name}: {reason}{what}", urgent=team.rank == 0)
         if fallback is not None:
-            self._hand_over(fallback)
+            self.hand_over(fallback)
 
 
 def _acts_on_steps(algorithm: Algorithm) -> bool:

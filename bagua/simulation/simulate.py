@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bagua import algorithms
 from bagua.algorithms import Algorithm, Exactness, Warmup
+from bagua.algorithms.auto import get_or_auto
+from bagua.algorithms.registry import registry
 from bagua.engine import Stats, detach, distribute, stats
 from bagua.simulation.ranks import run_in_turns
 from bagua.simulation.switchboard import LocalTeam
@@ -125,7 +126,7 @@ def simulate(
 
 def _refuse_background(algorithm: str | Algorithm) -> None:
     """Now, and not in the middle of a run when a warm-up hands over."""
-    chosen = algorithms.get(algorithm)
+    chosen = get_or_auto(registry, algorithm, {})
     if isinstance(chosen, Warmup):
         _refuse_background(chosen.first)
         _refuse_background(chosen.then)

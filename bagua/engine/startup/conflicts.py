@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import torch
 from torch import nn
 
-from bagua.algorithms.base import Algorithm, Payload
 from bagua.engine.hooks import attachments
 from bagua.engine.startup.inventory import Inventory
 from bagua.engine.torch_wrappers import INSTEAD, torch_wrapper
 
-__all__ = ["check_sharded", "check_shared", "check_wrapped"]
+__all__ = ["check_shared", "check_wrapped"]
 
 
 def check_shared(module: nn.Module, inventory: Inventory) -> None:
@@ -54,24 +51,6 @@ def _describe(other: nn.Module, module: nn.Module) -> str:
     if around is not None:
         return f"{type(other).__name__}, of which it is submodule {around!r}"
     return f"another module ({type(other).__name__})"
-
-
-def check_sharded(optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm) -> None:
-    """Refuse optimizers that are sharded over the ranks, with algorithms that step with local gradients.
-
-    Raises:
-        ValueError: names the optimizer and the algorithm.
-    """
-    sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if sharded is None or Payload.PARAM not in algorithm.payloads:
-        return
-    for position, optimizer in enumerate(optimizers):
-        if isinstance(optimizer, sharded.ZeroRedundancyOptimizer):
-            raise ValueError(
-                f"optimizers: number {position} (ZeroRedundancyOptimizer) steps each parameter on one rank only, and "
-                f"{algorithm.name!r} exchanges weights instead of gradients, so that each parameter would learn from "
-                "one rank's data; use an algorithm that exchanges gradients, or an optimizer that is not sharded"
-            )
 
 
 def check_wrapped(module: object) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua import algorithms
+from bagua.algorithms.auto import get_or_auto
 from bagua.algorithms.base import Algorithm
+from bagua.algorithms.registry import registry
 from bagua.autotune import Autotune, as_options
 from bagua.comm.team import encode
 from bagua.engine.buffers import check_broadcast
@@ -24,9 +25,10 @@ from bagua.engine.reducer.bucketing import (
     lanes_are_given,
 )
 from bagua.engine.reducer.sparse import check_sparse
-from bagua.engine.startup.conflicts import check_sharded, check_shared, check_wrapped
+from bagua.engine.startup.conflicts import check_shared, check_wrapped
 from bagua.engine.startup.inventory import Inventory, as_optimizers, take_inventory
 from bagua.engine.startup.optimizer_outline import subclasses
+from bagua.engine.startup.sharded import check_sharded
 
 __all__ = ["Request"]
 
@@ -65,7 +67,7 @@ class Request:
         Raises:
             ValueError, TypeError: an argument is wrong; the message names it.
         """
-        chosen = self.algorithm = algorithms.get(algorithm, **options)
+        chosen = self.algorithm = get_or_auto(registry, algorithm, options)
         if self.bucket_bytes is not None:
             _check_bucket_bytes(self.bucket_bytes)
         self.chooses_lanes = self.num_lanes is None and not lanes_are_given()

@@ -1,0 +1,108 @@
+"""What can be chosen: algorithms with options, by class; and those that need an optimizer of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bagua.algorithms import Algorithm, get
+from bagua.algorithms.auto import ALLOWED
+
+__all__ = ["CANDIDATES", "EXACT", "NEED_OPTIMIZER", "Candidate", "allowed"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An algorithm with options.
+
+    Attributes:
+        algorithm: registered name.
+        kind: class, one of `ALLOWED`.
+        row: of the benchmark that measured its loss, or a row that bounds it: more steps between two averages, or a
+            lower rank.
+        options: of the algorithm.
+        feedback: the compression error of a step is added to the next, so that a large one is no sign of harm.
+        period: steps after which the pattern of steps repeats.
+    """
+
+    algorithm: str
+    kind: str
+    row: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    feedback: bool = False
+    period: int = 1
+
+    @property
+    def name(self) -> str:
+        """As on the command line of `bagua plan`.
+
+        Examples:
+            >>> from bagua.auto.candidates import Candidate
+            >>> Candidate("bytegrad", "lossy", "bytegrad int4 + feedback", {"codec": "int4"}).name
+            'bytegrad:codec=int4'
+        """
+        return self.algorithm + "".join(
+            f"{',' if position else ':'}{key}={value}" for position, (key, value) in enumerate(self.options.items())
+        )
+
+    def make(self, nodes: tuple[tuple[int, ...], ...]) -> Algorithm:
+        """The algorithm, fitted to the job's nodes."""
+        return get(self.algorithm, **self.options).for_nodes(nodes)[0]
+
+
+EXACT = Candidate("gradient_allreduce", "exact", "gradient_allreduce")
+
+
+def _local(algorithm: str, row: str, interval: int) -> Candidate:
+    options: dict[str, Any] = {"communication_interval": interval}
+    if algorithm == "diloco":
+        options["delay"] = 0
+    return Candidate(algorithm, "periodic", row, options, period=interval)
+
+
+def _gossip(algorithm: str, row: str, **options: Any) -> Candidate:
+    return Candidate(algorithm, "decentralized", row, options)
+
+
+CANDIDATES: tuple[Candidate, ...] = (
+    EXACT,
+    Candidate("gradient_allreduce", "exact", "gradient_allreduce", {"hierarchical": True}),
+    Candidate("gradient_allreduce", "lossy", "gradient_allreduce bf16", {"codec": "bf16"}),
+    Candidate("bytegrad", "lossy", "bytegrad"),
+    Candidate("bytegrad", "lossy", "bytegrad int4 + feedback", {"codec": "int4"}, feedback=True),
+    Candidate("bytegrad", "lossy", "bytegrad sign + feedback", {"codec": "sign"}, feedback=True),
+    Candidate("bytegrad", "lossy", "bytegrad top_k + feedback", {"codec": "top_k"}, feedback=True),
+    Candidate("power_sgd", "lossy", "power_sgd", {"rank": 4}, feedback=True),
+    Candidate("power_sgd", "lossy", "power_sgd", {"rank": 16}, feedback=True),
+    _local("local_sgd", "local_sgd", 2),
+    _local("local_sgd", "local_sgd", 4),
+    _local("local_sgd", "local_sgd", 8),
+    _local("diloco", "diloco", 16),
+    _gossip("decentralized", "decentralized all"),
+    _gossip("decentralized", "decentralized shift_one", peer_selection_mode="shift_one"),
+    _gossip("low_precision_decentralized", "low_precision_decentralized"),
+    _gossip("low_precision_decentralized", "low_precision overlapped", overlap=True),
+    Candidate("async", "asynchronous", "async", {"sync_interval_ms": 0}),
+)
+
+NEED_OPTIMIZER: Mapping[str, str] = {
+    "qadam": "bagua.optim.QAdam",
+    "one_bit_lamb": "bagua.optim.OneBitLamb",
+    "zero_one_adam": "bagua.optim.ZeroOneAdam",
+}
+
+
+def allowed(allow: str, nodes: tuple[tuple[int, ...], ...]) -> Iterator[Candidate]:
+    """The candidates of class `allow` and of the classes before it, the first one exact.
+
+    Examples:
+        >>> from bagua.auto.candidates import allowed
+        >>> [each.name for each in allowed("exact", ((0,), (1,)))]
+        ['gradient_allreduce']
+    """
+    kinds = ALLOWED[: ALLOWED.index(allow) + 1]
+    hierarchy = len(nodes) > 1 and any(len(node) > 1 for node in nodes)
+    for each in CANDIDATES:
+        if each.kind in kinds and (hierarchy or "hierarchical" not in each.options):
+            yield each

@@ -1,0 +1,254 @@
+"""The session of a choice: measures links and steps, and lets all ranks do what rank 0 has decided, at the same step.
+
+All ranks are at the end of the same step whenever they talk to each other, through the process group's store. Between
+the turns, and after the choice, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Algorithm, Payload
+from bagua.algorithms.auto import Auto
+from bagua.auto.candidates import EXACT, Candidate, allowed
+from bagua.auto.explanation import Explanation
+from bagua.auto.judge import Facts, Judge, Order, Outcome, StepTimes
+from bagua.auto.links import Links, measure_links
+from bagua.auto.loss_gaps import families_of
+from bagua.comm.team import decode, encode
+from bagua.engine import Quality
+from bagua.engine.choosing import Choosable
+from bagua.engine.startup.link_probe import usable_cores
+
+__all__ = ["ChoiceSession"]
+
+
+class ChoiceSession:
+    """Chooses the algorithm of one engine, which holds it; it holds no engine.
+
+    Args:
+        auto: the user's options, fitted to the nodes.
+    """
+
+    def __init__(self, auto: Auto) -> None:
+        self._auto = auto
+        self._candidates: tuple[Candidate, ...] = tuple(allowed(auto.allow, auto.nodes))
+        self._explanation = Explanation(
+            "waiting", EXACT.name, "no step has been made yet", 0, auto.allow, sum(len(node) for node in auto.nodes)
+        )
+        self._judge: Judge | None = None  # rank 0's
+        self._order = Order(0)
+        self._made: Algorithm = auto.first
+        self._begun = self._settled = False
+        self._skip = self._left = 0
+        self._plain_scaler = self._saw_joining = False
+        self._times: list[StepTimes] = []
+        self._moments: dict[str, float] = {}  # of the step in progress
+        self._excluded: dict[int, str] = {}
+        self._device = torch.device("cpu")
+
+    @property
+    def explanation(self) -> Explanation:
+        """What has been measured and decided so far; the same on all ranks between steps."""
+        return self._explanation
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is measured any more."""
+        return self._settled
+
+    # -- moments, called by the engine ---------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """Before the first forward pass of a step."""
+        self._mark("step")
+
+    def backward_begins(self) -> None:
+        """A synchronised backward pass begins."""
+        self._mark("backward")
+
+    def optimizer_begins(self, plain_scaler: bool) -> None:
+        """Before the first optimizer's step."""
+        self._plain_scaler = self._plain_scaler or plain_scaler
+        self._mark("optimizer")
+
+    def step_ended(self, engine: Choosable) -> None:
+        """After a step, when no exchange is in flight."""
+        if self._settled:
+            return
+        if not self._begun:
+            if engine.ready:
+                self._begin(engine)
+            return
+        if repr(engine.algorithm) != repr(self._made):
+            self._settle(engine, "another algorithm took over, from a guard")
+            return
+        self._saw_joining = self._saw_joining or engine.joining
+        if self._skip:
+            self._skip -= 1
+            self._moments.clear()
+            return
+        self._mark("end")
+        self._times.append(self._step_times(engine.last.exposed_s))
+        self._left -= 1
+        if self._left == 0:
+            self._obey(engine, self._share(engine, self._report(engine)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The choice as plain data; while candidates are tried, which of them is in force."""
+        return {
+            "settled": self._settled,
+            "candidate": self._candidates[self._order.candidate].name,
+            "explanation": self._explanation.as_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], size: int) -> Algorithm:
+        """Go on with the choice in `state` if it was made among as many ranks, else choose anew."""
+        names = [each.name for each in self._candidates]
+        if state["candidate"] not in names:
+            raise ValueError(f"state dict: saved with {state['candidate']!r}, which is not allowed here")
+        explanation = Explanation.from_dict(state["explanation"])
+        position = names.index(state["candidate"])
+        self._made = self._candidates[position].make(self._auto.nodes)
+        self._order = Order(position)
+        self._begun = self._settled = bool(state["settled"]) and explanation.size == size
+        if self._settled:
+            self._explanation = explanation
+        return self._made
+
+    # -- how it goes ---------------------------------------------------------------------------------------------
+
+    def _begin(self, engine: Choosable) -> None:
+        self._begun, self._device = True, engine.device
+        links = measure_links(engine.team, engine.nodes, engine.device)
+        self._excluded = {
+            position: why for position, each in enumerate(self._candidates) if (why := _why_not(engine, each))
+        }
+        order = None
+        if engine.team.rank == 0:
+            self._judge = Judge(self._facts(engine, links))
+            order = self._judge.begin()
+        self._obey(engine, self._share(engine, order))
+
+    def _facts(self, engine: Choosable, links: Links) -> Facts:
+        node = next(node for node in engine.nodes if engine.team.rank in node)
+        return Facts(
+            self._auto,
+            engine.nodes,
+            self._candidates,
+            links,
+            engine.shapes,
+            families_of(engine.optimizers),
+            usable_cores() / len(node),
+            gpu=engine.device.type == "cuda",
+        )
+
+    def _report(self, engine: Choosable, problem: str = "") -> Order | None:
+        """Tell rank 0 what came of its order; returns its next one there."""
+        mine = {
+            "times": [asdict(each) for each in self._times],
+            "excluded": {**self._excluded, **self._excluded_now(engine)},
+        }
+        reports = [decode(each) for each in engine.team.all_gather_bytes("choice of the algorithm", encode(mine))]
+        if self._judge is None:
+            return None
+        excluded: dict[int, str] = {}
+        for report in reports:
+            excluded.update({int(position): why for position, why in report["excluded"].items()})
+        ranks = [[StepTimes(**each) for each in report["times"]] for report in reports]
+        return self._judge.next(Outcome(ranks, engine.step, excluded, self._quality(engine), problem))
+
+    def _excluded_now(self, engine: Choosable) -> dict[int, str]:
+        """Candidates that do not fit how the user trains."""
+        found: dict[int, str] = {}
+        for position, each in enumerate(self._candidates):
+            made = each.make(engine.nodes)
+            if self._plain_scaler and made.payload is Payload.PARAM:
+                found[position] = "steps with local gradients: needs bagua.GradScaler"
+            elif self._saw_joining and each.kind == "asynchronous":
+                found[position] = "not within bagua.join"
+        return found
+
+    def _quality(self, engine: Choosable) -> Quality | None:
+        """The compression error of the candidate in force, if it was measured."""
+        quality = engine.quality
+        trial_began = engine.step - self._order.skip - self._order.count
+        return quality if self._order.quality and quality is not None and quality.step >= trial_began else None
+
+    def _share(self, engine: Choosable, order: Order | None) -> Order:
+        """Broadcast rank 0's order, and its explanation."""
+        payload = None
+        if order is not None and self._judge is not None:
+            payload = encode({"order": asdict(order), "explanation": self._judge.explanation.as_dict()})
+        message = decode(engine.team.broadcast_bytes("choice of the algorithm", payload))
+        self._explanation = Explanation.from_dict(message["explanation"])
+        return Order(**message["order"])
+
+    def _obey(self, engine: Choosable, order: Order) -> None:
+        while True:
+            problem = self._adopt(engine, order)
+            if not problem:
+                break
+            order = self._share(engine, self._report(engine, problem))
+        if order.count == 0:
+            self._settle(engine)
+            return
+        self._skip, self._left, self._times = order.skip, order.count, []
+        self._moments.clear()
+        if order.quality:
+            engine.measure_quality_at(engine.step)
+        engine.line_up()
+
+    def _adopt(self, engine: Choosable, order: Order) -> str:
+        """Train with the order's candidate; returns why that does not work."""
+        before, self._order = self._made, order
+        made = self._candidates[order.candidate].make(engine.nodes)
+        if repr(made) == repr(before):
+            return ""
+        try:
+            engine.hand_over(made)
+        except ValueError as error:  # on all ranks alike: options that do not fit the buckets
+            engine.hand_over(before)
+            return str(error)
+        self._made = made
+        return ""
+
+    def _settle(self, engine: Choosable, reason: str = "") -> None:
+        self._settled, self._judge = True, None
+        self._times, self._left, self._skip = [], 0, 0
+        if reason:
+            self._explanation = replace(
+                self._explanation, phase="settled", chosen=repr(engine.algorithm), reason=reason, step=engine.step
+            )
+        if engine.team.rank == 0:
+            engine.notice(f"auto: {self._explanation.chosen} from step {engine.step} on: {self._explanation.reason}")
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def _mark(self, moment: str) -> None:
+        if self._left and not self._skip:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._moments[moment] = time.perf_counter()
+
+    def _step_times(self, exposed_s: float) -> StepTimes:
+        """Of the step that has ended. A rank without inputs makes steps without all of their moments."""
+        moments, self._moments = self._moments, {}
+        end = moments["end"]
+        begun = moments.get("step", end)
+        optimizer = max(moments.get("optimizer", end), begun)
+        backward = min(max(moments.get("backward", begun), begun), optimizer)
+        step_s = end - begun
+        return StepTimes(step_s, min(exposed_s, step_s), backward - begun, end - optimizer)
+
+
+def _why_not(engine: Choosable, candidate: Candidate) -> str:
+    """Why this rank cannot train with `candidate`; empty if it can."""
+    if candidate.kind != "exact" and any(isinstance(each, torch.optim.LBFGS) for each in engine.optimizers):
+        return "a line search of LBFGS needs exact gradients"
+    return engine.why_not(candidate.make(engine.nodes))

@@ -1,0 +1,69 @@
+"""Links are measured between all pairs, in rounds in which no host is in two pairs."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain, combinations
+from typing import Any
+
+import pytest
+import torch
+
+from bagua.auto import Link, Links
+from bagua.auto.links import measure_links, rounds_of
+from tests.rank_threads import run_teams
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_rounds_have_every_pair_once_and_no_host_twice(count: int) -> None:
+    rounds = rounds_of(count)
+    if count < 5:
+        assert sorted(chain(*rounds)) == list(combinations(range(count), 2))
+    for pairs in rounds:
+        hosts = list(chain(*pairs))
+        assert len(hosts) == len(set(hosts))
+
+
+def test_many_hosts_take_no_more_rounds() -> None:
+    assert len(rounds_of(64)) <= 4
+    assert all(len(pairs) == 32 for pairs in rounds_of(64))
+    assert rounds_of(1) == [[]]
+
+
+def measured(team: Any) -> Links:
+    nodes = team.discover_nodes([message.decode() for message in team.all_gather_bytes("nodes", team.node.encode())])
+    return measure_links(team, nodes, torch.device("cpu"))
+
+
+def test_all_ranks_know_every_way() -> None:
+    found = run_teams(3, measured, nodes=[0, 1, 2])
+    assert found[0] == found[1] == found[2]
+    assert sorted((each.source, each.target) for each in found[0].between) == [
+        (a, b) for a in range(3) for b in range(3) if a != b
+    ]
+    assert found[0].within == ()
+    assert all(each.one_flow > 0 and each.several_flows > 0 and each.latency_s > 0 for each in found[0].between)
+
+
+def test_within_a_node_two_ranks_are_measured() -> None:
+    links, _, other, _ = run_teams(4, measured, nodes=[0, 0, 1, 1])
+    assert links == other
+    assert {(each.source, each.target) for each in links.between} == {(0, 2), (2, 0)}
+    assert {(each.source, each.target) for each in links.within} == {(0, 1), (1, 0), (2, 3), (3, 2)}
+
+
+def made(rates: dict[tuple[int, int], float]) -> Links:
+    return Links(tuple(Link(a, b, rate, 0.9 * rate, 1e-3) for (a, b), rate in rates.items()), (), 0.1)
+
+
+def test_the_slowest_host_counts_and_a_single_disturbed_measurement_does_not() -> None:
+    rates = {(a, b): 1e9 for a in range(4) for b in range(4) if a != b}
+    assert made({**rates, (0, 1): 2e8}).bandwidth == 1e9
+    slow_in = {pair: 1e8 if pair[1] == 2 else rate for pair, rate in rates.items()}
+    assert made(slow_in).bandwidth == 1e8
+    assert made(slow_in).asymmetry == 10.0
+
+
+def test_links_are_plain_data() -> None:
+    links = made({(0, 1): 1e9, (1, 0): 2e9})
+    assert Links.from_dict(json.loads(json.dumps(links.as_dict()))) == links

@@ -1,0 +1,46 @@
+"""The table of loss gaps is that of the results it names."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from bagua import optim
+from bagua.auto.candidates import CANDIDATES
+from bagua.auto.loss_gaps import MEASURED, SOURCE, Gap, families_of, gap_of
+from tests.docs.markdown import ROOT
+
+ROWS = {
+    (row["task"], row["configuration"]): row["difference"] for row in json.loads((ROOT / SOURCE).read_text())["rows"]
+}
+CASES = [(name, family) for name, families in MEASURED.items() for family in families]
+
+
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_each_gap_is_that_of_the_results(name: str, family: str) -> None:
+    row = name if family == "sgd" else f"{name}, {family}"
+    gap = MEASURED[name][family]
+    assert gap.loss_percent == pytest.approx(ROWS["char_lm", row], abs=1e-4)
+    assert gap.points == pytest.approx(ROWS["digits", row], abs=1e-4)
+
+
+def test_every_candidate_has_a_row() -> None:
+    assert {each.row for each in CANDIDATES} <= MEASURED.keys()
+
+
+def test_the_worse_task_counts_and_better_than_exact_is_zero() -> None:
+    assert Gap(1.0, 0.5).fraction == 0.02
+    assert Gap(3.0, 0.5).fraction == 0.03
+    assert Gap(-1.0, -1.0).fraction == 0.0
+
+
+def test_families() -> None:
+    params = list(nn.Linear(2, 2).parameters())
+    assert families_of([torch.optim.SGD(params, lr=0.1)]) == ("sgd",)
+    assert families_of([torch.optim.SGD(params, lr=0.1), torch.optim.AdamW(params)]) == ("sgd", "adam")
+    assert families_of([optim.OneBitLamb(params, lr=0.1, warmup_steps=2)]) == ("sgd", "adam")
+    assert gap_of("local_sgd", ("sgd", "adam")) == pytest.approx(0.0623, abs=1e-4)
+    assert gap_of("power_sgd", ("sgd", "adam")) is None
