@@ -22,6 +22,7 @@ from tests.docs.run_examples import examples
 MODULES = (
     "bagua",
     "bagua.algorithms",
+    "bagua.auto",
     "bagua.autotune",
     "bagua.backend",
     "bagua.checkpoint",
@@ -70,6 +71,10 @@ NOT_MADE = {
     "bagua.checkpoint.Loaded",
     "bagua.elastic.Resize",
     "bagua.elastic.Restored",
+    "bagua.auto.Explanation",
+    "bagua.auto.Link",
+    "bagua.auto.Links",
+    "bagua.auto.Row",
     "bagua.backend.CompressedProcessGroup",
     "bagua.backend.Traffic",
     "bagua.interop.CompressedFSDP",

@@ -175,11 +175,14 @@ class Mine(algorithms.GradientAllReduce):
     lost_step: ClassVar[LostStep | None] = None
 
 
-def test_an_algorithm_without_a_rule_for_a_lost_step(store: tuple[str, dist.TCPStore]) -> None:
+@pytest.mark.parametrize(("algorithm", "name"), [(Mine(), "mine"), ("auto", "auto")], ids=["mine", "auto"])
+def test_an_algorithm_without_a_rule_for_a_lost_step(
+    store: tuple[str, dist.TCPStore], algorithm: Any, name: str
+) -> None:
     model, optimizer = small()
-    refusal = "^fault_tolerant: 'mine' has no rule for a lost step yet; these have one: async, .*gradient_allreduce"
+    refusal = f"^fault_tolerant: '{name}' has no rule for a lost step yet; these have one: async, .*gradient_allreduce"
     with pytest.raises(ValueError, match=refusal):
-        bagua.distribute(model, optimizer, Mine(), fault_tolerant=tolerance(store[0])[1])
+        bagua.distribute(model, optimizer, algorithm, fault_tolerant=tolerance(store[0])[1])
     assert model not in attachments
 
 

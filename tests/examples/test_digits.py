@@ -114,3 +114,11 @@ def test_sizes_that_are_no_sizes_are_refused_by_name(script: str, capsys: pytest
     with pytest.raises(SystemExit):
         load_script(script).build_parser().parse_args(["--epochs" if script != "char_lm" else "--steps", "0"])
     assert re.search(r"argument --(epochs|steps): expected at least 1, not 0", capsys.readouterr().err)
+
+
+def test_two_ranks_choose_and_explain(pool: RankPool, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    words = ["--epochs", "2", "--batch-size", "64", "--device", "cpu", "--algorithm", "auto", "--json", str(file)]
+    weights = pool.run(2, run_script, words)
+    assert weights[0] == weights[1]
+    assert json.loads(file.read_text())["options"] == "Auto(allow='lossy', max_loss_gap=None)"

@@ -116,3 +116,12 @@ def test_wrong_workloads() -> None:
         predict("nonsense", Workload.of(model, 1.0), Cluster(2))
     with pytest.raises(ValueError, match="how 'horovod' spends a step is not known"):
         predict("horovod", Workload.of(model, 1.0), Cluster(2))
+
+
+def test_the_interval_of_an_option_counts() -> None:
+    workload, cluster = Workload.of(load_model("25m"), 0.05), Cluster(4, bandwidth=1e9, latency=1e-3)
+    steps = [predict(f"local_sgd:communication_interval={k}", workload, cluster).step_s for k in (2, 4, 8)]
+    assert steps[0] > steps[1] > steps[2] == predict("local_sgd", workload, cluster).step_s
+    at_once = predict("diloco:communication_interval=16,delay=0", workload, cluster)
+    beside = predict("diloco:communication_interval=16,delay=8", workload, cluster)
+    assert beside.step_s < at_once.step_s
