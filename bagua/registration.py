@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["CODECS", "NAMES", "register", "register_with_torch"]
 
 # Kept here as a list, so that registering imports neither codecs nor torch. `uint8` is short for `minmax_uint8`.
-CODECS = ("uint8", "bf16", "eden", "fp16", "identity", "int4", "minmax_uint8", "sign", "top_k")
+CODECS = ("uint8", "bf16", "eden", "fp16", "identity", "int4", "minmax_uint8", "packed_top_k", "sign", "top_k")
 # The form with an underscore is for strings of the form "device:backend", which torch splits at each colon.
 NAMES = ("bagua", *(f"bagua{mark}{codec}" for codec in CODECS for mark in ":_"))
 DEVICES = ["cpu", "cuda"]

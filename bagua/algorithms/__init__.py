@@ -15,6 +15,7 @@ from bagua.algorithms.one_bit_lamb import OneBitLamb
 from bagua.algorithms.power_sgd import PowerSGD
 from bagua.algorithms.qadam import QAdam
 from bagua.algorithms.registry import Available, available, get, register
+from bagua.algorithms.sparse_loco import SparseLoCo
 from bagua.algorithms.warmup import Warmup
 from bagua.algorithms.zero_one_adam import ZeroOneAdam
 
@@ -37,6 +38,7 @@ __all__ = [
     "Payload",
     "PowerSGD",
     "QAdam",
+    "SparseLoCo",
     "Warmup",
     "ZeroOneAdam",
     "available",

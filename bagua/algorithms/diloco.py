@@ -13,6 +13,7 @@ from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep, Payload
 from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.options import check_number
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
@@ -86,12 +87,12 @@ class DiLoCo(Algorithm):
             raise ValueError(
                 f"delay: expected 0 to communication_interval / fragments = {self._spacing} steps, got {self.delay!r}"
             )
-        _check_number("outer_lr", self.outer_lr, 0.0, None)
+        check_number("outer_lr", self.outer_lr, 0.0)
         if not self.outer_lr:
             raise ValueError("outer_lr: expected a number > 0, got 0, which would never change the weights")
-        _check_number("outer_momentum", self.outer_momentum, 0.0, 1.0)
+        check_number("outer_momentum", self.outer_momentum, 0.0, 1.0)
         if self.mixing is not None:
-            _check_number("mixing", self.mixing, 0.0, 1.0)
+            check_number("mixing", self.mixing, 0.0, 1.0)
         if self.nesterov and not self.outer_momentum:
             raise ValueError("nesterov: True needs outer_momentum > 0; pass nesterov=False for plain outer SGD")
         _ = self.exchange
@@ -203,15 +204,3 @@ class DiLoCo(Algorithm):
     def _delta(self, ctx: Context, bucket: Bucket) -> Tensor:
         """The pseudo-gradient, anchor minus weights: [N]; saved if a later step needs it."""
         return ctx.tensor("delta", bucket) if self.delay else ctx.scratch("delta", bucket)
-
-
-def _check_number(name: str, value: object, low: float, high: float | None) -> None:
-    """Check that an option is a number in [low, high).
-
-    Raises:
-        ValueError: names the option.
-    """
-    top = float("inf") if high is None else high
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < top:
-        wanted = f">= {low:g}" if high is None else f"in [{low:g}, {high:g})"
-        raise ValueError(f"{name}: expected a number {wanted}, got {value!r}")

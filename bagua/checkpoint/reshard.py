@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua.algorithms import LowPrecisionDecentralized
+from bagua.algorithms import LowPrecisionDecentralized, SparseLoCo
 from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.subclasses import is_subclass, parts_of
 from bagua.engine.engine import Engine
@@ -38,6 +38,7 @@ _EXCHANGES: dict[type, dict[str, str]] = {
 }
 _ALGORITHMS: dict[type, dict[str, str]] = {
     LowPrecisionDecentralized: {"pending": "fresh", "snapshot": "fresh", "mixed": "fresh"},
+    SparseLoCo: {"anchor": "equal", "residual": "mean"},
 }
 _RULES = ("mean", "chunks", "equal", "weights", "fresh")
 

@@ -10,6 +10,7 @@ from bagua.codecs.half import Bf16, Fp16
 from bagua.codecs.identity import Identity
 from bagua.codecs.int4 import Int4
 from bagua.codecs.minmax_uint8 import MinMaxUInt8
+from bagua.codecs.packed_top_k import PackedTopK
 from bagua.codecs.registry import available, get, register
 from bagua.codecs.sign import Sign
 from bagua.codecs.top_k import TopK
@@ -22,6 +23,7 @@ __all__ = [
     "Identity",
     "Int4",
     "MinMaxUInt8",
+    "PackedTopK",
     "Sign",
     "TopK",
     "available",

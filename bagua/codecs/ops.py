@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bagua.codecs.base import Codec
 from bagua.codecs.checks import check_rows
+from bagua.codecs.packed_top_k import PackedTopK
 from bagua.codecs.registry import registry
 from bagua.codecs.top_k import TopK
 
@@ -86,7 +87,7 @@ class _Operators:
 
 def _wire(codec: Codec, x_RN: Tensor) -> Tensor:
     rows, n = x_RN.shape
-    width = codec.wire_bytes(int(n) if isinstance(codec, TopK) else n, x_RN.dtype)
+    width = codec.wire_bytes(int(n) if isinstance(codec, TopK | PackedTopK) else n, x_RN.dtype)
     return x_RN.new_empty((rows, width), dtype=torch.uint8)
 
 

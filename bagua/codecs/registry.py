@@ -12,6 +12,7 @@ from bagua.codecs.half import Bf16, Fp16
 from bagua.codecs.identity import Identity
 from bagua.codecs.int4 import Int4
 from bagua.codecs.minmax_uint8 import MinMaxUInt8
+from bagua.codecs.packed_top_k import PackedTopK
 from bagua.codecs.sign import Sign
 from bagua.codecs.top_k import TopK
 from bagua.registry import Registry
@@ -85,10 +86,10 @@ def available(*, builtin_only: bool = False) -> tuple[str, ...]:
 
     Examples:
         >>> bagua.codecs.available(builtin_only=True)
-        ('bf16', 'eden', 'fp16', 'identity', 'int4', 'minmax_uint8', 'sign', 'top_k')
+        ('bf16', 'eden', 'fp16', 'identity', 'int4', 'minmax_uint8', 'packed_top_k', 'sign', 'top_k')
     """
     return tuple(sorted(registry.builtin() if builtin_only else [*registry, *_factories]))
 
 
-for _codec in (Identity, Bf16, Fp16, MinMaxUInt8, Int4, Sign, Eden, TopK):
+for _codec in (Identity, Bf16, Fp16, MinMaxUInt8, Int4, Sign, Eden, TopK, PackedTopK):
     registry.register(_codec)

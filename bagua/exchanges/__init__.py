@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from bagua.exchanges.all_gather import AllGather
 from bagua.exchanges.all_reduce import AllReduce
 from bagua.exchanges.base import Exchange, State
 from bagua.exchanges.difference_gossip import DifferenceGossip
@@ -17,6 +18,7 @@ from bagua.exchanges.power_sgd import PowerSGD
 from bagua.exchanges.scatter_gather import ScatterGather
 
 __all__ = [
+    "AllGather",
     "AllReduce",
     "DifferenceGossip",
     "ElementwiseHook",

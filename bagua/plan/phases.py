@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bagua.exchanges import AllReduce, DifferenceGossip, Exchange, Gossip, Hierarchical, PowerSGD, ScatterGather
+from bagua.exchanges import (
+    AllGather,
+    AllReduce,
+    DifferenceGossip,
+    Exchange,
+    Gossip,
+    Hierarchical,
+    PowerSGD,
+    ScatterGather,
+)
 from bagua.plan.cluster import Cluster, Costs
 
 __all__ = ["Phase", "UnknownCourseError", "phases_of", "slow_start_s", "total_sent"]
@@ -63,6 +72,9 @@ def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs) -> lis
         extra = 2.0 if exchange.error_feedback or exchange.running_scale else 0.0
         wire = exchange.codec.wire_bytes(-(-n // cluster.ranks), torch.float32) * cluster.ranks
         return _to_owners_and_back(n, wire, cluster, costs, reads=1.0 + extra)
+    if isinstance(exchange, AllGather):
+        sent, peers = exchange.bytes_per_rank(n, cluster.ranks), float(cluster.ranks - 1)
+        return _to_peers(n, sent, cluster, costs, peers=peers, mixed=1.0)
     if isinstance(exchange, Gossip):
         peers = _mean_receivers(exchange, cluster.ranks)
         return _to_peers(n, peers * exchange.codec.wire_bytes(n, torch.float32), cluster, costs, peers=max(1.0, peers))
@@ -134,11 +146,23 @@ def _to_owners_and_back(n: int, wire: float, cluster: Cluster, costs: Costs, rea
     return [scatter, gather, Phase(before_s=n * costs.element_s / size)]
 
 
-def _to_peers(n: int, sent: float, cluster: Cluster, costs: Costs, peers: float, reads: float = 1.0) -> list[Phase]:
-    """A message to each peer, whose answers are mixed into the rank's own tensor."""
+def _to_peers(
+    n: int,
+    sent: float,
+    cluster: Cluster,
+    costs: Costs,
+    peers: float,
+    reads: float = 1.0,
+    mixed: float | None = None,
+) -> list[Phase]:
+    """A message to each peer, whose answers are mixed into the rank's own tensor.
+
+    Args:
+        mixed: passes over the tensor for that, if not one for each peer: sparse answers cost next to nothing.
+    """
     away, wait = _away(sent, cluster, costs, costs.link_efficiency)
     traffic = _traffic_s(sent, peers, costs)
-    mixing = Phase(before_s=peers * n * costs.element_s)
+    mixing = Phase(before_s=(peers if mixed is None else mixed) * n * costs.element_s)
     return [Phase(reads * n * costs.element_s, traffic, *away, wait, away[0] * costs.link_efficiency), mixing]
 
 

@@ -46,7 +46,7 @@ def simulate(
     model: Callable[[], nn.Module],
     loss: Callable[[nn.Module, int, int], Tensor],
     steps: int,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]] | None = None,
     nodes: Sequence[int] | None = None,
     seed: int = 0,
     **options: Any,
@@ -62,7 +62,8 @@ def simulate(
         model: function that makes the module; called once for each rank with the same seed.
         loss: `loss(module, rank, step)`, which returns the loss of that rank on its own data.
         steps: number of training steps.
-        optimizer: function that makes the optimizer from parameters. Default: SGD with lr 0.01.
+        optimizer: function that makes the optimizer, or a list of several, from the list of the trainable parameters.
+            Default: SGD with lr 0.01.
         nodes: node of each rank, for hierarchical exchanges. Default: one node.
         seed: seed of torch's generator, set before each model is made and at the start of the run.
         **options: further arguments of `bagua.distribute`.
@@ -102,13 +103,16 @@ def simulate(
     def rank_main(team: LocalTeam) -> Stats:
         rank = team.rank
         module = models[rank]
-        stepper = make_optimizer([param for param in module.parameters() if param.requires_grad])
-        distribute(module, stepper, algorithm, process_group=team, **options)
+        made = make_optimizer([param for param in module.parameters() if param.requires_grad])
+        steppers = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+        distribute(module, steppers, algorithm, process_group=team, **options)
         for step in range(steps):
-            stepper.zero_grad()
+            for stepper in steppers:
+                stepper.zero_grad()
             value = loss(module, rank, step)
             value.backward()
-            stepper.step()
+            for stepper in steppers:
+                stepper.step()
             losses[step, rank] = value.detach()
             weights[step].append(_flat(module))
             if len(weights[step]) == ranks:

@@ -6,7 +6,7 @@
 A transformer on bytes of source code, 4 simulated ranks, warm-up and half a cosine. AdamW and SGD with momentum each
 have their own learning rate; nothing else differs between the rows of an optimizer. The figure is the validation loss
 after the last step. Every tenth file is held out. The tasks `small` and `large` have the standard library as text,
-`headers` is `large` on the C++ headers of torch.
+`small-headers` and `headers` are `small` and `large` on the C++ headers of torch.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Task(NamedTuple):
 
 TASKS: Mapping[str, Task] = {
     "small": Task(32, 48, 2, "stdlib", {"adamw": 4e-3, "sgd": 0.05}, 96 * 1024),
+    "small-headers": Task(32, 48, 2, "headers", {"adamw": 4e-3, "sgd": 0.05}, 96 * 1024),
     "large": Task(64, 128, 3, "stdlib", {"adamw": 3e-3, "sgd": 0.05}, 1 << 20),
     "headers": Task(64, 128, 3, "headers", {"adamw": 3e-3, "sgd": 0.05}, 1 << 20),
 }

@@ -14,7 +14,11 @@ from tests.docs.markdown import ROOT
 from tests.simulation.test_simulate import loss
 
 STEPS = 12
-OPTIONS = {"diloco": {"communication_interval": 4}, "local_sgd": {"communication_interval": 4}}
+OPTIONS = {
+    "diloco": {"communication_interval": 4},
+    "local_sgd": {"communication_interval": 4},
+    "sparse_loco": {"communication_interval": 4, "keep": 0.0},
+}
 OPTIMIZERS = {
     "qadam": lambda params: bagua.optim.QAdam(params, warmup_steps=3),
     "one_bit_lamb": lambda params: bagua.optim.OneBitLamb(params, warmup_steps=3),

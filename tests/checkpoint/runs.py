@@ -25,6 +25,7 @@ from bagua.algorithms import (
     OneBitLamb,
     PowerSGD,
     QAdam,
+    SparseLoCo,
     Warmup,
     ZeroOneAdam,
 )
@@ -69,6 +70,7 @@ def cases() -> dict[str, Case]:
         "async": Case(AsyncModelAverage(sync_interval_ms=0)),
         "diloco": Case(DiLoCo(communication_interval=3)),
         "local_sgd": Case(LocalSGD(communication_interval=3)),
+        "sparse_loco": Case(SparseLoCo(communication_interval=3)),
     }
     plain = {row.name: fitting.get(row.name, Case(row.name)) for row in bagua.algorithms.available(builtin_only=True)}
     return plain | {

@@ -15,7 +15,7 @@ from tests.rank_pool import RankPool
 REMEMBER = {
     "low_precision_decentralized", "diloco", "power_sgd", "feedback", "feedback_sum", "qadam_sign", "power_sgd_1",
     "one_bit_lamb", "zero_one_adam", "overlap", "delayed", "delayed_pending", "fragments_16_bit", "local_sgd",
-    "warmup_after", "warmup_before", "warmup_weights", "gossip", "async_warming_up",
+    "warmup_after", "warmup_before", "warmup_weights", "gossip", "async_warming_up", "sparse_loco",
 }  # fmt: skip
 
 

@@ -52,6 +52,7 @@ SETTINGS: dict[str, Setting] = {
     "one_bit_lamb": Setting(optimizer=lamb),
     "power_sgd": Setting(skip=("bytes",)),  # its figure is that of 1024 x 1024 matrices
     "qadam": Setting(optimizer=qadam),
+    "sparse_loco": Setting({"communication_interval": 2}),
     "signsgd": Setting(optimizer=slow_sgd),
     "zero_one_adam": Setting(optimizer=zero_one, skip=("bytes",)),  # how often it sends is the optimizer's choice
 }

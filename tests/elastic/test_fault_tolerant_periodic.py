@@ -19,6 +19,7 @@ ONCE = [1, 1, 1, 1]
 PERIODIC: dict[str, tuple[dict[str, Any], list[int]]] = {
     "local_sgd": ({"communication_interval": 4}, [4, 0]),
     "diloco": ({"communication_interval": 4}, [4, 0]),
+    "sparse_loco": ({"communication_interval": 4, "keep": 0.0}, [4, 0]),
     "zero_one_adam": ({}, [4, 1]),
 }
 DELAYED = {"communication_interval": 4, "fragments": 2, "delay": 1, "mixing": 0.0}

@@ -27,6 +27,7 @@ OPTIONS: dict[str, Data] = {
     "async": {"sync_interval_ms": 0},
     "diloco": {"communication_interval": 3},
     "local_sgd": {"communication_interval": 3},
+    "sparse_loco": {"communication_interval": 3},
     "bytegrad": {"codec": "int4"},  # with error feedback, so that there is state to carry over
 }
 NUM_SAMPLES = 240

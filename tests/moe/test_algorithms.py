@@ -20,6 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "async": {"sync_interval_ms": 1, "warmup_steps": 2},
     "diloco": {"communication_interval": 2},
     "local_sgd": {"communication_interval": 2},
+    "sparse_loco": {"communication_interval": 2},
 }
 STEPS = 7
 

@@ -142,6 +142,7 @@ KNOWN = {
         Case("diloco", options={"communication_interval": 2}),
         Case("local_sgd", options={"communication_interval": 2}),
         Case("low_precision_decentralized", slack=0.05),
+        Case("sparse_loco", options={"communication_interval": 2}),
         Case("power_sgd", options={"rank": 1, "min_compression": 1.0}, slack=0.05),
         Case("qadam", lambda params: optim.QAdam(params, lr=0.01, warmup_steps=2), slack=0.1),
         Case("one_bit_lamb", lambda params: optim.OneBitLamb(params, lr=0.01, warmup_steps=2), slack=0.5),

@@ -110,7 +110,8 @@ def freeze_later(case: Case) -> str | None:
     case.check_agreement(model)
     optimizer.zero_grad()
     model.branches[1].requires_grad_(False)
-    debt = {"diloco": "its outer momentum", "zero_one_adam": "what its error feedback still owes them"}.get(case.name)
+    owed = "what its error feedback still owes them"
+    debt = {"diloco": "its outer momentum", "sparse_loco": owed, "zero_one_adam": owed}.get(case.name)
     remark = f"after another `distribute()`: {debt} would move them on" if debt else None
     if remark:
         case.distribute(model, optimizer)

@@ -14,7 +14,7 @@ from tests.parity.feature import Refused, feature
 from tests.parity.model import STEPS, Small, batch, equal, loss_of, same_everywhere, target, train, weights
 
 SECTION = "Precision"
-LOCAL = ("decentralized", "diloco", "local_sgd", "low_precision_decentralized", "zero_one_adam")
+LOCAL = ("decentralized", "diloco", "local_sgd", "low_precision_decentralized", "sparse_loco", "zero_one_adam")
 
 
 @feature(SECTION, "autocast to bf16 and fp16")

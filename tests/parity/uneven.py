@@ -104,7 +104,7 @@ def join_more(case: Case) -> None:
     "join: gradients divided by the ranks that still have inputs (`divide_by_initial_world_size=False`)",
     refused=MOMENTA,
     not_applicable=dict.fromkeys(
-        ("async", "decentralized", "diloco", "local_sgd", "low_precision_decentralized"), "weights"
+        ("async", "decentralized", "diloco", "local_sgd", "low_precision_decentralized", "sparse_loco"), "weights"
     ),
     daily=FEW,
 )
