@@ -12,7 +12,10 @@ def check_number(name: str, value: object, low: float, high: float | None = None
         ValueError: names the option.
     """
     top = float("inf") if high is None else high
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not (low <= value < top or (closed and value == top)):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (low <= value < top or (closed and value == top))
+    ):
         wanted = f">= {low:g}" if high is None else f"in [{low:g}, {high:g}{']' if closed else ')'}"
         raise ValueError(f"{name}: expected a number {wanted}, got {value!r}")
