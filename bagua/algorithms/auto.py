@@ -32,6 +32,7 @@ class Auto(Algorithm):
         max_loss_gap: how much worse than `DistributedDataParallel` a setting may learn, as a fraction of the loss. A
             setting whose loss was not measured with the optimizer's family is chosen only if this is infinite.
             None: 0.02 for "exact" and "lossy", 0.04 for the others.
+        adapt: choose again when the rate of a link has halved or doubled for good.
 
     Raises:
         ValueError: names the argument that is wrong.
@@ -47,6 +48,7 @@ class Auto(Algorithm):
 
     allow: str = "lossy"
     max_loss_gap: float | None = None
+    adapt: bool = True
     nodes: tuple[tuple[int, ...], ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:

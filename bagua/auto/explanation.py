@@ -11,7 +11,7 @@ from torch import nn
 from bagua.auto.links import Links
 from bagua.engine.distributed_module import attachment_of
 
-__all__ = ["Explanation", "Row", "explain"]
+__all__ = ["Explanation", "Row", "describe_rate", "explain"]
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class Explanation:
         lines = [f'auto (allow="{self.allow}"): {self.chosen}', self.reason]
         if self.links is not None:
             lines.append(
-                f"links: {_rate(self.links.bandwidth)}, {1e3 * self.links.latency_s:.2f} ms one way, ways differ by "
-                f"{self.links.asymmetry:.2f} at most; measured in {self.links.seconds:.1f} s"
+                f"links: {describe_rate(self.links.bandwidth)}, {1e3 * self.links.latency_s:.2f} ms one way, ways "
+                f"differ by {self.links.asymmetry:.2f} at most; measured in {self.links.seconds:.1f} s"
             )
         if self.compute_s is not None and self.exposed_s is not None:
             lines.append(
@@ -142,7 +142,8 @@ def explain(module: nn.Module) -> Explanation:
     return chooser.explanation
 
 
-def _rate(bits_per_s: float) -> str:
+def describe_rate(bits_per_s: float) -> str:
+    """For people."""
     return f"{bits_per_s / 1e9:.2f} Gbit/s" if bits_per_s >= 1e9 else f"{bits_per_s / 1e6:.0f} Mbit/s"
 
 

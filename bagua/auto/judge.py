@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from bagua.algorithms.auto import Auto
 from bagua.auto.candidates import NEED_OPTIMIZER, Candidate
-from bagua.auto.explanation import Explanation, Row
+from bagua.auto.explanation import Explanation, Row, describe_rate
 from bagua.auto.links import Links
 from bagua.auto.loss_gaps import gap_of
 from bagua.bench.models import Layer, Model
@@ -21,7 +21,7 @@ __all__ = ["MARGIN", "Facts", "Judge", "Order", "Outcome", "StepTimes"]
 
 MARGIN = 0.05  # by which a setting must beat full precision, predicted and measured
 _ALIKE = 0.03  # settings within this of the fastest count as equally fast: the one that learns best is taken
-_FINALISTS = 3
+_FINALISTS, _FINALISTS_AGAIN = 3, 2
 _MOST_TRIAL_STEPS = 31  # with those in full precision fewer than 40
 _SKIPPED_AT_FIRST, _MEASURED_AT_FIRST = 2, 4
 _MEASURED = 4
@@ -145,11 +145,14 @@ class Judge:
         self._gaps = [gap_of(each.row, facts.families) for each in facts.candidates]
         self._predicted: list[float | None] = [None] * len(facts.candidates)
         self._measured: dict[int, float] = {}
-        self._verdicts: dict[int, str] = {}
+        self._barred: dict[int, str] = {}  # for good
         self._fastest_exact_s = math.inf
         self._compute_s = self._exposed_s = 0.0
         self._order = Order(0)
         self._left: list[int] = []
+        self._slowest: Sequence[StepTimes] = ()
+        self._current: int | None = None  # what ran until the links changed
+        self._changed = ""
         self.explanation = Explanation(
             "measuring",
             facts.candidates[0].name,
@@ -169,15 +172,40 @@ class Judge:
         """The order after `outcome`, which is that of the order before."""
         position = self._order.candidate
         for each, why in outcome.excluded.items():
-            self._verdicts.setdefault(each, why)
+            self._barred.setdefault(each, why)
         if outcome.problem:
-            self._verdicts[position] = outcome.problem
+            self._barred[position] = outcome.problem
         else:
             self._measured[position] = _step_s(outcome.ranks, self._facts.candidates[position].period)
             self._judge_quality(position, outcome.quality)
-        if position == 0:
+        if position == 0 and self._current is None:
             self._after_exact(outcome)
+        elif position == 0 and not outcome.problem:
+            self._fastest_exact_s = max(min(each.step_s for each in rank) for rank in outcome.ranks)
         return self._go_on(outcome.step)
+
+    def again(self, links: Links, step: int, current_s: float) -> Order:
+        """The order after the links have changed, while the last choice runs on with `current_s` seconds a step.
+
+        Compute is taken to be as before. Up to two settings are tried, and full precision if they would not gain.
+        """
+        now, before = links.bandwidth, self._facts.links.bandwidth
+        self._changed = f"links changed from {describe_rate(before)} to {describe_rate(now)}: "
+        self._facts = replace(self._facts, links=links)
+        self.explanation = replace(self.explanation, links=links)
+        current = self._current = self._order.candidate
+        self._measured = {current: current_s}
+        self._fastest_exact_s = math.inf  # that was over the links of before
+        self._predict()
+        own = self._predicted[current]
+        bar_s = math.inf if own is None else (1 - MARGIN) * own
+        exact_s, promising = self._predicted[0], self._promising(bar_s, besides=current)
+        finalists = [position for _, position in promising[:_FINALISTS_AGAIN]]
+        least_s = min([own or math.inf, *(predicted for predicted, _ in promising)])
+        if current and exact_s is not None and (1 - MARGIN) * exact_s <= least_s:
+            finalists = [0, *finalists[: _FINALISTS_AGAIN - 1]]
+        self._left = finalists
+        return self._go_on(step)
 
     # -- ranking -------------------------------------------------------------------------------------------------
 
@@ -188,11 +216,13 @@ class Judge:
         # The rank that computes longest waits least: its wait is the exchange's, and not that for slower ranks.
         self._compute_s = statistics.median(each.step_s - each.exposed_s for each in slowest)
         self._exposed_s = max(0.0, self._measured[0] - self._compute_s)
-        self._predict(slowest)
+        self._slowest = slowest
+        self._predict()
         self._exclude()
         self._left = self._finalists()
 
-    def _predict(self, rank: Sequence[StepTimes]) -> None:
+    def _predict(self) -> None:
+        rank = self._slowest
         forward_s = statistics.median(each.forward_s for each in rank)
         optimizer_s = statistics.median(each.optimizer_s for each in rank)
         passes_s = max(self._compute_s - optimizer_s, 0.0)
@@ -207,30 +237,33 @@ class Judge:
     def _exclude(self) -> None:
         for position, (gap, limit) in enumerate(zip(self._gaps, self._limits, strict=True)):
             if gap is None and limit < math.inf:
-                self._verdicts.setdefault(position, "loss not measured with this optimizer")
+                self._barred.setdefault(position, "loss not measured with this optimizer")
             elif gap is not None and gap > limit:
                 text = f"learns worse than the limit of {100 * limit:.1f} %"
-                self._verdicts.setdefault(position, text)
+                self._barred.setdefault(position, text)
 
     def _finalists(self) -> list[int]:
         """The candidates that are tried, the fastest prediction first."""
         exact = self._predicted[0] or math.inf
         if self._exposed_s <= MARGIN * self._measured[0]:
             return []
-        promising = [
-            (predicted, position)
-            for position, predicted in enumerate(self._predicted)
-            if position and position not in self._verdicts and predicted is not None
-            if predicted < (1 - MARGIN) * exact
-        ]
         found: list[int] = []
         steps = 0
-        for _, position in sorted(promising):
+        for _, position in self._promising((1 - MARGIN) * exact):
             order = self._trial(position)
             if len(found) < _FINALISTS and steps + order.skip + order.count <= _MOST_TRIAL_STEPS:
                 found.append(position)
                 steps += order.skip + order.count
         return found
+
+    def _promising(self, bar_s: float, besides: int = 0) -> list[tuple[float, int]]:
+        """Predictions below `bar_s` of what is not barred or exact, the fastest first, with their positions."""
+        return sorted(
+            (predicted, position)
+            for position, predicted in enumerate(self._predicted)
+            if position not in (0, besides) and position not in self._barred
+            if predicted is not None and predicted < bar_s
+        )
 
     def _trial(self, position: int) -> Order:
         candidate = self._facts.candidates[position]
@@ -241,11 +274,11 @@ class Judge:
             return
         candidate = self._facts.candidates[position]
         if quality.consensus > _MOST_CONSENSUS:
-            self._verdicts[position] = f"weights differ by {100 * quality.consensus:.0f} %"
+            self._barred[position] = f"weights differ by {100 * quality.consensus:.0f} %"
         elif candidate.feedback and quality.cosine < _LEAST_COSINE:
-            self._verdicts[position] = f"cosine to the exact mean is {quality.cosine:.2f}"
+            self._barred[position] = f"cosine to the exact mean is {quality.cosine:.2f}"
         elif not candidate.feedback and quality.relative_error > _MOST_ERROR:
-            self._verdicts[position] = f"error of the mean is {100 * quality.relative_error:.0f} %"
+            self._barred[position] = f"error of the mean is {100 * quality.relative_error:.0f} %"
 
     # -- what is next --------------------------------------------------------------------------------------------
 
@@ -257,40 +290,47 @@ class Judge:
             return self._order
         chosen = self._best()
         self._order = Order(chosen)
-        for position in self._measured:
-            self._verdicts.setdefault(position, "chosen" if position == chosen else "slower")
-        if self._verdicts.get(chosen) != "chosen":
-            self._verdicts[chosen] = "chosen"
         name = self._facts.candidates[chosen].name
         self._explain("settled", name, self._reason(chosen), step)
         return self._order
 
     def _best(self) -> int:
-        exact_s = self._measured[0]
-        bar_s = min((1 - MARGIN) * exact_s, self._fastest_exact_s)
+        exact_s, current = self._measured.get(0, math.inf), self._current
+        bar_s = min((1 - MARGIN) * exact_s, self._fastest_exact_s) if 0 in self._measured else math.inf
+        stays = 0 if current is None else current
+        if current:  # it stays unless another one beats it clearly, or full precision is as good
+            if self._measured[current] >= bar_s or current in self._barred:
+                stays = 0 if 0 in self._measured else stays
+            bar_s = min(bar_s, (1 - MARGIN) * self._measured[current])
         found = [
             (seconds, position)
             for position, seconds in self._measured.items()
-            if position and position not in self._verdicts and seconds < bar_s
+            if position and position not in self._barred and seconds < bar_s
         ]
         if not found:
-            return 0
+            return stays
         fastest_s = min(found)[0]
         alike = [(seconds, position) for seconds, position in found if seconds <= (1 + _ALIKE) * fastest_s]
         return min(alike, key=lambda each: (self._gaps[each[1]] or 0.0, each[0]))[1]
 
     def _reason(self, chosen: int) -> str:
-        exact_s = self._measured[0]
         worse = self._faster_but_worse(chosen)
+        if 0 not in self._measured:
+            return (
+                f"{self._changed}{self._facts.candidates[chosen].name} takes {1e3 * self._measured[chosen]:.1f} ms a "
+                f"step, and {self._facts.candidates[self._current or 0].name}, which ran before, "
+                f"{1e3 * self._measured[self._current or 0]:.1f} ms{worse}."
+            )
+        exact_s = self._measured[0]
         if chosen:
             gap = self._gaps[chosen]
             learns = "a loss gap that was not measured" if gap is None else f"a loss gap of {100 * gap:.1f} %"
             chosen_s = self._measured[chosen]
             return (
-                f"{self._facts.candidates[chosen].name} takes {1e3 * chosen_s:.1f} ms a step, full precision "
-                f"{1e3 * exact_s:.1f} ms ({exact_s / chosen_s:.2f} times as long), with {learns}{worse}."
+                f"{self._changed}{self._facts.candidates[chosen].name} takes {1e3 * chosen_s:.1f} ms a step, full "
+                f"precision {1e3 * exact_s:.1f} ms ({exact_s / chosen_s:.2f} times as long), with {learns}{worse}."
             )
-        if self._exposed_s <= MARGIN * exact_s:
+        if self._current is None and self._exposed_s <= MARGIN * exact_s:
             return (
                 f"full precision: only {1e3 * self._exposed_s:.1f} ms of a step of {1e3 * exact_s:.1f} ms wait for "
                 f"communication, so that nothing could be faster by {100 * MARGIN:.0f} %{worse}."
@@ -299,8 +339,8 @@ class Judge:
         what = f"none of {tried} settings tried" if tried else f'no setting of "{self._facts.auto.allow}"'
         how = "was" if tried else "that learns well enough is predicted to be"
         return (
-            f"full precision: {what} {how} faster by {100 * MARGIN:.0f} % than its {1e3 * exact_s:.1f} ms a step"
-            f"{worse}."
+            f"{self._changed}full precision: {what} {how} faster by {100 * MARGIN:.0f} % than its "
+            f"{1e3 * exact_s:.1f} ms a step{worse}."
         )
 
     def _faster_but_worse(self, chosen: int) -> str:
@@ -321,6 +361,13 @@ class Judge:
             f"{100 * gap:.1f} %, with a limit of {100 * self._limits[position]:.1f} %"
         )
 
+    def _verdict(self, position: int, name: str, settled: bool) -> str:
+        if settled and self._facts.candidates[position].name == name:
+            return "chosen"
+        if position in self._barred or not settled:
+            return self._barred.get(position, "")
+        return "slower" if position in self._measured else "not tried"
+
     def _explain(self, phase: str, chosen: str, reason: str, step: int) -> None:
         rows = [
             Row(
@@ -329,7 +376,7 @@ class Judge:
                 self._predicted[position],
                 self._measured.get(position),
                 self._gaps[position],
-                self._verdicts.get(position, "not tried" if phase == "settled" else ""),
+                self._verdict(position, name=chosen, settled=phase == "settled"),
             )
             for position, each in enumerate(self._facts.candidates)
         ]

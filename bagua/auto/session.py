@@ -1,13 +1,15 @@
 """The session of a choice: measures links and steps, and lets all ranks do what rank 0 has decided, at the same step.
 
 All ranks are at the end of the same step whenever they talk to each other, through the process group's store. Between
-the turns, and after the choice, nothing is sent.
+the turns nothing is sent, and after the choice, every few steps, two numbers beside the training.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,12 +22,17 @@ from bagua.auto.explanation import Explanation
 from bagua.auto.judge import Facts, Judge, Order, Outcome, StepTimes
 from bagua.auto.links import Links, measure_links
 from bagua.auto.loss_gaps import families_of
+from bagua.auto.watch import Watch
 from bagua.comm.team import decode, encode
 from bagua.engine import Quality
 from bagua.engine.choosing import Choosable
 from bagua.engine.startup.link_probe import usable_cores
 
 __all__ = ["ChoiceSession"]
+
+_LOOK = 4  # steps between two sums of the ranks' suspicions
+_RECENT = 4
+_CHANGED = 1.5  # by which the measured rate must differ; less is noise, or another cause
 
 
 class ChoiceSession:
@@ -51,6 +58,9 @@ class ChoiceSession:
         self._moments: dict[str, float] = {}  # of the step in progress
         self._excluded: dict[int, str] = {}
         self._device = torch.device("cpu")
+        self._watch: Watch | None = None
+        self._sums: Callable[[], list[float]] | None = None  # of suspicions, in flight
+        self._recent_s: deque[float] = deque(maxlen=_RECENT)  # lengths of steps, while it watches
 
     @property
     def explanation(self) -> Explanation:
@@ -80,6 +90,7 @@ class ChoiceSession:
     def step_ended(self, engine: Choosable) -> None:
         """After a step, when no exchange is in flight."""
         if self._settled:
+            self._watch_step(engine)
             return
         if not self._begun:
             if engine.ready:
@@ -119,6 +130,7 @@ class ChoiceSession:
         self._begun = self._settled = bool(state["settled"]) and explanation.size == size
         if self._settled:
             self._explanation = explanation
+            self._begin_watch()
         return self._made
 
     # -- how it goes ---------------------------------------------------------------------------------------------
@@ -218,21 +230,74 @@ class ChoiceSession:
         self._made = made
         return ""
 
+    # -- afterwards ----------------------------------------------------------------------------------------------
+
+    def _watch_step(self, engine: Choosable) -> None:
+        """Notice, on all ranks at the same step, that links have changed."""
+        watch = self._watch
+        if watch is None:
+            return
+        if engine.algorithm is not self._made:
+            if repr(engine.algorithm) != repr(self._made):
+                self._watch = None
+                self._settle(engine, "another algorithm took over, from a guard")
+                return
+            self._made = engine.algorithm
+        watch.add(engine.last.comm_s)
+        self._mark("end")
+        self._recent_s.append(self._step_times(0.0).step_s)
+        if self._sums is not None:
+            sums, self._sums = self._sums(), None
+            if max(sums) >= engine.team.size / 2:
+                self._choose_again(engine, watch)
+        elif engine.step % _LOOK == 0:
+            self._sums = engine.begin_sum([float(watch.suspicion > 0), float(watch.suspicion < 0)])
+
+    def _choose_again(self, engine: Choosable, watch: Watch) -> None:
+        """Measure the links, and choose again if they have changed. Collective."""
+        links = measure_links(engine.team, engine.nodes, engine.device)
+        known = self._explanation.links
+        if known is not None and max(links.bandwidth, known.bandwidth) < _CHANGED * min(
+            links.bandwidth, known.bandwidth
+        ):
+            watch.false_alarm()
+            return
+        self._settled, self._watch = False, None
+        typical = statistics.median if self._candidates[self._order.candidate].period == 1 else statistics.fmean
+        mine = typical(self._recent_s)
+        reports = engine.team.all_gather_bytes("choice of the algorithm", encode([mine, self._judge is not None]))
+        found = [decode(each) for each in reports]
+        if not found[0][1]:  # the choice was loaded: nothing is known of compute
+            self._begun = False
+            return
+        order = None
+        if self._judge is not None:
+            order = self._judge.again(links, engine.step, max(seconds for seconds, _ in found))
+        self._obey(engine, self._share(engine, order))
+
+    def _begin_watch(self) -> None:
+        """From now on, unless ranks do not wait for each other."""
+        candidate = self._candidates[self._order.candidate]
+        self._watch = Watch(candidate.period) if self._auto.adapt and candidate.kind != "asynchronous" else None
+        self._recent_s = deque(maxlen=max(_RECENT, candidate.period))
+
     def _settle(self, engine: Choosable, reason: str = "") -> None:
-        self._settled, self._judge = True, None
+        self._settled = True
         self._times, self._left, self._skip = [], 0, 0
         if reason:
             self._explanation = replace(
                 self._explanation, phase="settled", chosen=repr(engine.algorithm), reason=reason, step=engine.step
             )
+        else:
+            self._begin_watch()
         if engine.team.rank == 0:
             engine.notice(f"auto: {self._explanation.chosen} from step {engine.step} on: {self._explanation.reason}")
 
     # -- time ----------------------------------------------------------------------------------------------------
 
     def _mark(self, moment: str) -> None:
-        if self._left and not self._skip:
-            if self._device.type == "cuda":
+        if (self._left and not self._skip) or self._watch is not None:
+            if self._device.type == "cuda" and self._left:
                 torch.cuda.synchronize(self._device)
             self._moments[moment] = time.perf_counter()
 

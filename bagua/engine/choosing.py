@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -92,6 +92,10 @@ class Choosable(Protocol):
 
     def measure_quality_at(self, step: int) -> None:
         """Compare the exchanges of that step with exact ones."""
+        ...
+
+    def begin_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin to sum a few numbers over the ranks beside training; returns what waits for the sums. Collective."""
         ...
 
     def line_up(self) -> None:
@@ -248,6 +252,10 @@ class EngineChoices:
         """Compare the exchanges of that step with exact ones."""
         if self._probe is not None:
             self._probe.also_at = step
+
+    def begin_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin to sum a few numbers over the ranks beside training."""
+        return self._dispatcher.begin_sum(values)
 
     def line_up(self) -> None:
         """Barrier."""

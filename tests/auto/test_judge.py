@@ -11,7 +11,7 @@ import pytest
 from bagua.algorithms import Auto
 from bagua.auto.candidates import allowed
 from bagua.auto.explanation import Explanation
-from bagua.auto.judge import Facts, Judge, Outcome, StepTimes
+from bagua.auto.judge import Facts, Judge, Order, Outcome, StepTimes
 from bagua.auto.links import Link, Links
 from bagua.engine import Quality
 from bagua.plan import CPU, Workload, predict
@@ -184,3 +184,34 @@ def test_hierarchy_is_an_option_where_there_is_one() -> None:
     names = [each.name for each in allowed("exact", nodes)]
     assert names == ["gradient_allreduce", "gradient_allreduce:hierarchical=True"]
     assert "True" in repr(list(allowed("exact", nodes))[1].make(nodes))
+
+
+@pytest.mark.parametrize(("before", "now"), [(4e9, 1e8), (1e8, 4e9), (1e8, 5e7), (5e7, 1e8)])
+def test_links_that_change_are_answered_within_a_few_steps(before: float, now: float) -> None:
+    given = facts(before)
+    judge = Judge(given)
+    workload = Workload.of(given.model, 0.9 * COMPUTE_S, 0.1 * COMPUTE_S)
+
+    def predicted_s(name: str, bits_per_s: float) -> float:
+        return predict(name, workload, facts(bits_per_s).cluster, CPU).step_s
+
+    def play(order: Order, bits_per_s: float) -> int:
+        steps = 0
+        while order.count:
+            steps += order.skip + order.count
+            step_s = predicted_s(given.candidates[order.candidate].name, bits_per_s)
+            times = [StepTimes(step_s, max(0.0, step_s - COMPUTE_S), 0.03, 0.01)] * order.count
+            order = judge.next(Outcome([times] * 4, steps))
+        return steps
+
+    play(judge.begin(), before)
+    first = judge.explanation.chosen
+    current_s = predicted_s(first, now)
+    steps = play(judge.again(links(now), 100, current_s), now)
+    second = judge.explanation
+    assert second.phase == "settled"
+    assert second.reason.startswith("links changed from ")
+    assert steps <= 10
+    assert predicted_s(second.chosen, now) <= current_s
+    fresh = decide(facts(now))[0].chosen
+    assert predicted_s(second.chosen, now) <= 1.1 * predicted_s(fresh, now)

@@ -31,7 +31,7 @@ def test_a_compressed_setting_is_chosen_by_all_ranks(monkeypatch: pytest.MonkeyP
     (first, in_force, root, weights, kinds), *others = run_teams(3, choose)
     assert first.chosen == "bytegrad"
     assert in_force == repr(ByteGrad(hierarchical=False))
-    assert root == "Auto(allow='lossy', max_loss_gap=None)"
+    assert root == "Auto(allow='lossy', max_loss_gap=None, adapt=True)"
     assert first.step < 40
     assert kinds == [torch.optim.SGD]
     for explained, same, _, equal, _ in others:
@@ -251,7 +251,7 @@ def test_wrong_arguments_are_named(pool: RankPool) -> None:
         "allow: expected one of exact, lossy, periodic, decentralized, asynchronous, got ''",
         "max_loss_gap: expected a fraction >= 0 or None, got -1.0",
         "algorithm 'auto', option 'max_loss_gap': expected a float or None, got '2 %'",
-        "algorithm 'auto' has no option 'codec'; it has: allow, max_loss_gap",
+        "algorithm 'auto' has no option 'codec'; it has: allow, max_loss_gap, adapt",
         'autotune: not with algorithm "auto" yet; name the algorithm to tune',
     ]
     for *named, last in pool.run(2, wrong):

@@ -232,6 +232,24 @@ class Dispatcher:
                     self._failures.give_up()
                 raise
 
+    def begin_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin to sum a few numbers over the ranks, beside training; call what this returns for the sums. Collective.
+
+        To be called between steps, and its result at the end of a later step: nothing waits in between.
+        """
+        self._failures.check_alive()
+        lane, x = self._pool.shared[0], torch.tensor(values, dtype=torch.float32, device=self._pool.device)
+        run = partial(AllReduce(average=False).run, x, {}, lane.groups, self._state.step)
+        ticket = lane.submit(run, f"sum of {len(values)} numbers step {self._state.step}")
+
+        def sums() -> list[float]:
+            lane.wait(ticket)
+            if ticket.error is not None:
+                self._failures.fail(ticket)
+            return x.tolist()
+
+        return sums
+
     def line_up(self) -> None:
         """Barrier: return at about the same time on all ranks. Collective; no exchange may be in flight.
 
