@@ -76,7 +76,7 @@ def _step(device: torch.device, on_gpu: bool, algorithm: str | None, mirrored: b
 def _traced(record: Record, algorithm: str, device: torch.device, on_gpu: bool) -> None:
     step = _step(device, on_gpu, algorithm, mirrored=True)
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=kinds) as prof:
+    with profile(activities=kinds, acc_events=True) as prof:
         for _ in range(3):
             step()
         if on_gpu:

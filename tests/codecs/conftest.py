@@ -24,6 +24,14 @@ if HAS_TRITON and not torch.cuda.is_available():
 DEVICES = ("cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []))
 
 
+def skip_if_interpreter_fails() -> None:
+    """For a test that needs Triton's interpreter."""
+    from tests.codecs.triton_probe import interpreter_works
+
+    if not interpreter_works():
+        pytest.skip("this version of Triton's interpreter does not work with this numpy")
+
+
 @pytest.fixture(params=CODECS, ids=repr)
 def codec(request: pytest.FixtureRequest) -> Codec:
     """Every codec, with the options that change its layout."""
@@ -47,6 +55,8 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> Iterator[st
             pytest.skip("Triton's kernels run on the GPU here")
         if "codec" in request.fixturenames and not isinstance(request.getfixturevalue("codec"), BlockCodec):
             pytest.skip("this codec has no Triton kernels")
+        if device.type == "cpu":
+            skip_if_interpreter_fails()
         if device.type == "cpu" and request.node.get_closest_marker("not_interpreted"):
             pytest.skip("Triton's interpreter is not made for threads, and takes minutes for long rows")
     with codecs.use_backend(name), np.errstate(all="ignore"):  # the interpreter computes with numpy

@@ -123,7 +123,7 @@ def profiled() -> tuple[dict[str, int], list[dict[str, Any]]]:
     """How often each of our spans shows in a profile of three steps, and the arguments of the launches."""
     model, optimizer = distributed(Net, "bytegrad", bucket_bytes=200)
     train(model, optimizer, range(2))
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as trace:
         train(model, optimizer, range(2, 5))
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         trace.export_chrome_trace(file.name)
@@ -202,7 +202,7 @@ def traced(all_threads: bool) -> list[dict[str, Any]]:
     Meeting.armed = True
     config = _ExperimentalConfig(profile_all_threads=all_threads)
     try:
-        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as trace:
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config, acc_events=True) as trace:
             train(model, optimizer, [2])
     finally:
         Meeting.armed = False
