@@ -7,50 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from bagua.bench import drawn_models
+from bagua.bench.layers import Layer, Model, Shape
 
 __all__ = ["MODELS", "Layer", "Model", "get"]
 
-Shape = tuple[int, ...]
 TENTH = 0.1
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Parameters whose gradients appear together.
-
-    Attributes:
-        name: as in the model it is taken from.
-        shapes: of its parameters.
-        work: multiply-adds for one sample; only ratios between layers matter.
-    """
-
-    name: str
-    shapes: tuple[Shape, ...]
-    work: float
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of all parameters."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
-
-@dataclass(frozen=True)
-class Model:
-    """Layers in the order of the forward pass."""
-
-    name: str
-    layers: tuple[Layer, ...]
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of all parameters."""
-        return sum(layer.num_elements for layer in self.layers)
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """Shapes of all parameters."""
-        return tuple(shape for layer in self.layers for shape in layer.shapes)
 
 
 def _wide(channels: int, width: float) -> int:
@@ -133,12 +96,16 @@ MODELS = tuple(name + suffix for name in _BUILDERS for suffix in ("", "/10"))
 def get(name: str) -> Model:
     """Return the model of that name; `NAME/10` has the same layers, narrower, with a tenth of the elements.
 
+    `KIND@SEED/ELEMENTS` is a model with random layer sizes: see `bagua.bench.drawn_models`.
+
     Raises:
         ValueError: there is none.
     """
+    if "@" in name:
+        return drawn_models.get(name)
     base, tenth = name.removesuffix("/10"), name.endswith("/10")
     if base not in _BUILDERS:
-        raise ValueError(f"model {name!r} is unknown; available: {', '.join(MODELS)}")
+        raise ValueError(f"model {name!r} is unknown; available: {', '.join(MODELS)}, {drawn_models.GRAMMAR}")
     build = _BUILDERS[base]
     width = _width_for(build, TENTH) if tenth else 1.0
     return Model(name, tuple(build(width)))
