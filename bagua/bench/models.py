@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from bagua.bench import drawn_models
-from bagua.bench.layers import Layer, Model, Shape
+from bagua.bench.layers import Layer, Model
 
 __all__ = ["MODELS", "Layer", "Model", "get"]
 

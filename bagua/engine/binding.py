@@ -11,7 +11,7 @@ import torch
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.autotune import Settings
 from bagua.comm.groups import Groups
-from bagua.engine.lanes.dispatcher import fitting_part_bytes
+from bagua.engine.lanes.dispatcher import fitting_part_bytes, is_plain_sum
 from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.reducer.bucketing import Entry, Plan, make_plan
@@ -103,7 +103,7 @@ class Binding:
         """Make buckets if their order is known or irrelevant; otherwise the first backward pass records it."""
         state = self._state
         if state.order is not None or state.algorithm.payload is Payload.PARAM:
-            self.adopt_plan(make_plan(self.plan_entries(), state.bucket_bytes))
+            self.adopt_plan(self.plan_with(state.bucket_bytes))
 
     def plan_entries(self, order: Sequence[str] | None = None) -> list[Entry]:
         """Return name, size and dtype of each parameter; in the agreed order if none is given."""
@@ -112,6 +112,17 @@ class Binding:
             Entry(name, params[name].numel() * params[name].element_size(), str(params[name].dtype))
             for name in order or self._state.order or reversed(self._names)
         ]
+
+    def plan_with(self, bucket_bytes: int) -> Plan:
+        """Return the plan for buckets of `bucket_bytes`."""
+        return make_plan(self.plan_entries(), bucket_bytes, self.starts_early)
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether the first bucket is small."""
+        algorithm = self._state.algorithm
+        cuts = self._dispatcher.part_bytes is not None
+        return cuts and algorithm.payload is Payload.GRAD and is_plain_sum(algorithm)
 
     def adopt_plan(self, plan: Plan) -> None:
         """Make buckets after `plan` and set the algorithm up on them.
@@ -194,7 +205,7 @@ class Binding:
         if replace(settings, num_lanes=now.num_lanes, direct_bytes=now.direct_bytes) == now:
             pool.open_shared(self.num_busy_lanes)  # buckets, and what exchanges keep of them, stay as they are
         else:
-            self.adopt_plan(make_plan(self.plan_entries(), state.bucket_bytes))
+            self.adopt_plan(self.plan_with(state.bucket_bytes))
 
     # -- what tuning reads ---------------------------------------------------------------------------------------
 

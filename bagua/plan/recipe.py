@@ -19,6 +19,7 @@ from bagua.engine.reducer.bucketing import (
     WIDE,
     Entry,
     fitting_bucket_bytes,
+    last_part_bytes,
     make_plan,
 )
 from bagua.exchanges import AllReduce, Exchange, Hierarchical, PowerSGD
@@ -140,7 +141,8 @@ def _buckets(
         for k, shape in enumerate(reversed(layer.shapes)):
             shapes[f"{position}.{k}"], layer_of[f"{position}.{k}"] = shape, position
     entries = [Entry(name, _ELEMENT_BYTES * math.prod(shape), "float32") for name, shape in shapes.items()]
-    plan = make_plan(entries, fitting_bucket_bytes(_ELEMENT_BYTES * model.num_elements))
+    sums = exchange(list(shapes.values())).streaming
+    plan = make_plan(entries, fitting_bucket_bytes(_ELEMENT_BYTES * model.num_elements), early=sums)
     found: list[Bucket] = []
     part_bytes: dict[int, int] = {}  # by the exchange, which most buckets share
     for names in plan.buckets:
@@ -150,7 +152,10 @@ def _buckets(
         if made.elementwise:
             if id(made) not in part_bytes:
                 part_bytes[id(made)] = _part_bytes(made, cluster)
-            parts = -(-_ELEMENT_BYTES * numel // part_bytes[id(made)])
+            limit = part_bytes[id(made)]
+            if made.streaming and names == plan.buckets[-1]:
+                limit = last_part_bytes(_ELEMENT_BYTES * numel, limit)
+            parts = -(-_ELEMENT_BYTES * numel // limit)
         ends = [numel * k // parts for k in range(parts + 1)]
         found += [Bucket(high - low, layer, made) for low, high in itertools.pairwise(ends)]
     return tuple(found)

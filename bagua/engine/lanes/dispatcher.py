@@ -23,14 +23,16 @@ from bagua.engine.failures import Failures
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.chunks import InPieces, Run
 from bagua.engine.lanes.label import Label, span
-from bagua.engine.lanes.lane import JointTicket, Ticket
+from bagua.engine.lanes.lane import JointTicket, Lane, Ticket
 from bagua.engine.lanes.pool import LanePool, narrowness
-from bagua.engine.reducer.bucketing import PART_BYTES
+from bagua.engine.lanes.spread import lanes_of_parts
+from bagua.engine.reducer.bucket import Bucket
+from bagua.engine.reducer.bucketing import PART_BYTES, last_part_bytes
 from bagua.engine.stats import Tally
 from bagua.engine.training_state import TrainingState
 from bagua.exchanges import AllReduce, ElementwiseHook, Exchange, Hierarchical
 
-__all__ = ["Dispatcher", "fitting_part_bytes"]
+__all__ = ["Dispatcher", "fitting_part_bytes", "is_plain_sum"]
 
 
 class Dispatcher:
@@ -58,6 +60,8 @@ class Dispatcher:
         self._state, self._team, self._pool, self._memory = state, team, pool, memory
         self._failures, self._tally, self._probe = failures, tally, probe
         self._tickets: list[Ticket] = []
+        self._spread: dict[tuple[Exchange, int, int | None], Sequence[Sequence[int]]] = {}
+        self._spread_of: Sequence[Bucket] | None = None  # the buckets for which it holds
 
     @property
     def failed(self) -> bool:
@@ -75,13 +79,32 @@ class Dispatcher:
     @property
     def num_busy_lanes(self) -> int:
         """How many lanes can be busy at once."""
-        pieces = sum(len(bucket.parts(self.part_bytes)) for bucket in self._state.buckets if self.part_bytes)
+        buckets, part_bytes = self._state.buckets, self.part_bytes
+        if part_bytes is None or not buckets:
+            return 1
+        last = last_part_bytes(buckets[-1].nbytes, part_bytes) if is_plain_sum(self._state.algorithm) else part_bytes
+        pieces = sum(len(bucket.parts(part_bytes)) for bucket in buckets[:-1]) + len(buckets[-1].parts(last))
         return max(1, min(self._pool.num_lanes, pieces))
 
     def parts(self, exchange: Exchange, index: int) -> Sequence[tuple[int, int]]:
         """Return the ranges of bucket `index` that are exchanged on their own."""
         bucket = self._state.buckets[index]
-        return bucket.parts(self.part_bytes) if exchange.elementwise and self.part_bytes else ((0, bucket.numel),)
+        if not (exchange.elementwise and self.part_bytes):
+            return ((0, bucket.numel),)
+        if exchange.streaming and index == len(self._state.buckets) - 1:
+            return bucket.parts(last_part_bytes(bucket.nbytes, self.part_bytes))
+        return bucket.parts(self.part_bytes)
+
+    def _lanes_of(self, exchange: Exchange, index: int) -> Sequence[Lane]:
+        """Return the shared lanes that carry the parts of a bucket. They follow from sizes, so all ranks agree."""
+        buckets, width = self._state.buckets, self._pool.width(exchange)
+        if self._spread_of is not buckets:
+            self._spread_of, self._spread = buckets, {}
+        key = exchange, width, self.part_bytes
+        if key not in self._spread:
+            sizes = [[hi - lo for lo, hi in self.parts(exchange, each.index)] for each in buckets]
+            self._spread[key] = lanes_of_parts(sizes, width)
+        return [self._pool.shared[lane] for lane in self._spread[key][index]]
 
     def prepare(self, exchange: Exchange, bucket: BucketView | None = None) -> None:
         """Make the state of `exchange` for one bucket or all."""
@@ -164,11 +187,11 @@ class Dispatcher:
         how = exchange
         if self.direct_bytes != AllReduce.direct_bytes:
             how = _with_direct_bytes(exchange, self.direct_bytes)
-        width = pool.width(exchange)
         extra = None if lane is None else next(each for each in pool.extra if each is lane)
+        lanes = self._lanes_of(exchange, own.index) if extra is None else [extra] * len(parts)
         tickets: list[Ticket] = []
         for part, (lo, hi) in enumerate(parts):
-            chosen = pool.shared[(own.index + part) % width] if extra is None else extra
+            chosen = lanes[part]
             key = (own.index, part)
             piece = None if source is None else source.part(lo, hi)
             run = Run(how, flat[lo:hi], states[(exchange, *key)], chosen.groups, now, alone, probe, key, piece)
@@ -280,6 +303,14 @@ def fitting_part_bytes(algorithm: Algorithm, size: int) -> int:
     if exchange.streaming:
         return 2 * PART_BYTES
     return PART_BYTES * min(max(1, round(narrowness(exchange, size) / 4)), 8)
+
+
+def is_plain_sum(algorithm: Algorithm) -> bool:
+    """Whether its exchange only moves and adds, so that one more costs next to nothing."""
+    try:
+        return algorithm.exchange.streaming
+    except TypeError:  # none, or several
+        return False
 
 
 @lru_cache(maxsize=256)

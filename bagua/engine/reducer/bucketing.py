@@ -19,6 +19,7 @@ __all__ = [
     "default_num_lanes",
     "fitting_bucket_bytes",
     "lanes_are_given",
+    "last_part_bytes",
     "make_plan",
 ]
 
@@ -28,6 +29,9 @@ WIDE = 4.0  # an exchange that sends a quarter of what fp32 would, or more; LANE
 LANES_OF_WIDE = 3
 PART_BYTES = 8 * 2**20  # payload of 8 bits or more that one lane exchanges at once, where a bucket can be cut
 _LEAST_BUCKET_BYTES = 2**20
+_EARLY_BUCKET_BYTES = 2**20  # of a first bucket that goes early, where buckets are far larger
+_LEAST_EARLY_RATIO = 4
+_LAST_PARTS = ((2 * LANES_OF_WIDE, 2 * 2**20), (LANES_OF_WIDE, 2**20))  # parts of a last bucket; least bytes of each
 _LEAST_CUT_BYTES = 4 * 2**20  # of a last bucket that is cut in two
 _MAX_LANES = 64
 
@@ -119,19 +123,27 @@ class Plan:
         return tuple(name for names in self.buckets for name in names)
 
 
-def make_plan(entries: Sequence[Entry], bucket_bytes: int) -> Plan:
+def make_plan(entries: Sequence[Entry], bucket_bytes: int, early: bool = False) -> Plan:
     """Fill buckets in the order of `entries`; a bucket has one dtype and is closed once it holds `bucket_bytes`.
 
     Buckets are ordered by when their last gradient is ready, so that none waits for a later one. Nothing hides
     the exchange of the last one, so where there are several and it is not small, it is cut in two.
+
+    Args:
+        entries: in the order in which gradients become ready.
+        bucket_bytes: from which a bucket is closed.
+        early: close the first bucket once it holds 1 MiB, if others hold 4 MiB or more: the link is busy sooner.
     """
+    first_bytes = bucket_bytes
+    if early and bucket_bytes >= _LEAST_EARLY_RATIO * _EARLY_BUCKET_BYTES:
+        first_bytes = _EARLY_BUCKET_BYTES
     filling: dict[str, tuple[list[str], int]] = {}
     closed: list[tuple[int, tuple[str, ...]]] = []
     for position, entry in enumerate(entries):
         names, nbytes = filling.get(entry.dtype, ([], 0))
         names.append(entry.name)
         nbytes += entry.nbytes
-        if nbytes >= bucket_bytes:
+        if nbytes >= (bucket_bytes if closed else first_bytes):
             closed.append((position, tuple(names)))
             filling.pop(entry.dtype, None)
         else:
@@ -143,6 +155,22 @@ def make_plan(entries: Sequence[Entry], bucket_bytes: int) -> Plan:
         sizes = {entry.name: entry.nbytes for entry in entries}
         buckets[-1:] = _halves(buckets[-1], [sizes[name] for name in buckets[-1]])
     return Plan(tuple(buckets))
+
+
+def last_part_bytes(nbytes: int, part_bytes: int) -> int:
+    """Return the size of the parts of a last bucket of `nbytes` that plain sums exchange.
+
+    Nothing follows it, so its parts must keep all lanes busy until the end: a lane that remains alone has to widen its
+    connection's window first. The result depends on no measured value: the same bits in each run.
+
+    Args:
+        nbytes: of the bucket.
+        part_bytes: of the parts of other buckets.
+    """
+    for count, least_bytes in _LAST_PARTS:
+        if nbytes >= count * least_bytes:
+            return min(part_bytes, -(-nbytes // count))
+    return part_bytes
 
 
 def _halves(names: tuple[str, ...], sizes: Sequence[int]) -> list[tuple[str, ...]]:

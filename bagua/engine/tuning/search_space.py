@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from bagua.algorithms.base import Algorithm, Exactness
 from bagua.autotune import ALWAYS_DIRECT, Settings, Space
 from bagua.engine.reducer.bucket import part_ranges
-from bagua.engine.reducer.bucketing import Entry, make_plan
+from bagua.engine.reducer.bucketing import Entry, last_part_bytes, make_plan
 from bagua.engine.tuning.tunable import Tunable
 from bagua.exchanges import AllReduce, Exchange, Gossip, Hierarchical
 
@@ -50,7 +50,8 @@ def space_of(engine: Tunable) -> Space:
     """The space of settings around those in force."""
     default = engine.settings
     entries = engine.plan_entries()
-    effects = Effects(entries, engine.element_bytes, _sums_directly(engine, engine.tunes_hierarchy))
+    direct, sums = _sums_directly(engine, engine.tunes_hierarchy), all(each.streaming for each in engine.exchanges)
+    effects = Effects(entries, engine.element_bytes, direct, sums, engine.starts_early)
     return Space(default, _axes(engine, engine.tunes_hierarchy), effects)
 
 
@@ -138,9 +139,19 @@ class Effects:
         entries: in the order in which gradients become ready.
         itemsizes: bytes of an element of each.
         direct: there is a choice between the backend's all-reduce and sends.
+        sums: all exchanges are plain sums.
+        early: the first bucket is small.
     """
 
-    def __init__(self, entries: Sequence[Entry], itemsizes: Mapping[str, int], direct: bool) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        itemsizes: Mapping[str, int],
+        direct: bool,
+        sums: bool = False,
+        early: bool = False,
+    ) -> None:
+        self._sums, self._early = sums, early
         self._entries, self._itemsizes, self._direct = entries, itemsizes, direct
         self._sizes = {entry.name: entry.nbytes for entry in entries}
         self._pieces = lru_cache(maxsize=4096)(self._cut)
@@ -153,8 +164,11 @@ class Effects:
 
     def _cut(self, bucket_bytes: int, part_bytes: int | None) -> tuple[int, ...]:
         found: list[int] = []
-        for names in make_plan(self._entries, bucket_bytes).buckets:
+        plan = make_plan(self._entries, bucket_bytes, self._early)
+        for names in plan.buckets:
             nbytes, itemsize = sum(self._sizes[name] for name in names), self._itemsizes[names[0]]
+            if part_bytes is not None and self._sums and names is plan.buckets[-1]:
+                part_bytes = last_part_bytes(nbytes, part_bytes)
             if part_bytes is None:
                 found.append(nbytes)
             else:

@@ -18,7 +18,7 @@ from bagua.autotune.log import open_log, write_line
 from bagua.autotune.progress import Progress
 from bagua.autotune.saved import save
 from bagua.comm.team import decode, encode
-from bagua.engine.reducer.bucketing import Plan, make_plan
+from bagua.engine.reducer.bucketing import Plan
 from bagua.engine.tuning.search_space import period_of, space_of, why_not
 from bagua.engine.tuning.tunable import Tunable
 
@@ -109,7 +109,7 @@ class TuningSession:
             return plan, self._algorithm, {"size": engine.team.size, "settings": engine.settings.as_json()}
         assert self._default is not None
         if plan is not None and engine.settings.bucket_bytes != self._default.bucket_bytes:
-            plan = make_plan(engine.plan_entries(), self._default.bucket_bytes)
+            plan = engine.plan_with(self._default.bucket_bytes)
         return plan, self._algorithm, None
 
     def progress(self, settings: Settings) -> Progress:

@@ -78,6 +78,15 @@ class Tunable(Protocol):
         """Return name, size and dtype of each parameter in the order of exchange."""
         ...
 
+    def plan_with(self, bucket_bytes: int) -> Plan:
+        """Return the plan for buckets of `bucket_bytes`."""
+        ...
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether the first bucket is small."""
+        ...
+
     @property
     def element_bytes(self) -> Mapping[str, int]:
         """Bytes of an element of each trainable parameter."""
