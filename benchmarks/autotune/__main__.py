@@ -41,7 +41,7 @@ def run_condition(condition: Condition, job: dict[str, Any], hosts: int, local: 
             with (folder / "log.txt").open("w") as log:
                 argv = [sys.executable, "-m", "benchmarks.autotune.worker", name]
                 processes = cluster.start(argv, rank_environment(cluster, hosts), log)
-                _await(processes, folder, job["limit_s"])
+                await_ranks(processes, folder, job["limit_s"])
             ranks = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(hosts)]
             logs = [path.read_text() for path in sorted(folder.glob("log-*.csv"))]
         finally:
@@ -49,7 +49,12 @@ def run_condition(condition: Condition, job: dict[str, Any], hosts: int, local: 
     return {"condition": condition.name, **_joined(ranks), "logs": logs}
 
 
-def _await(processes: Sequence[subprocess.Popen[Any]], folder: Path, limit_s: float) -> None:
+def await_ranks(processes: Sequence[subprocess.Popen[Any]], folder: Path, limit_s: float) -> None:
+    """Return when all have ended well.
+
+    Raises:
+        RuntimeError: a rank failed, or they took too long.
+    """
     deadline = time.monotonic() + limit_s
     while any(process.poll() is None for process in processes):
         errors = sorted(folder.glob("error-*.json"))

@@ -1,0 +1,1 @@
+"""What `algorithm="auto"` chooses, beside every setting of its class."""

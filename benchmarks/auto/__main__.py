@@ -1,0 +1,220 @@
+"""Auto's choice beside every setting of its class: `python -m benchmarks.auto --json out.json`.
+
+In an emulated cluster, under twelve network conditions: six that were known when the rules were written, and six that
+are drawn from a seed. With `--change RATE` the link of one host changes in mid-run instead, and the steps up to the
+next choice are counted. Results are added to the JSON file, condition by condition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bagua.algorithms.auto import ALLOWED
+from bagua.bench import machine, results_file
+from bagua.bench.conditions import Condition, parse
+from bagua.bench.hosts import LocalHosts, rank_environment
+from bagua.lab import Cluster, LabError, Link
+from benchmarks.autotune.__main__ import await_ranks
+
+KNOWN = ("50mbit/2ms", "100mbit/5ms", "250mbit/0ms", "1gbit/1ms", "1gbit/20ms", "5gbit/0ms")
+_LATENCIES_MS = (0, 1, 2, 5, 10, 20)
+_MBITS = (50, 5000)
+_POLL_S = 0.2
+
+
+class ChangingHosts:
+    """Hosts of a `bagua.lab.Cluster`, one rank each, of which one gets another link."""
+
+    def __init__(self, num_hosts: int, condition: Condition, changes: bool) -> None:
+        bandwidth = None if math.isinf(condition.bits_per_s) else condition.bits_per_s
+        link = Link(bandwidth=bandwidth, latency=condition.latency_s, jitter=condition.jitter_s)
+        self._latency_s, self._jitter_s = condition.latency_s, condition.jitter_s
+        wire = "relay" if changes else condition.wire
+        self._cluster = Cluster(num_hosts, link, wire=wire, congestion=condition.congestion)
+        self.address, self.interface = self._cluster.hosts[0].address, self._cluster.hosts[0].interface
+        self.switches = True
+
+    def start(self, argv: Sequence[str], env: dict[str, str], log: Any) -> list[subprocess.Popen[Any]]:
+        """Start one rank on each host."""
+        return [
+            host.popen(argv, env={**env, "RANK": str(host.index)}, stdout=log, stderr=log)
+            for host in self._cluster.hosts
+        ]
+
+    def change(self, bits_per_s: float) -> None:
+        """Give host 1 another bandwidth."""
+        self._cluster.hosts[1].set_link(Link(bandwidth=bits_per_s, latency=self._latency_s, jitter=self._jitter_s))
+
+    def close(self) -> None:
+        """Take the cluster down."""
+        self._cluster.close()
+
+
+def drawn(count: int, seed: int) -> list[str]:
+    """Conditions drawn at random: bandwidths evenly on a logarithmic scale, and a latency."""
+    source = random.Random(seed)
+    low, high = (math.log(each) for each in _MBITS)
+    return [f"{round(math.exp(source.uniform(low, high)))}mbit/{source.choice(_LATENCIES_MS)}ms" for _ in range(count)]
+
+
+def run_condition(condition: Condition, job: dict[str, Any], hosts: int, local: bool) -> dict[str, Any]:
+    """All that is measured under one condition.
+
+    Raises:
+        RuntimeError: a rank failed, or they took too long.
+    """
+    cluster: Any = LocalHosts(hosts) if local else ChangingHosts(hosts, condition, bool(job["change"]))
+    with tempfile.TemporaryDirectory(prefix="bagua-auto-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps(job))
+        try:
+            with (folder / "log.txt").open("w") as log:
+                argv = [sys.executable, "-m", "benchmarks.auto.worker", name]
+                processes = cluster.start(argv, rank_environment(cluster, hosts), log)
+                if job["change"]:
+                    _change(cluster, processes, folder, job)
+                await_ranks(processes, folder, job["limit_s"])
+            ranks = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(hosts)]
+        finally:
+            cluster.close()
+    return {"condition": condition.name, **joined(ranks)}
+
+
+def _change(
+    cluster: ChangingHosts, processes: Sequence[subprocess.Popen[Any]], folder: Path, job: dict[str, Any]
+) -> None:
+    """Once the choice is made, change a link and say so."""
+    deadline = time.monotonic() + job["limit_s"]
+    while not (folder / "settled.json").exists():
+        if time.monotonic() > deadline or any(each.poll() is not None for each in processes):
+            return  # `await_ranks` says why
+        time.sleep(_POLL_S)
+    cluster.change(job["change"])
+    results_file.write(folder / "changed.json", 0, indent=None)
+
+
+def joined(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """From what each rank saw to what all saw: a step is over when the slowest rank is."""
+
+    def slowest(each: Sequence[Sequence[float]]) -> list[float]:
+        return [round(max(steps), 3) for steps in zip(*each, strict=True)]
+
+    first = ranks[0]
+    return {
+        "auto": {**first["auto"], "steps_ms": slowest([each["auto"]["steps_ms"] for each in ranks])},
+        "fixed": {name: slowest([each["fixed"][name] for each in ranks]) for name in first["fixed"]},
+    }
+
+
+def summarise(result: dict[str, Any], allow: str) -> dict[str, Any]:
+    """What auto chose beside the best of its class that learns well enough, and beside DDP."""
+    explanation = result["auto"]["explanation"]
+    if "again" in result["auto"]:
+        again = result["auto"]["again"]
+        return {
+            "condition": result["condition"],
+            "chosen": explanation["chosen"],
+            "again": again["chosen"],
+            "steps_to_choose_again": result["auto"].get("steps_to_choose_again"),
+        }
+    verdicts = {row["name"]: row["verdict"] for row in explanation["rows"]}
+    barred = {name for name, verdict in verdicts.items() if verdict.startswith(("learns worse", "loss not"))}
+    typical = statistics.median if allow in ("exact", "lossy") else statistics.fmean
+    scores = {name: typical(steps) for name, steps in result["fixed"].items()}
+    best = min((score, name) for name, score in scores.items() if name not in barred and name != "ddp")
+    chosen = explanation["chosen"]
+    return {
+        "condition": result["condition"],
+        "chosen": chosen,
+        "chosen_ms": scores[chosen],
+        "best": best[1],
+        "best_ms": best[0],
+        "over_best": scores[chosen] / best[0] - 1,
+        "over_ddp": scores[chosen] / scores["ddp"] - 1,
+        "steps_to_choose": result["auto"]["steps_to_choose"],
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """For people."""
+    if "again" in row:
+        steps = row["steps_to_choose_again"]
+        when = f"after {steps} steps" if steps is not None else "not again"
+        return f"{row['condition']}: {row['chosen']}, then {row['again']}, {when}"
+    return (
+        f"{row['condition']}: {row['chosen']} in {row['steps_to_choose']} steps, {row['chosen_ms']:.0f} ms; best "
+        f"{row['best']}, {row['best_ms']:.0f} ms: {row['over_best']:+.1%} of it, {row['over_ddp']:+.1%} of DDP"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure.
+
+    Returns:
+        0; 1 where something could not be measured.
+    """
+    args = _parser().parse_args(argv)
+    change = None if args.change is None else parse(args.change).bits_per_s
+    job = {
+        "model": args.model,
+        "compute_ms": args.compute_ms or (10.0 if args.quick else 60.0),
+        "allow": args.allow,
+        "steps": 2 if args.quick else 6,
+        "rounds": 1 if args.quick else 2,
+        "change": change,
+        "timeout_s": 120.0,
+        "limit_s": args.limit_s,
+    }
+    words = args.conditions.split(",") if args.conditions else [*KNOWN, *drawn(args.drawn, args.seed)]
+    content: dict[str, Any] = {"results": []}
+    if args.json is not None and args.json.exists():
+        content = json.loads(args.json.read_text())
+    code = 0
+    for number, condition in enumerate([parse(word) for word in words[: 1 if args.quick else None]], 1):
+        print(f"{condition.name} ({number} of {len(words)})", file=sys.stderr, flush=True)
+        try:
+            result = run_condition(condition, job, args.hosts, args.local)
+        except (RuntimeError, LabError, OSError) as error:
+            print(f"{condition.name}: {error}", file=sys.stderr)
+            code = 1
+            continue
+        row = summarise(result, args.allow)
+        result |= {"date": machine.now(), "machine": machine.describe_machine(), "job": job, "hosts": args.hosts}
+        result |= {"summary": row, "drawn": condition.name not in KNOWN}
+        content["results"] = [each for each in content["results"] if each["condition"] != condition.name] + [result]
+        print(line(row), flush=True)
+        if args.json is not None:
+            results_file.write(args.json, content, indent=None)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.auto", description="Auto beside every setting.")
+    parser.add_argument("--json", type=Path, help="file to which results are added")
+    parser.add_argument("--conditions", help=f"separated by commas; default {','.join(KNOWN)} and those drawn")
+    parser.add_argument("--drawn", type=int, default=6, help="conditions drawn at random; default 6")
+    parser.add_argument("--seed", type=int, default=2026, help="of those; default 2026")
+    parser.add_argument("--allow", choices=ALLOWED, default="lossy", help="class; default lossy")
+    parser.add_argument("--change", help="bandwidth that host 1 gets after the choice, as 100mbit")
+    parser.add_argument("--hosts", type=int, default=4, help="one rank each; default 4")
+    parser.add_argument("--model", default="layers25m/10", help="see bagua bench; default layers25m/10")
+    parser.add_argument("--compute-ms", type=float, help="of a step; default 60")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="for a condition; default 900")
+    parser.add_argument("--quick", action="store_true", help="one condition, a short step, few of them")
+    parser.add_argument("--local", action="store_true", help="processes of this machine instead of a cluster")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

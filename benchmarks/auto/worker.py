@@ -1,0 +1,109 @@
+"""One rank: lets the library choose, then measures what it chose beside every setting. Started by `__main__`.
+
+    python -m benchmarks.auto.worker FOLDER
+
+The folder holds `job.json`; `result-RANK.json` is written there. Environment: RANK, WORLD_SIZE, BAGUA_BENCH_ADDRESS.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import bagua
+from bagua.auto.candidates import allowed
+from bagua.bench import contenders, models, results_file
+from bagua.bench.compute import Compute, EmulatedModel
+from bagua.bench.training import Training, make_optimizer
+from bagua.bench.worker import connect, run_rank
+
+_GIVE_UP = 60  # steps
+_DDP = "ddp"
+_MOST_AFTER_CHANGE = 60
+_BETWEEN = 24  # steps from the choice to the change: the time of exchanges must be known
+
+
+class Bench:
+    """A model in training."""
+
+    def __init__(self, job: dict[str, Any], name: str) -> None:
+        self.model = EmulatedModel(models.get(job["model"]), Compute(job["compute_ms"] / 1000), seed=dist.get_rank())
+        if name == "auto":
+            optimizer = make_optimizer("sgd", self.model)
+            bagua.distribute(self.model, optimizer, "auto", allow=job["allow"])
+            self._training = Training.of(self.model, optimizer, self._detach)
+        else:
+            self._training = contenders.get(name).prepare(self.model, emulated=True)
+
+    def steps_ms(self, num_steps: int) -> list[float]:
+        """Milliseconds of each of some steps."""
+        return [1000 * self._training.step().step_s for _ in range(num_steps)]
+
+    def close(self) -> None:
+        """Collective."""
+        self._training.close()
+
+    def _detach(self) -> None:
+        bagua.detach(self.model)
+
+
+def choose(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Let the library choose; with a change of the link, wait for its second choice."""
+    bench = Bench(job, "auto")
+    made = 0
+    while bagua.explain(bench.model).phase != "settled" and made < _GIVE_UP:
+        bench.steps_ms(1)
+        made += 1
+    first = bagua.explain(bench.model)
+    found: dict[str, Any] = {"steps_to_choose": made, "steps_ms": bench.steps_ms(job["steps"])}
+    if job["change"]:
+        bench.steps_ms(_BETWEEN)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            results_file.write(folder / "settled.json", 0, indent=None)
+        while not (folder / "changed.json").exists():
+            pass
+        dist.barrier()
+        after = 0
+        while after < _MOST_AFTER_CHANGE:
+            bench.steps_ms(1)
+            after += 1
+            now = bagua.explain(bench.model)
+            if now.phase == "settled" and now.step != first.step:
+                found["steps_to_choose_again"] = after
+                break
+        found["again"] = bagua.explain(bench.model).as_dict()
+    bench.close()
+    return {**found, "explanation": first.as_dict()}
+
+
+def compare(job: dict[str, Any]) -> dict[str, list[float]]:
+    """Every setting of the class and DDP, in rounds in which the order turns; milliseconds of steps of each."""
+    nodes = tuple((rank,) for rank in range(dist.get_world_size()))
+    candidates = {each.name: each.period for each in allowed(job["allow"], nodes)} | {_DDP: 1}
+    found: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(job["rounds"]):
+        names = list(candidates) if number % 2 == 0 else list(reversed(candidates))
+        for name in names:
+            bench = Bench(job, name)
+            bench.steps_ms(3)
+            found[name] += bench.steps_ms(max(job["steps"], candidates[name]))
+            bench.close()
+    return found
+
+
+def run(folder: Path, rank: int, size: int) -> None:
+    """All of it, for one network."""
+    job = json.loads((folder / "job.json").read_text())
+    connect(folder, rank, size, job["timeout_s"])
+    result = {"auto": choose(job, folder), "fixed": {} if job["change"] else compare(job)}
+    results_file.write(folder / f"result-{rank}.json", result, indent=None)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]), run)
