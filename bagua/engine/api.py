@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,17 +23,19 @@ from bagua.engine.distributed_module import attachment_of
 from bagua.engine.engine import Engine
 from bagua.engine.glance import describe
 from bagua.engine.guard import Guard
-from bagua.engine.hooks import attach, attachments
+from bagua.engine.hooks import Attachment, attach, attachments
 from bagua.engine.inference_mode import outside_inference
 from bagua.engine.lanes.lane import make_lane
 from bagua.engine.optimizer_discovery import follow_optimizers
+from bagua.engine.recovery.catch_up import unless_interrupted
+from bagua.engine.recovery.interruptible import run_interruptibly
 from bagua.engine.recovery.limits import check_tolerates, take_seat
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.options import FaultTolerance, as_fault_tolerance, seat_of
 from bagua.engine.recovery.reopen import follow_membership, join_job
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
 from bagua.engine.startup.choice import chooser_of, why_no_choice
-from bagua.engine.startup.handshake import shake_hands
+from bagua.engine.startup.handshake import Agreement, shake_hands
 from bagua.engine.startup.inventory import Inventory
 from bagua.engine.startup.link_probe import lanes_of_sums
 from bagua.engine.startup.request import Request
@@ -141,22 +145,81 @@ def distribute(
         request.check(module, optimizers, algorithm, algorithm_options, autotune)
     except (ValueError, TypeError) as error:
         problem = error  # the other ranks must hear of it before it is raised
-    inventory, tune = request.inventory, request.tune
+    inventory = request.inventory
     device = inventory.device if inventory is not None else _any_device(module)
-    manager = None
-    if tolerance is None:
-        team = Team.of(process_group, device)
-    else:
-        manager = RecoveryManager(seat_of(tolerance), tolerance)
-        view = manager.await_member()
-        manager.newcomer = view.rank is None
-        team = Team.alone() if manager.newcomer else manager.open_team(view, device)
+    manager = None if tolerance is None else RecoveryManager(seat_of(tolerance), tolerance)
+    if manager is not None:
         problem = problem or check_tolerates(request, process_group is not None, manager.seat)
-    problem = problem or check_files(tune, team.rank) or why_no_choice(request, team)
-    signature = request.signature()
-    ready = previous is not None and not previous.engine.failed
-    agreement = shake_hands(team, signature, request.describe(complete=problem is None), problem, ready)
-    chosen = request.algorithm
+
+    def begin(team: Team, signature: list[Any]) -> Engine:
+        """Compare the arguments, replicate the state, and make an engine. Collective."""
+        failed = problem or check_files(request.tune, team.rank) or why_no_choice(request, team)
+        ready = previous is not None and not previous.engine.failed
+        agreement = shake_hands(team, signature, request.describe(complete=failed is None), failed, ready)
+        return _make_engine(module, team, agreement, request, previous, signature, manager)
+
+    joins = False
+    if manager is None:
+        engine = begin(Team.of(process_group, device), request.signature())
+    else:
+        engine, joins = _begin_tolerantly(manager, device, partial(begin, signature=request.signature()))
+    follow_optimizers()
+    if previous is not None:
+        for listener in previous.engine.tracker.listeners.active:
+            listener.engine_ends(replaced=True)
+        previous.remove_hooks()
+    attachments[module] = attach(module, engine, request.optimizers, process_group)
+    serve_rank(lambda: describe(live_engines()))
+    if manager is not None:
+        take_seat(manager.seat)
+        follow_membership(module, attachments[module], manager)
+        if joins:
+            join_job(module, manager)
+    if previous is not None:
+        previous.engine.close()
+    before_exit(_stop_lanes)
+    atexit.unregister(_stop_lanes)
+    atexit.register(_stop_lanes)  # for scripts that did without bagua.init_process_group()
+    engine = attachments[module].engine
+    _log.debug("rank %d: %s distributed with %r", engine.team.rank, type(module).__name__, engine.state.root)
+    return module
+
+
+def _begin_tolerantly(
+    manager: RecoveryManager, device: torch.device, begin: Callable[[Team], Engine]
+) -> tuple[Engine, bool]:
+    """An engine with the members of the job, and False.
+
+    One that is alone, and True, for a rank that arrives, or if a member is lost meanwhile. It has to open groups with
+    those that are left, as after any loss.
+
+    Raises:
+        RankMismatchError: of `begin`; no rank is lost then.
+    """
+    view = manager.await_member()
+    manager.newcomer = view.rank is None
+    if not manager.newcomer:
+        manager.replicated = view.rank == 0
+        try:
+            return begin(manager.open_team(view, device)), False
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            manager.exchange_failed(f"bagua.distribute(): {error}", loses_step=False)
+    return begin(Team.alone()), True
+
+
+def _make_engine(
+    module: nn.Module,
+    team: Team,
+    agreement: Agreement,
+    request: Request,
+    previous: Attachment | None,
+    signature: list[Any],
+    manager: RecoveryManager | None,
+) -> Engine:
+    """Replicate the state of rank 0, and make an engine. Collective over the team."""
+    chosen, inventory, guard, tune = request.algorithm, request.inventory, request.guard, request.tune
     assert inventory is not None and chosen is not None
     tunes_hierarchy = tune is not None and hierarchy_is_free(chosen, agreement.nodes)
     chosen, remark = chosen.for_nodes(agreement.nodes)
@@ -177,7 +240,10 @@ def distribute(
     )
     groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes)
     with team.naming_missing_ranks("bagua.distribute()", f"failed/{key}", groups):
-        few_lanes = _replicate(team, agreement.nodes, groups, inventory, request.optimizers, differing)
+        if manager is None or team.size == 1:
+            few_lanes = _replicate(team, agreement.nodes, groups, inventory, request.optimizers, differing)
+        else:
+            few_lanes = _replicate_tolerantly(team, agreement.nodes, groups, inventory, request.optimizers, manager)
     for meter in groups.meters:
         meter.sent = meter.received = 0  # what follows is training
     lane = make_lane(groups, inventory.device)
@@ -186,7 +252,7 @@ def distribute(
     tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM
     with unless_it_fails(inventory.trainable.values(), lane, remember=in_buckets):
-        engine = Engine(
+        return Engine(
             config,
             chosen,
             inventory,
@@ -200,25 +266,26 @@ def distribute(
             manager,
             chooser=chooser_of(chosen),
         )
-    follow_optimizers()
-    if previous is not None:
-        for listener in previous.engine.tracker.listeners.active:
-            listener.engine_ends(replaced=True)
-        previous.remove_hooks()
-    attachments[module] = attach(module, engine, request.optimizers, process_group)
-    if manager is not None:
-        take_seat(manager.seat)
-        follow_membership(module, attachments[module], manager)
-        if manager.newcomer:
-            join_job(module, manager)
-    if previous is not None:
-        previous.engine.close()
-    serve_rank(lambda: describe(live_engines()))
-    before_exit(_stop_lanes)
-    atexit.unregister(_stop_lanes)
-    atexit.register(_stop_lanes)  # for scripts that did without bagua.init_process_group()
-    _log.debug("rank %d: %s distributed with %r", team.rank, type(module).__name__, chosen)
-    return module
+
+
+def _replicate_tolerantly(
+    team: Team,
+    nodes: Sequence[Sequence[int]],
+    groups: Groups,
+    inventory: Inventory,
+    optimizers: Sequence[torch.optim.Optimizer],
+    manager: RecoveryManager,
+) -> int | None:
+    """As `_replicate`, until the members change. Then this rank has its own state again, not half of rank 0's."""
+    found: list[int | None] = []
+
+    def replicate() -> None:
+        found.append(_replicate(team, nodes, groups, inventory, optimizers, differing=False))
+
+    with unless_interrupted(inventory, optimizers) if team.rank else nullcontext():
+        run_interruptibly(groups, replicate, manager.check_group)
+    manager.replicated = True
+    return found[0]
 
 
 def detach(module: _M) -> _M:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import bagua
+from bagua.engine import api
 from bagua.engine.context import EngineContext
 from bagua.engine.hooks import attachments
 from bagua.engine.recovery.catch_up import kept_tensors
@@ -133,6 +134,19 @@ def die_in_exchange(model: torch.nn.Module) -> None:
     engine.context.launch = launch_and_die
 
 
+def die_in_distribute(point: str) -> None:
+    """Kill this process when `bagua.distribute` comes to a function that it calls, or returns from it ("after ...")."""
+    after, name = point.startswith("after "), point.removeprefix("after ")
+    original = getattr(api, name)
+
+    def die(*args: Any, **options: Any) -> Any:
+        if after:
+            original(*args, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(api, name, die)
+
+
 def run_rank(pipe: Connection, job: Line) -> None:
     """Train, and tell the test of each step."""
     try:
@@ -180,6 +194,14 @@ def train_steps(pipe: Connection, job: Line) -> None:
     tolerance = bagua.FaultTolerance(seat=seat, max_blocked_s=90.0)
     if job["at_commit"] is not None and job["at_commit"][0] == place:
         watch_commit(pipe, *job["at_commit"])
+    if job["dies_in_distribute"] is not None:
+        torch.manual_seed(place)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_()
+        pipe.send({"own": digest(model)})
+        if job["dies_in_distribute"][0] == place:
+            die_in_distribute(job["dies_in_distribute"][1])
     bagua.distribute(
         model, optimizer, job["algorithm"], fault_tolerant=tolerance, bucket_bytes=job["bucket_bytes"], **options
     )
@@ -330,8 +352,9 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
         job: `train`: what each rank runs; `changes`: how often the members change, as each place sees it, before it
             ends; `steps`: that are made after the last change, from the beginning of an `interval` (length, first end)
             of local steps on; `rounds`: of averaging in the background to be made after it; `at_commit`: arguments of
-            `watch_commit`; `dies_in_step`, `dies_in_exchange`, `holds_at`: place and attempt; `pull`: outputs are drawn
-            there, or away at odd places; `gossip`: tell weights and replicas at the end; others as in `Job`.
+            `watch_commit`; `dies_in_step`, `dies_in_exchange`, `holds_at`: place and attempt; `dies_in_distribute`:
+            place and argument of `die_in_distribute`, and ranks begin with weights of their own; `pull`: outputs are
+            drawn there, or away at odd places; `gossip`: tell weights and replicas at the end; others as in `Job`.
     """
     given = {
         "train": train_steps,
@@ -345,6 +368,7 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
         "at_commit": None,
         "dies_in_step": None,
         "dies_in_exchange": None,
+        "dies_in_distribute": None,
         "holds_at": None,
         "pull": 0.0,
         "gossip": False,

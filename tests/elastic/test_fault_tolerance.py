@@ -60,6 +60,48 @@ def test_a_killed_rank_is_left_out(server: ForkServer, place: int, algorithm: st
         check_survivors(job, others, f"n{place}")
 
 
+@pytest.mark.parametrize(
+    ("place", "point", "algorithm", "leads"),
+    [
+        # Nobody has the weights of rank 0 yet: they are lost with it.
+        (0, "shake_hands", "gradient_allreduce", 1),
+        (0, "_replicate", "local_sgd", 1),
+        pytest.param(1, "shake_hands", "async", 0, marks=pytest.mark.slow),
+        pytest.param(2, "_replicate", "bytegrad", 0, marks=pytest.mark.slow),
+        # The others have them, or some of them: these give them to the rest.
+        (0, "after _replicate", "low_precision_decentralized", None),
+        pytest.param(0, "Engine", "diloco", 0, marks=pytest.mark.slow),
+        pytest.param(0, "after Engine", "bytegrad", 0, marks=pytest.mark.slow),
+        pytest.param(1, "follow_membership", "power_sgd", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_is_lost_in_distribute(
+    server: ForkServer, place: int, point: str, algorithm: str, leads: int | None
+) -> None:
+    """The others begin with the same weights: those of one rank, not a mix of two."""
+    options = {"communication_interval": 2} if algorithm in ("local_sgd", "diloco") else {}
+    gossip = algorithm == "low_precision_decentralized"
+    others = [each for each in range(3) if each != place]
+    with start_job(
+        server,
+        3,
+        algorithm=algorithm,
+        options=options,
+        dies_in_distribute=[place, point],
+        changes=ONCE,
+        interval=[2, 0] if options else [1, 0],
+        steps=8,
+    ) as job:
+        ends = job.ends(others)
+        job.read_rest()
+        own = [next(line["own"] for line in lines if "own" in line) for lines in job.lines]
+        begins = [next(line for line in job.lines[each] if "begins" in line) for each in others]
+    assert moves(ends[0]) == moves(ends[1]) == [((f"n{place}",), ())]
+    assert algorithm == "async" or gossip or ends[0]["digest"] == ends[1]["digest"]
+    assert begins[0]["digest"] == begins[1]["digest"]
+    assert begins[0]["digest"] in ([own[0], own[1]] if leads is None else [own[leads]])
+
+
 def test_a_stopped_rank_is_left_out_and_joins_again_when_it_wakes(server: ForkServer) -> None:
     with start_job(server, 3, detect_s=4.0, algorithm="bytegrad", changes=[1, 2, 2]) as job:
         job.signal_at(0, 10, signal.SIGSTOP)

@@ -11,10 +11,16 @@ from bagua.engine.recovery.leading import who_leads
 
 
 def rank(
-    count: int, rule: LostStep, newcomer: bool = False, step: int | None = None, ending: bool = False
+    count: int,
+    rule: LostStep,
+    newcomer: bool = False,
+    step: int | None = None,
+    ending: bool = False,
+    replicated: bool = True,
 ) -> dict[str, Any]:
     step = count if step is None else step
-    return {"round": count, "step": step, "newcomer": newcomer, "lost_step": rule.value, "ending": ending}
+    told = {"round": count, "step": step, "newcomer": newcomer, "lost_step": rule.value, "ending": ending}
+    return {**told, "replicated": replicated}
 
 
 def test_a_rank_that_lacks_a_step_takes_it_over_where_replicas_are_equal() -> None:
@@ -51,3 +57,12 @@ def test_only_a_newcomer_has_the_last_step_of_a_lost_rank(rule: LostStep, source
     ranks = [rank(7, rule), rank(7, rule), rank(8, rule, newcomer=True)]
     assert who_leads(ranks) == (source, behind, [] if rule is LostStep.SKIP else [0, 1])
     assert ranks[source]["round"] == 8, "all count the step"
+
+
+@pytest.mark.parametrize("rule", list(LostStep), ids=lambda rule: rule.name)
+def test_a_job_begins_with_the_weights_of_one_rank(rule: LostStep) -> None:
+    """Whatever the rule: also ranks that would keep their own weights later."""
+    without = rank(0, rule, replicated=False)
+    assert who_leads([dict(without), rank(0, rule), dict(without)]) == (1, [0, 2], [])
+    assert who_leads([dict(without), dict(without)]) == (0, [1], [])
+    assert who_leads([dict(without), rank(0, rule, step=3)]) == (1, [0], [])

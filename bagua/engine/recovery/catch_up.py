@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from bagua.engine.engine import Engine
 from bagua.engine.recovery.interruptible import run_interruptibly
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
+from bagua.engine.startup.inventory import Inventory
 from bagua.errors import CommunicationError
 
-__all__ = ["catch_up", "go_on_without", "kept_tensors", "position_of"]
+__all__ = ["catch_up", "go_on_without", "kept_tensors", "position_of", "unless_interrupted"]
 
 _POLL_S = 0.005
 
@@ -27,7 +29,8 @@ def position_of(manager: RecoveryManager, engine: Engine) -> dict[str, Any]:
     """What the ranks tell each other of their place in training, as plain data.
 
     Keys: "round": exchanges that count; "step": steps completed; "ending": the optimizers have made one more, whose
-    exchange is to be repeated; "attempts": steps begun; "newcomer"; "lost_step": the rule of the algorithm in force.
+    exchange is to be repeated; "attempts": steps begun; "newcomer", "replicated": see `RecoveryManager`; "lost_step":
+    the rule of the algorithm in force.
     """
     return {
         "round": manager.round,
@@ -35,6 +38,7 @@ def position_of(manager: RecoveryManager, engine: Engine) -> dict[str, Any]:
         "ending": engine.tracker.ending,
         "attempts": manager.attempts,
         "newcomer": manager.newcomer,
+        "replicated": manager.replicated,
         "lost_step": engine.algorithm.lost_step.value if engine.algorithm.lost_step is not None else None,
     }
 
@@ -85,7 +89,8 @@ def catch_up(
         replicate_optimizers(engine.optimizers, everything, part, groups.world, device)
 
     try:
-        with _unless_interrupted(engine) if place else nullcontext():
+        mine = partial(unless_interrupted, inventory, engine.optimizers, kept_tensors(engine).values())
+        with mine() if place else nullcontext():
             run_interruptibly(groups, replicate, manager.check_group)
             if place and manager.round < ranks[source]["round"]:
                 manager.weights_fetched(ranks[source]["round"])
@@ -93,6 +98,7 @@ def catch_up(
             lead = ranks[source]
             manager.round, engine.state.step, engine.tracker.ending = lead["round"], lead["step"], lead["ending"]
             manager.progress.receive(progress)
+            manager.replicated = True
             team.store.set(_key(team.rank), b"1")
         _await(manager, team, behind)
     finally:
@@ -129,19 +135,23 @@ def _await(manager: RecoveryManager, team: Team, behind: Sequence[int]) -> None:
 
 
 @contextmanager
-def _unless_interrupted(engine: Engine) -> Iterator[None]:
-    """Within it a rank takes over state; if that fails it has its own again, which may be needed."""
-    inventory = engine.inventory
-    tensors = [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values()]
-    tensors += kept_tensors(engine).values()
+def unless_interrupted(
+    inventory: Inventory, optimizers: Sequence[torch.optim.Optimizer], kept: Iterable[Tensor] = ()
+) -> Iterator[None]:
+    """Within it a rank takes over state; if that fails it has its own again, which may be needed.
+
+    Args:
+        kept: see `kept_tensors`.
+    """
+    tensors = [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values(), *kept]
     saved = [tensor.detach().clone() for tensor in tensors]
-    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in engine.optimizers]
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     try:
         yield
     except BaseException:
         with torch.no_grad():
             for tensor, old in zip(tensors, saved, strict=True):
                 tensor.copy_(old)
-        for optimizer, state in zip(engine.optimizers, states, strict=True):
+        for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
         raise

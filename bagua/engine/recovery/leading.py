@@ -19,23 +19,28 @@ def begun(rank: dict[str, Any]) -> int:
 
 
 def who_leads(ranks: list[dict[str, Any]]) -> tuple[int, list[int], list[int]]:
-    """The rank whose state others take over; those that do: they lack an exchange that counts, or are new; and those
-    that lack one, but keep their state.
+    """The rank whose state others take over; those that do: they lack an exchange that counts, or the weights that the
+    job begins with, or are new; and those that lack an exchange, but keep their state.
 
     Where replicas differ, a newcomer never leads: it has fetched no state that it could train on with. If it has the
     newest round all the same, from a rank that has been lost, all others go on without it.
     """
     newest = max(each["round"] for each in ranks)
     candidates = [rank for rank, each in enumerate(ranks) if not each["newcomer"]] or list(range(len(ranks)))
+    # A rank that was lost in `distribute` may have given its weights to some only: they count, once one rank has them.
+    candidates = [rank for rank in candidates if ranks[rank]["replicated"]] or candidates
     source = max(candidates, key=lambda rank: (ranks[rank]["round"], begun(ranks[rank]), -rank))
     alike = ranks[source]["lost_step"] in (LostStep.SKIP.value, LostStep.FREE.value)
     if alike:  # then a newcomer leads that alone holds a step of a rank that has been lost
-        source = max(range(len(ranks)), key=lambda rank: (ranks[rank]["round"], not ranks[rank]["newcomer"], -rank))
+        source = max(range(len(ranks)), key=lambda rank: (ranks[rank]["round"], rank in candidates, -rank))
     behind: list[int] = []
     without: list[int] = []
     for rank, each in enumerate(ranks):
         lacks = each["round"] < newest
-        if each["newcomer"]:
+        if not each["replicated"]:
+            if rank != source:
+                behind.append(rank)
+        elif each["newcomer"]:
             if rank != source and (not alike or lacks):
                 behind.append(rank)
         elif lacks:

@@ -51,6 +51,7 @@ class RecoveryManager:
         attempts: steps that this rank has begun, lost ones included.
         to_skip: steps that this rank skips because others have already begun as many more.
         newcomer: this rank has no weights of the job: it has just started, or was left out of an epoch.
+        replicated: this rank holds the weights that the job begins with, or later ones; while False it has its own.
         changes: of the membership, newest last.
         opening: groups that are opened while training goes on, see `LostStep.FREE`; None: there are none.
         waited_s: time that training has waited for them.
@@ -64,6 +65,7 @@ class RecoveryManager:
         self.lost = ""
         self.round = self.attempts = self.to_skip = 0
         self.newcomer = False
+        self.replicated = True
         self.changes: tuple[MembershipChange, ...] = ()
         self.opening: Opening[Any] | None = None
         self.waited_s = 0.0

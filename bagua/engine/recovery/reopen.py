@@ -52,6 +52,8 @@ def _module_is_gone(ref: weakref.ref[RecoveryManager]) -> None:
 def join_job(module: nn.Module, manager: RecoveryManager) -> None:
     """Take part in a running job: fetch the weights and open groups with those that train.
 
+    Also if a rank was lost while the job began: then with those that are left.
+
     Raises:
         CommunicationError: it did not succeed within `max_blocked_s`.
         RankMismatchError: the others train another module or with other options.
@@ -276,6 +278,7 @@ def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | Non
     with at_rest() if lead or team.rank in behind else nullcontext():
         progress = _progress_of(manager, team, ranks, source, bool(behind or without))
         catch_up(manager, old, team, ranks, source, behind, progress)
+    manager.replicated = True
     if team.rank in without:
         go_on_without(manager, old, ranks[source], progress)
     key = team.next_lane()
