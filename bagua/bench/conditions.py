@@ -12,6 +12,7 @@ _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SPEED = re.compile(r"^(\d+(?:\.\d+)?)(k|m|g)?bit$")
 _TIME = re.compile(r"^(jitter)?(\d+(?:\.\d+)?)(us|ms|s)$")
 _TCP = re.compile(r"^tcp([a-z0-9_]+)$")
+_LOSS = re.compile(r"^loss(\d*\.?\d+)$")
 _SLOW = re.compile(r"^slow(\d*\.?\d+)$")
 _WIRE = re.compile(r"^wire(veth|tbf|relay|tap|packet)$")
 _NAMED = (("congestion", _TCP), ("wire", _WIRE))
@@ -30,6 +31,7 @@ class Condition:
         slow: speed of the last host; 1 is as fast as the others.
         congestion: how the hosts' TCP adapts its rate; None for the default of the lab.
         wire: what carries the frames; "auto": what the lab takes for such a link.
+        loss: probability that a packet is lost, 0 to below 1.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Condition:
     slow: float = 1.0
     congestion: str | None = None
     wire: str = "auto"
+    loss: float = 0.0
 
 
 def parse(text: str) -> Condition:
@@ -50,7 +53,7 @@ def parse(text: str) -> Condition:
     values: dict[str, float] = {}
     names: dict[str, str] = {}
     for word in text.lower().split("/"):
-        speed, time, slow = _SPEED.match(word), _TIME.match(word), _SLOW.match(word)
+        speed, time, slow, loss = _SPEED.match(word), _TIME.match(word), _SLOW.match(word), _LOSS.match(word)
         named = next(((key, found[1]) for key, pattern in _NAMED if (found := pattern.match(word))), None)
         if named is not None:
             if named[0] in names:
@@ -65,21 +68,25 @@ def parse(text: str) -> Condition:
             key, value = ("jitter_s" if time[1] else "latency_s"), float(time[2]) * _SECONDS[time[3]]
         elif slow:
             key, value = "slow", float(slow[1])
+        elif loss:
+            key, value = "loss", float(loss[1])
         else:
             raise ValueError(
                 f"condition {text!r}: {word!r} is neither a bandwidth (1gbit, 250mbit, nolimit), a latency (5ms), "
-                "a jitter (jitter2ms), a slow host (slow0.5), a congestion control (tcpbbr) nor a "
-                "wire (wirerelay)"
+                "a jitter (jitter2ms), a slow host (slow0.5), a loss (loss0.001), a congestion control (tcpbbr) nor "
+                "a wire (wirerelay)"
             )
         if key in values:
             raise ValueError(f"condition {text!r}: two values for {key}")
         if key in ("bits_per_s", "slow") and not value > 0:
             raise ValueError(f"condition {text!r}: {word!r} must be more than 0")
+        if key == "loss" and not value < 1:
+            raise ValueError(f"condition {text!r}: {word!r} must be less than 1")
         values[key] = value
     if "bits_per_s" not in values:
         raise ValueError(f"condition {text!r}: a bandwidth is missing; write nolimit for none")
     condition = Condition(text, **values, congestion=names.get("congestion"), wire=names.get("wire", "auto"))
-    delayed, limited = condition.latency_s or condition.jitter_s, condition.bits_per_s < math.inf
+    delayed, limited = condition.latency_s or condition.jitter_s or condition.loss, condition.bits_per_s < math.inf
     if (condition.wire in ("veth", "tbf") and delayed) or (condition.wire == "veth" and limited):
         raise ValueError(f"condition {text!r}: wire {condition.wire} cannot emulate that; use wirerelay")
     return condition

@@ -66,7 +66,9 @@ class LabHosts:
         bandwidth = None if condition.bits_per_s == float("inf") else condition.bits_per_s
         # In set-up only the bandwidth is given free: what measures the latency then must find the real one.
         self._links = {
-            "measure": Link(bandwidth=bandwidth, latency=condition.latency_s, jitter=condition.jitter_s),
+            "measure": Link(
+                bandwidth=bandwidth, latency=condition.latency_s, jitter=condition.jitter_s, loss=condition.loss
+            ),
             "setup": Link(latency=condition.latency_s),
         }
         self._slow = condition.slow

@@ -11,6 +11,7 @@ from typing import Any
 
 from bagua.bench import (
     contenders,
+    held_out,
     models,
     net,
     overhead,
@@ -29,7 +30,7 @@ from bagua.lab.errors import LabError
 __all__ = ["build_parser", "main"]
 
 _EPILOG = """\
-conditions: BANDWIDTH[/LATENCY][/jitterTIME][/slowSPEED][/tcpNAME][/wireNAME], e.g. 1gbit/5ms, 250mbit/0ms, nolimit,
+conditions: BANDWIDTH[/LATENCY][/jitterTIME][/lossSHARE][/slowSPEED][/tcpNAME][/wireNAME], e.g. 1gbit/5ms, nolimit,
   1gbit/0ms/slow0.5 (the last host at half speed), 1gbit/0ms/tcpbbr (congestion control; cubic if none is named),
   1gbit/0ms/wirerelay (how frames are carried; see docs/lab.md)
 contenders: {contenders}
@@ -95,8 +96,19 @@ def build_parser() -> argparse.ArgumentParser:
     one = commands.add_parser("tradeoff", help="step time of every contender under every network condition", **raw)
     _add_measured(one, "few conditions, few contenders, a small model: at most 5 minutes on 2 cores")
     one.add_argument("--conditions", metavar="LIST", help=f"default: {tradeoff.FULL_CONDITIONS}")
-    one.add_argument("--hosts", type=int, default=4, metavar="N", help="default: 4, with one rank each")
+    one.add_argument("--hosts", type=int, metavar="N", help="default: 4, with one rank each")
+    one.add_argument(
+        "--held-out", action="store_true", help="models, links and hosts drawn from --seed, on which nothing was tuned"
+    )
+    one.add_argument("--seed", type=int, metavar="N", help="of --held-out; default: 0")
     _add_training(one)
+    wan = commands.add_parser(
+        "wan", help="tradeoff at latencies of 0 to 50 ms and rates of 100 Mbit/s to 1 Gbit/s", **raw
+    )
+    _add_measured(wan, "100 Mbit/s with 0, 20 and 50 ms, few contenders, a small model")
+    wan.add_argument("--conditions", metavar="LIST", help=f"default: {tradeoff.WAN_CONDITIONS}")
+    wan.add_argument("--hosts", type=int, metavar="N", help="default: 4, with one rank each")
+    _add_training(wan)
     two = commands.add_parser("scaling", help="the same with 2 to 16 hosts and a model of a tenth of the size", **raw)
     _add_measured(two, "2 and 4 hosts, few contenders, short")
     two.add_argument("--conditions", metavar="LIST", help=f"default: {scaling.CONDITIONS}")
@@ -155,6 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tradeoff(args: argparse.Namespace, plans: Sequence[Plan]) -> int:
+    if getattr(args, "held_out", False):
+        return _held_out(args, plans)
     (plan,) = plans
     for remark in tradeoff.check(plan):
         print(f"left out: {remark}")
@@ -166,6 +180,43 @@ def _tradeoff(args: argparse.Namespace, plans: Sequence[Plan]) -> int:
 
     tradeoff.run(plan, args.profile_dir, _say, keep)
     return 0 if any(not row["error"] for row in rows) else 1
+
+
+def _held_out(args: argparse.Namespace, plans: Sequence[Plan]) -> int:
+    rows: list[dict[str, Any]] = []
+
+    def keep(report: dict[str, Any]) -> None:
+        rows[:] = report["rows"]
+        _write(args, report)
+
+    held_out.run(args.seed or 0, args.quick, plans, _say, keep)
+    return 0 if any(not row["error"] for row in rows) else 1
+
+
+def _tradeoff_plans(args: argparse.Namespace) -> list[Plan]:
+    if not args.held_out:
+        if args.seed is not None:
+            raise ValueError("--seed: only with --held-out")
+        return _plan(args, (args.hosts if args.hosts is not None else 4,))
+    for option in ("conditions", "hosts", "model", "compute_ms", "plots", "local", "profile"):
+        if getattr(args, option):
+            raise ValueError(f"--{option.replace('_', '-')}: not with --held-out, which draws its conditions")
+    drawn = held_out.draw(args.seed or 0, args.quick)
+    names = args.algorithms or (held_out.QUICK_CONTENDERS if args.quick else held_out.CONTENDERS)
+    for contender in (chosen := contenders.split_names(names)):
+        contenders.get(contender)
+    steps, budget_s = args.steps or (5 if args.quick else 10), args.budget_s or (3 if args.quick else 20)
+    plans = held_out.plans_of(drawn, chosen, steps, budget_s, args.again or 0)
+    for plan in plans:
+        tradeoff.check(plan)
+    return plans
+
+
+def _wan_plans(args: argparse.Namespace) -> list[Plan]:
+    args.conditions = args.conditions or (tradeoff.QUICK_WAN_CONDITIONS if args.quick else tradeoff.WAN_CONDITIONS)
+    args.algorithms = args.algorithms or tradeoff.WAN_CONTENDERS
+    args.model = args.model or "layers25m/10"
+    return _plan(args, (args.hosts if args.hosts is not None else 4,))
 
 
 def _plan(args: argparse.Namespace, hosts: Sequence[int]) -> list[Plan]:
@@ -292,7 +343,8 @@ def _say(line: str) -> None:
 
 
 _COMMANDS: dict[str, tuple[Any, Any]] = {
-    "tradeoff": (lambda args: _plan(args, (args.hosts,)), _tradeoff),
+    "tradeoff": (_tradeoff_plans, _tradeoff),
+    "wan": (_wan_plans, _tradeoff),
     "scaling": (_scaling_plans, _scaling),
     "primitives": (_transfers_wanted, _primitives),
     "report": (_read, _report),

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["merged", "read_report"]
 
-KINDS = ("tradeoff", "scaling", "primitives")
+KINDS = ("tradeoff", "held-out", "scaling", "primitives")
 _ALIKE = (("kind",), ("bagua",), ("model",), ("machine", "cpu"), ("machine", "cores"), ("machine", "torch"))
 _ALIKE_SETTINGS = ("hosts", "compute_ms", "forward_share", "emulated", "local")
 

@@ -38,6 +38,7 @@ class Row:
         num_steps: that were timed.
         ratio_to_ddp: how many times faster than DDP in the same run.
         bytes_per_host: sent in a step.
+        formula_bytes: that a host sends in a step by the formula of the bound, without scales and headers.
         bytes_from: "device" (its counters, headers included), "library" (its own count) or "formula".
         bound_ms: the least that physics allows; `bagua.bench.bounds`.
         efficiency: bound / step.
@@ -68,6 +69,7 @@ class Row:
     ratio_to_ddp: float | None = None
     bytes_per_host: float | None = None
     bytes_from: str = ""
+    formula_bytes: float | None = None
     bound_ms: float | None = None
     efficiency: float | None = None
     exposed_ms: float | None = None
@@ -132,6 +134,7 @@ def rows_of(condition: Condition, model: Model, hosts: int, outcomes: Sequence[O
         timings = timings_of(outcomes, own) or timings_of(outcomes, OFF)
         facts = {**_facts(contender, good), **_machine(good)}
         traffic = contender.traffic(model, hosts)
+        facts["formula_bytes"] = traffic.bytes_per_host / traffic.every
         if facts["bytes_per_host"] is None:
             facts |= {"bytes_per_host": traffic.bytes_per_host / traffic.every, "bytes_from": "formula"}
         step_s = facts["step_ms"] / 1000

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bagua.bench import held_out_tables
 from bagua.bench.layout import Columns, markdown_table
 
 __all__ = ["HEAD", "cells", "document", "line", "markdown", "table", "text"]
@@ -80,8 +81,10 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 def _groups(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     found: dict[str, list[dict[str, Any]]] = {}
+    several = len({row.get("model") for row in rows}) > 1
     for row in rows:
-        found.setdefault(f"{row['condition']}, {row['hosts']} hosts", []).append(row)
+        heading = f"{row['condition']}, {row['hosts']} hosts" + (f", {row['model']}" if several else "")
+        found.setdefault(heading, []).append(row)
     return list(found.items())
 
 
@@ -99,6 +102,10 @@ def document(report: dict[str, Any]) -> str:
     ]
     if report["kind"] == "primitives":
         return _headed(facts, _primitives(report["rows"]))
+    if report["kind"] == held_out_tables.KIND:
+        facts += [*held_out_tables.facts(report), *(f"left out: {each}" for each in report["left_out"])]
+        checked = "### Bytes on the wire\n\n" + held_out_tables.check_bytes(report["rows"])
+        return _headed(facts, markdown(report["rows"]) + "\n\n" + checked)
     model, compute = report["model"], f"{settings['compute_ms']:g} ms of emulated compute"
     facts.append(f"{model['name']}: {model['num_elements']:,} fp32 elements in {model['num_layers']} layers, {compute}")
     if report["kind"] == "tradeoff":

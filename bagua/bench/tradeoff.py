@@ -21,7 +21,19 @@ from bagua.bench.rows import DDP, STOLEN, Row, rank_step_s, rows_of, stolen
 from bagua.bench.runner import Outcome, run_cases
 from bagua.lab.supervisor import DEFAULT_CONGESTION
 
-__all__ = ["FULL_CONDITIONS", "QUICK_CONDITIONS", "QUICK_CONTENDERS", "Plan", "calmest", "cases_for", "check", "run"]
+__all__ = [
+    "FULL_CONDITIONS",
+    "QUICK_CONDITIONS",
+    "QUICK_CONTENDERS",
+    "QUICK_WAN_CONDITIONS",
+    "WAN_CONDITIONS",
+    "WAN_CONTENDERS",
+    "Plan",
+    "calmest",
+    "cases_for",
+    "check",
+    "run",
+]
 
 # The bandwidths at 0 ms and the latencies at 1 Gbit/s make the two figures; then the corners, jitter, a straggler.
 FULL_CONDITIONS = (
@@ -32,6 +44,9 @@ QUICK_CONDITIONS = "1gbit/0ms,1gbit/5ms,100mbit/0ms"
 QUICK_CONTENDERS = (
     "ddp,ddp_fp16,ddp_powersgd,gradient_allreduce,bytegrad,qadam_1bit,low_precision_decentralized,async,local_sgd"
 )
+WAN_CONDITIONS = ",".join(f"{rate}/{ms}ms" for rate in ("100mbit", "400mbit", "1gbit") for ms in (0, 5, 20, 50))
+QUICK_WAN_CONDITIONS = "100mbit/0ms,100mbit/20ms,100mbit/50ms"
+WAN_CONTENDERS = "ddp,gradient_allreduce,bytegrad,int4,qadam_1bit,low_precision_decentralized"
 _BYTES_PER_ELEMENT = 4
 _COPIES = 7  # of the model that a rank holds at most: weights, gradients, buckets, residuals, scratch
 
