@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from bagua.algorithms.base import Algorithm, Context, Payload
+from bagua.algorithms.base import Algorithm, Context, LostStep, Payload
 from bagua.algorithms.registry import get
 
 __all__ = ["Warmup"]
@@ -18,7 +18,8 @@ __all__ = ["Warmup"]
 class Warmup(Algorithm):
     """Run `first` for `steps` training steps, then `then`.
 
-    It only schedules the switch; each of the two runs as if it were used alone.
+    It only schedules the switch; each of the two runs as if it were used alone. With `fault_tolerant` both must be
+    algorithms that skip a lost step.
 
     Args:
         steps: training steps with `first`; 0 starts with `then`.
@@ -41,6 +42,9 @@ class Warmup(Algorithm):
             raise ValueError(f"Warmup: steps must be an integer >= 0, got {self.steps!r}")
         object.__setattr__(self, "first", get(self.first))
         object.__setattr__(self, "then", get(self.then))
+        # One rule for both: a loss at the switch finds ranks on either side of it.
+        skip = all(part.lost_step is LostStep.SKIP for part in self._parts)
+        object.__setattr__(self, "lost_step", LostStep.SKIP if skip else None)
 
     @property
     def _parts(self) -> tuple[Algorithm, Algorithm]:

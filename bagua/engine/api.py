@@ -149,7 +149,7 @@ def distribute(
     device = inventory.device if inventory is not None else _any_device(module)
     manager = None if tolerance is None else RecoveryManager(seat_of(tolerance), tolerance)
     if manager is not None:
-        problem = problem or check_tolerates(request, process_group is not None, manager.seat)
+        problem = problem or check_tolerates(request, module, process_group is not None, manager.seat)
 
     def begin(team: Team, signature: list[Any]) -> Engine:
         """Compare the arguments, replicate the state, and make an engine. Collective."""

@@ -60,7 +60,7 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def make_optimizer(algorithm: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(algorithm: str | bagua.Algorithm, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The one that the algorithm needs, past its warm-up before a rank is lost."""
     if algorithm == "qadam":
         return bagua.optim.QAdam(model.parameters(), lr=1e-3, warmup_steps=5)

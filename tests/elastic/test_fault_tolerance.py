@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import bagua
 from tests.elastic.fault_tolerant_rank import Job, start_job
 from tests.fork_server import ForkServer
 
@@ -51,9 +52,12 @@ def check_survivors(job: Job, places: list[int], lost: str) -> None:
         (2, "power_sgd", {}),
         (1, "qadam", {"codec": "sign"}),
         (0, "one_bit_lamb", {}),
+        (1, bagua.algorithms.Warmup(5, "gradient_allreduce", "bytegrad"), {}),
+        pytest.param(0, bagua.algorithms.Warmup(14, "gradient_allreduce", "power_sgd"), {}, marks=pytest.mark.slow),
     ],
+    ids=lambda value: value.name if isinstance(value, bagua.algorithms.Warmup) else None,
 )
-def test_a_killed_rank_is_left_out(server: ForkServer, place: int, algorithm: str, options: dict[str, Any]) -> None:
+def test_a_killed_rank_is_left_out(server: ForkServer, place: int, algorithm: Any, options: dict[str, Any]) -> None:
     others = [each for each in range(3) if each != place]
     with start_job(server, 3, algorithm=algorithm, options=options, changes=ONCE) as job:
         job.signal_at(place, 10, signal.SIGKILL)
@@ -112,8 +116,12 @@ def test_a_stopped_rank_is_left_out_and_joins_again_when_it_wakes(server: ForkSe
     assert moves(ends[1]) == moves(ends[2]) == [(("n0",), ()), ((), ("n0",))]
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "power_sgd", "qadam"])
-def test_a_rank_that_arrives_trains_with_the_others(server: ForkServer, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    "algorithm",
+    ["gradient_allreduce", "power_sgd", "qadam", bagua.algorithms.Warmup(5, "gradient_allreduce", "bytegrad")],
+    ids=lambda value: value.name if isinstance(value, bagua.algorithms.Warmup) else value,
+)
+def test_a_rank_that_arrives_trains_with_the_others(server: ForkServer, algorithm: Any) -> None:
     with start_job(server, 2, algorithm=algorithm, changes=ONCE) as job:
         job.wait_for([0, 1], lambda line: line.get("steps", 0) >= 10, "step 10")
         place = job.arrive()

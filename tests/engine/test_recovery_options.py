@@ -186,6 +186,26 @@ def test_an_algorithm_without_a_rule_for_a_lost_step(
     assert model not in attachments
 
 
+def test_a_warm_up_to_an_algorithm_with_state_of_its_own(store: tuple[str, dist.TCPStore]) -> None:
+    model, optimizer = small()
+    with pytest.raises(
+        ValueError, match=r"^fault_tolerant: Warmup needs two algorithms that skip a lost step, such as"
+    ):
+        bagua.distribute(model, optimizer, algorithms.Warmup(5, then="diloco"), fault_tolerant=tolerance(store[0])[1])
+    assert model not in attachments
+
+
+@pytest.mark.parametrize("kind", [nn.SyncBatchNorm, bagua.nn.SyncBatchNorm], ids=["torch", "bagua"])
+def test_batch_norm_over_all_ranks(store: tuple[str, dist.TCPStore], kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), kind(2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(
+        ValueError, match=r"^module: 1 is a SyncBatchNorm, whose process group ends with the first lost"
+    ):
+        bagua.distribute(model, optimizer, fault_tolerant=tolerance(store[0])[1])
+    assert model not in attachments
+
+
 def test_local_steps_without_an_optimizer(store: tuple[str, dist.TCPStore]) -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"^optimizers: 'local_sgd' needs them with fault_tolerant: a step ends with"):

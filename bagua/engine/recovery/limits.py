@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from bagua.algorithms.registry import registry
+from bagua.algorithms.warmup import Warmup
 from bagua.engine.startup.request import Request
 from bagua.membership.seat import Seat
 
@@ -15,14 +16,20 @@ __all__ = ["check_tolerates", "take_seat"]
 _taken: weakref.WeakSet[Seat] = weakref.WeakSet()
 
 
-def check_tolerates(request: Request, has_group: bool, seat: Seat) -> ValueError | None:
+def check_tolerates(request: Request, module: object, has_group: bool, seat: Seat) -> ValueError | None:
     """What cannot go on after a lost rank yet; None if all can.
 
     Args:
+        module: of the user.
         has_group: the user gave a process group.
         seat: of this process; its agent counts the steps of one module, from the first on.
     """
     algorithm = request.algorithm
+    if isinstance(algorithm, Warmup) and not algorithm.lost_step:
+        return ValueError(
+            "fault_tolerant: Warmup needs two algorithms that skip a lost step, such as gradient_allreduce, bytegrad "
+            "or power_sgd; others would hand over state that the first one does not have"
+        )
     if algorithm is not None and not algorithm.lost_step:
         known = ", ".join(sorted(name for name in registry.builtin() if registry[name].lost_step is not None))
         return ValueError(
@@ -41,6 +48,12 @@ def check_tolerates(request: Request, has_group: bool, seat: Seat) -> ValueError
     for name, given in refused.items():
         if given:
             return ValueError(f"{name}: not with fault_tolerant yet")
+    for name, each in module.named_modules() if isinstance(module, torch.nn.Module) else ():
+        if isinstance(each, torch.nn.SyncBatchNorm):
+            return ValueError(
+                f"module: {name or 'it'} is a SyncBatchNorm, whose process group ends with the first lost rank; use "
+                "BatchNorm, or GroupNorm for small batches, with fault_tolerant"
+            )
     if any(isinstance(each, torch.optim.LBFGS) for each in request.optimizers):
         return ValueError("optimizers: LBFGS evaluates the model within its step; not with fault_tolerant")
     return None
