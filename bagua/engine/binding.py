@@ -74,7 +74,6 @@ class Binding:
         self._memory.forget_tensors()
         self._reducer.views_are_gradients = algorithm.payload is Payload.GRAD
         if plan is not None and same_payload:
-            self._pool.open_shared(self.num_busy_lanes)  # smaller parts can keep more lanes busy
             algorithm.setup(self._ctx)
             return
         self.release_buckets()
