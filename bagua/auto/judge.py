@@ -338,9 +338,10 @@ class Judge:
         tried = len(self._measured) - 1
         what = f"none of {tried} settings tried" if tried else f'no setting of "{self._facts.auto.allow}"'
         how = "was" if tried else "that learns well enough is predicted to be"
+        fastest = f" and than its fastest step, {1e3 * self._fastest_exact_s:.1f} ms" if tried else ""
         return (
             f"{self._changed}full precision: {what} {how} faster by {100 * MARGIN:.0f} % than its "
-            f"{1e3 * exact_s:.1f} ms a step{worse}."
+            f"{1e3 * exact_s:.1f} ms a step{fastest if math.isfinite(self._fastest_exact_s) else ''}{worse}."
         )
 
     def _faster_but_worse(self, chosen: int) -> str:
@@ -366,7 +367,10 @@ class Judge:
             return "chosen"
         if position in self._barred or not settled:
             return self._barred.get(position, "")
-        return "slower" if position in self._measured else "not tried"
+        if position not in self._measured:
+            return "not tried"
+        least_s = min(seconds for each, seconds in self._measured.items() if self._facts.candidates[each].name == name)
+        return "slower" if self._measured[position] >= least_s else "not clearly faster"
 
     def _explain(self, phase: str, chosen: str, reason: str, step: int) -> None:
         rows = [

@@ -215,3 +215,19 @@ def test_links_that_change_are_answered_within_a_few_steps(before: float, now: f
     assert predicted_s(second.chosen, now) <= current_s
     fresh = decide(facts(now))[0].chosen
     assert predicted_s(second.chosen, now) <= 1.1 * predicted_s(fresh, now)
+
+
+def test_noise_decides_for_full_precision() -> None:
+    """A setting that is faster than the median of full precision, but not than its fastest step, does not stay."""
+    given = facts(1e9)
+    judge = Judge(given)
+    order = judge.begin()
+    while order.count:
+        seconds = [0.2] * order.count if order.candidate == 0 else [0.17] * order.count
+        if order.candidate == 0:
+            seconds[0] = 0.16
+        times = [StepTimes(each, each - COMPUTE_S, 0.03, 0.01) for each in seconds]
+        order = judge.next(Outcome([times] * 4, 10))
+    assert judge.explanation.chosen == "gradient_allreduce"
+    assert "by 5 % than its 200.0 ms a step and than its fastest step, 160.0 ms" in judge.explanation.reason
+    assert {row.verdict for row in judge.explanation.rows if row.measured_s == 0.17} == {"not clearly faster"}
