@@ -115,6 +115,10 @@ def _all() -> list[Contender]:
     def background(model: Model, ranks: int) -> Traffic:
         return bounds.background(model.num_elements, ranks)
 
+    def sparse(model: Model, ranks: int) -> Traffic:
+        every_step = bagua.algorithms.get("sparse_loco", communication_interval=1)
+        return Traffic(every_step.bytes_per_rank(model.num_elements, ranks), min(ranks - 1, 1), after, long)
+
     long = LONG_INTERVAL
     seldom: dict[str, Any] = {"warmup_steps": INTERVAL, "period": INTERVAL}
     return [
@@ -150,6 +154,7 @@ def _all() -> list[Contender]:
             communication_interval=long,
             delay=long // 2,
         ),
+        _ours("sparse_loco", sparse, how={"warmup_steps": long, "period": long}, communication_interval=long),
     ]
 
 

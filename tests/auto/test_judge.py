@@ -102,11 +102,11 @@ def test_the_users_limit_counts() -> None:
 
 def test_settings_whose_loss_was_not_measured_with_the_optimizer_are_left_out() -> None:
     found, _, tried = decide(facts(1e8, family="adam"))
-    assert found.chosen == "bytegrad"
-    assert tried == ["gradient_allreduce", "bytegrad"]
+    assert found.chosen == "bytegrad:codec=int4"
+    assert "bytegrad:codec=sign" not in tried
     verdicts = {row.name: row.verdict for row in found.rows}
-    assert verdicts["bytegrad:codec=int4"] == "loss not measured with this optimizer"
-    assert decide(facts(1e8, family="adam", gap=math.inf))[0].chosen != "bytegrad"
+    assert verdicts["bytegrad:codec=sign"] == "loss not measured with this optimizer"
+    assert "bytegrad:codec=sign" in decide(facts(1e8, family="adam", gap=math.inf))[2]
 
 
 def test_full_precision_stays_if_nothing_measures_up_to_its_prediction() -> None:
@@ -141,7 +141,7 @@ def test_what_the_guard_measures_counts(quality: Quality, verdict: str) -> None:
 
 
 def test_a_large_error_without_feedback_counts() -> None:
-    found, _, _ = decide(facts(1e8, family="adam"), quality=Quality(8, relative_error=0.7))
+    found, _, _ = decide(facts(1e8, family="adam", gap=0.005), quality=Quality(8, relative_error=0.7))
     assert found.chosen == "gradient_allreduce"
     assert {row.name: row.verdict for row in found.rows}["bytegrad"] == "error of the mean is 70 %"
 

@@ -43,4 +43,4 @@ def test_families() -> None:
     assert families_of([torch.optim.SGD(params, lr=0.1), torch.optim.AdamW(params)]) == ("sgd", "adam")
     assert families_of([optim.OneBitLamb(params, lr=0.1, warmup_steps=2)]) == ("sgd", "adam")
     assert gap_of("local_sgd", ("sgd", "adam")) == pytest.approx(0.0623, abs=1e-4)
-    assert gap_of("power_sgd", ("sgd", "adam")) is None
+    assert gap_of("async", ("sgd", "adam")) is None
