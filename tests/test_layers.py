@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "net": set(),
     "bench": {"public", "errors", "comm", "lab", "net"},
     "plan": {"public", "bench", "codecs", "engine", "exchanges", "lab"},
+    "doctor": {"public", "algorithms", "auto", "codecs", "comm", "engine", "errors", "net", "plan"},
     "cli": {"public", "codecs", "errors", "distributed", "net", "signals"},
     "script": {"signals"},
     "sys_perf": {"public"},
@@ -97,8 +98,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 TALKS = {"comm"}
 # Those that name its types, launcher or checkpoints.
 MAY_NAME_TORCH_DISTRIBUTED = {
-    *("backend", "bench", "checkpoint", "cli", "distributed", "interop", "registration", "simulation", "testing"),
-    "torch_api",
+    *("backend", "bench", "checkpoint", "cli", "distributed", "doctor", "interop", "registration", "simulation"),
+    *("testing", "torch_api"),
 }
 
 

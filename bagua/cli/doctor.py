@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -49,11 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print it.
 
     Returns:
-        0; 1 if the compiled libraries are not all there.
+        0; 1 if the compiled libraries are not all there. With `--cluster`, the result of that check.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--cluster" in words:
+        return importlib.import_module("bagua.doctor.main").main(words)
     parser = argparse.ArgumentParser(prog="bagua doctor", description="Check what works on this machine.")
     parser.add_argument("--json", action="store_true", help="for programs")
-    args = parser.parse_args(argv)
+    parser.add_argument("--cluster", action="store_true", help="check all hosts of a job instead: --cluster --help")
+    args = parser.parse_args(words)
     found = examine()
     if args.json:
         print(json.dumps(found, indent=1))

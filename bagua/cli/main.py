@@ -18,7 +18,7 @@ _COMMANDS = {
         "measure training steps on emulated networks, beside DDP, other libraries and the physical bound",
         "bagua.bench.main",
     ),
-    "doctor": ("check what works on this machine, and whether NCCL would load Bagua-Net", "bagua.cli.doctor"),
+    "doctor": ("check what works on this machine; with --cluster, all hosts of a job", "bagua.cli.doctor"),
     "lab": ("an emulated cluster on this machine: bagua lab run --hosts 4 ... -- bagua run ...", "bagua.lab.main"),
     "plan": ("predict the step time of each algorithm on a cluster that is not yet bought", "bagua.plan.main"),
     "run": ("start a script on every rank: torchrun with Bagua's flags", "bagua.distributed.run"),
