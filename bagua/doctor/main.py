@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ COMMAND = "bagua run --nnodes N --rdzv-backend c10d --rdzv-endpoint HOST:29400 -
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MODEL, _COMPUTE_MS, _TIMEOUT_S = "25m", 100.0, 60.0
 _MOST_BYTES = 64 * 2**10  # of a host's report
-_END_S = 5.0
+_MOST_PROBLEM = 300  # characters
+_END_S, _END_WITHOUT_ALL_S = 5.0, 2.0
 _CPU = torch.device("cpu")
 
 
@@ -99,10 +100,11 @@ def _team(rank: int, size: int, port: int, timeout_s: float) -> Team:
         os.environ["MASTER_ADDR"],
         port,
         is_master=serves,
-        timeout=limit if not serves else timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         multi_tenant=True,
     )
+    store.set_timeout(limit)
     return Team(rank, size, dist.PrefixStore(f"bagua/doctor/{attempt}", store), limit, name="doctor")
 
 
@@ -125,11 +127,8 @@ def _check(args: argparse.Namespace, team: Team) -> int:
     clocks, problems = _clocks(team, [node[0] for node in nodes])
     links: Links | None = None
     if team.size > 1:
-        try:
-            links = measure_links(team, nodes, _CPU)
-        except CommunicationError as error:
-            do = "check the firewall between the hosts, and GLOO_SOCKET_IFNAME"
-            problems.append(Finding(True, f"links: {str(error).splitlines()[0]}", (), do))
+        links, failed = _links(args, team, nodes, names_of(hosts))
+        problems += failed
     site = Site(nodes, hosts, links, clocks)
     choices: list[Forecast] = []
     if links is not None and team.rank == 0:
@@ -155,6 +154,32 @@ def _clocks(team: Team, leaders: Sequence[int]) -> tuple[list[Skew], list[Findin
     except CommunicationError as error:
         what = f"clocks could not be compared: {str(error).splitlines()[0]}"
         return [], [Finding(False, what, (), "start it again")]
+
+
+def _links(
+    args: argparse.Namespace, team: Team, nodes: Sequence[Sequence[int]], names: Sequence[str]
+) -> tuple[Links | None, list[Finding]]:
+    """The links, and on rank 0 what each host says of a failure."""
+    links, problem = None, ""
+    try:
+        links = measure_links(replace(team, timeout=timedelta(seconds=args.timeout)), nodes, _CPU)
+    except CommunicationError as error:
+        problem = str(error).splitlines()[0]
+    # By name: ranks that failed in different places have counted different collectives.
+    team.store.set(f"problem/{team.rank}", encode(problem[:_MOST_PROBLEM]))
+    if team.rank:
+        team.store.set(f"measured/{team.rank}", b"1")
+        return links, []
+    late = team.missing_ranks("measured", args.timeout + _END_S)
+    said: dict[str, str] = {}
+    for name, node in zip(names, nodes, strict=True):
+        for rank in node:
+            said[name] = said.get(name) or (
+                "no answer any more" if rank in late else str(decode(team.store.get(f"problem/{rank}")))
+            )
+    do = "check the firewall between the hosts, and GLOO_SOCKET_IFNAME"
+    failed = [Finding(True, f"links could not be measured: {each}", (name,), do) for name, each in said.items() if each]
+    return (None if failed else links), failed
 
 
 def _decoded(rank: int, payload: bytes) -> dict[str, Any]:
@@ -184,10 +209,12 @@ def _end(args: argparse.Namespace, team: Team, choices: list[Forecast], site: Si
         if args.json is not None:
             Path(args.json).write_text(json.dumps(_report(args, site, found, choices), indent=1) + "\n")
         status = int(any(each.wrong for each in found))
-        team.broadcast_bytes("verdict", encode(status))
-        team.missing_ranks("end", _END_S)  # it serves the store: the others read the verdict first
+        team.store.set("verdict", encode(status))
+        team.missing_ranks(
+            "end", _END_S if site.nodes else _END_WITHOUT_ALL_S
+        )  # it serves the store: the others read the verdict first
         return status
-    status = int(decode(team.broadcast_bytes("verdict", None)))
+    status = int(decode(team.store.get("verdict")))
     team.store.set(f"end/{team.rank}", b"1")
     return status
 

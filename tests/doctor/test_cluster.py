@@ -9,6 +9,7 @@ import pytest
 
 from bagua.cli.main import main
 from tests.launch.launching import RUN, Launcher, launch
+from tests.ports import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +60,8 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_two_hosts_of_which_one_does_not_come(tmp_path: Path) -> None:
-    from tests.ports import free_port
-
     env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = ("-m", "bagua.cli.main", "doctor", "--cluster", "--timeout", "1")
@@ -71,9 +71,33 @@ def test_two_hosts_of_which_one_does_not_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_two_hosts(tmp_path: Path) -> None:
-    from tests.ports import free_port
+@pytest.mark.slow
+def test_a_host_that_nobody_serves(tmp_path: Path) -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ended = Launcher(tmp_path, ("-m", "bagua.cli.main", "doctor", "--cluster", "--timeout", "1"), env).wait()
+    assert ended.code == 1 and "bagua doctor: rank 1 of 2: " in ended.err and env["MASTER_PORT"] in ended.err
 
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_host_without_the_interface_is_named(tmp_path: Path) -> None:
+    port = str(free_port())
+    started = []
+    for rank, interface in enumerate(["lo", "missing0"]):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": str(rank)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": interface}
+        words = ("-m", "bagua.cli.main", "doctor", "--cluster", "--timeout", "4")
+        started.append(Launcher(folder, words, env))
+    first, second = (each.wait() for each in started)
+    assert first.code == second.code == 1, (first, second)
+    (line,) = [line for line in first.out.splitlines() if line.startswith("WRONG") and "missing0" in line]
+    assert "#1: links could not be measured" in line and "GLOO_SOCKET_IFNAME" in line
+
+
+@pytest.mark.process
+def test_two_hosts(tmp_path: Path) -> None:
     port = str(free_port())
     started = []
     for rank in range(2):

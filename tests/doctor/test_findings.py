@@ -137,13 +137,8 @@ def test_links_that_differ() -> None:
     assert found.where == ("a", "c") and "333 Mbit/s from a to c" in found.what
     (found,) = findings(site(links=links(one_flow=0.5)))
     assert "one connection" in found.what and found.where == ("a", "b", "c")
-    slow_host = Links(
-        tuple(
-            Link(e.source, e.target, *[3e8 if 2 in (e.source, e.target) else 1e9] * 2, 1e-4) for e in links().between
-        ),
-        (),
-        0.1,
-    )
+    rates = [(a, b, 3e8 if 2 in (a, b) else 1e9) for a in range(3) for b in range(3) if a != b]
+    slow_host = Links(tuple(Link(a, b, rate, rate, 1e-4) for a, b, rate in rates), (), 0.1)
     (found,) = findings(site(links=slow_host))
     assert found.where == ("c",) and "300 Mbit/s at most" in found.what
 
