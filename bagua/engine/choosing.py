@@ -173,7 +173,7 @@ class EngineChoices:
     """Implements `Choosable` for the parts of an engine."""
 
     def __init__(
-        self, training: TrainingParts, exchanges: ExchangeParts, switch: Switch, tally: Tally, probe: Probe | None
+        self, training: TrainingParts, exchanges: ExchangeParts, tally: Tally, probe: Probe | None, switch: Switch
     ) -> None:
         self.team = training.team
         self._state, self._inventory, self._optimizers = training.state, training.inventory, training.optimizers

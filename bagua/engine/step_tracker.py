@@ -75,7 +75,8 @@ class StepTracker:
         self._reducer, self._binding, self._replicas = reducer, binding, replicas
         self._tally, self._probe = tally, probe
         self.chooser = chooser
-        self._choices = EngineChoices(training, exchanges, self, tally, probe)
+        # Made when asked for: what is replaced after a loss must go without the garbage collector, so no cycles here.
+        self._choices = partial(EngineChoices, training, exchanges, tally, probe)
         self._names = list(self._inventory.trainable)
         self._buffers_told = False  # in this step
         self._shadowed = False  # a backward pass of others, in this step
@@ -213,7 +214,7 @@ class StepTracker:
         if binding.tuning is not None:
             binding.tuning.step_ended(binding)
         if self.chooser is not None:
-            self.chooser.step_ended(self._choices)
+            self.chooser.step_ended(self._choices(self))
         for listener in self.listeners.active:
             listener.step_ended(state.step)
         return True
