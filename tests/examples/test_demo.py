@@ -24,7 +24,9 @@ def test_quick_demo(tmp_path: Path) -> None:
         assert row["steps"] == 1437 // 2 // 128
         assert 0 <= row["test_accuracy"] <= 1
         assert row["step_ms"] > row["exposed_ms"] >= 0
-        assert row["mb_per_step"] > 0 or row["algorithm"] in ("async", "diloco", "local_sgd", "sparse_loco"), "a short run"
+        assert row["mb_per_step"] > 0 or row["algorithm"] in ("async", "diloco", "local_sgd", "sparse_loco"), (
+            "a short run"
+        )
         assert row["algorithm"] in done.stdout
     assert rows["bytegrad"]["compression_ratio"] > 3.5
     # DDP's bytes come from the formula, Bagua's from its meter.
