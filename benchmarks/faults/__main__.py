@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=PARTS, help="may be repeated; default: all")
     parser.add_argument("--algorithm", action="append", choices=algorithms(), help="may be repeated; default: all")
     parser.add_argument("--fault", action="append", choices=list(SCENARIOS), help="of tour and peers; may be repeated")
-    parser.add_argument("--faults", type=int, help="of a chaos run (12; 3 with --quick)")
+    parser.add_argument("--faults", type=int, help="of a chaos run (12; 2 with --quick)")
     parser.add_argument("--per-hour", type=float, help=f"of a chaos run ({ANCHOR_PER_HOUR:g}; 1200 with --quick)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and times of faults (%(default)s)")
     parser.add_argument("--step-ms", type=float, default=100.0, help="emulated compute of a step (%(default)s)")
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.table and (args.json is None or not args.json.exists()):
         parser.error("--table needs the --json of a run")
-    args.faults = args.faults or (3 if args.quick else 12)
+    args.faults = args.faults or (2 if args.quick else 12)
     args.per_hour = args.per_hour or (1200.0 if args.quick else ANCHOR_PER_HOUR)
     found: dict[str, Any] = {"rows": [], "chaos": [], "timelines": [], "not_run": []}
     if args.json is not None and args.json.exists():
@@ -153,7 +153,9 @@ def _measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
         mark = {"bandwidth": settings.bandwidth, "table": settings.table, "step_ms": settings.step_ms}
         if not plan.faults:
             if not _has(found["chaos"], algorithm=settings.algorithm, hosts=settings.hosts, faults=args.faults):
-                row, timeline = chaos(settings, args.faults, args.per_hour, args.seed, args.limit)
+                row, timeline = chaos(
+                    settings, args.faults, args.per_hour, args.seed, args.limit, 5.0 if args.quick else 15.0
+                )
                 found["chaos"].append({**row, **mark, **_when()})
                 found["timelines"].append(timeline)
                 _tell(began, found["chaos"][-1], report.chaos_misses)

@@ -21,12 +21,11 @@ from benchmarks.faults.systems import Settings
 __all__ = ["ANCHOR_PER_HOUR", "chaos", "growth", "lost_s"]
 
 ANCHOR_PER_HOUR = 125.0  # the rate of ft-diloco's public chaos run, 32 replicas
-_CALM_S = 15.0  # without faults, before the first one and after the last one
 _LEAST = 3  # hosts that train are never fewer by a fault
 
 
 def chaos(
-    settings: Settings, faults: int, per_hour: float, seed: int, limit_s: float = 180.0
+    settings: Settings, faults: int, per_hour: float, seed: int, limit_s: float = 180.0, calm_s: float = 15.0
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train under `faults` faults, then the same number of steps without any.
 
@@ -35,6 +34,7 @@ def chaos(
     Args:
         per_hour: of the Poisson process.
         seed: of times and victims.
+        calm_s: without faults, before the first one and after the last one.
 
     Returns:
         a row, and what each host did, for the timeline.
@@ -48,13 +48,13 @@ def chaos(
         try:
             job.await_everyone(0.0)
             began = time.monotonic()
-            time.sleep(_CALM_S)
+            time.sleep(calm_s)
             first = time.monotonic()
             _inject(job, done, rng, faults, per_hour)
             over = time.monotonic()
             job.await_everyone(over)
             settled = time.monotonic()
-            time.sleep(_CALM_S)
+            time.sleep(calm_s)
             steps = job.last_step().step + 20
             job.stop_at(steps)
             codes = job.await_end()
