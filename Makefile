@@ -6,6 +6,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-fast test-interop test-deploy dist-check lint bench gpu docs docs-check clean
 
+# With it every process of every test compiles the library and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 # More arguments for every pip call, e.g. PIP_ARGS="--index-url ..." for a build of torch of your choice.
 PIP_ARGS ?=
@@ -67,7 +70,8 @@ $(INTEROP_STAMP): pyproject.toml constraints-dev.txt
 	@touch $@
 
 test-interop: $(INTEROP_STAMP)  ## Hugging Face and loggers of metrics, which `make test` skips; in .venv-interop
-	$(INTEROP_VENV)/bin/python -m pytest -q -rs --dist loadfile -n 2 tests/interop tests/examples/test_hugging_face.py $(PYTEST_ARGS)
+	$(INTEROP_VENV)/bin/python -m pytest -q -rs --dist loadfile -n 2 tests/interop tests/examples/test_hugging_face.py \
+		tests/examples/test_squad_training.py $(PYTEST_ARGS)
 
 # skypilot and torchx pin old versions of much, so no constraints here.
 $(DEPLOY_STAMP): pyproject.toml constraints-dev.txt

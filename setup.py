@@ -72,6 +72,7 @@ def sources(folder: str, ending: str) -> list[str]:
 
 
 CSRC = "bagua/codecs/csrc"
+MESH = "bagua/comm/csrc"
 NET = "bagua/net/csrc"
 KERNELS = ("eden", "int4", "mean", "minmax_uint8", "sign", "top_k")
 LIBRARIES = [
@@ -93,6 +94,13 @@ LIBRARIES = [
 ]
 if sys.platform == "linux":
     LIBRARIES += [
+        Library(
+            name="bagua.comm._mesh",
+            units=[(source, []) for source in sources(MESH, ".cpp")],
+            depends=[*sources(MESH, ".h"), f"{CSRC}/abi.h"],
+            without='there will be no transport "native"',
+            ldflags=("-pthread",),
+        ),
         Library(
             name="bagua.net.libnccl-net-bagua",
             units=[(source, []) for source in sources(NET, ".cpp")],
@@ -239,7 +247,7 @@ setup(
     ],
     exclude_package_data={
         "": ["csrc/*", "csrc/driver/*"],
-        **{f"bagua.{part}.csrc": ["*"] for part in ("codecs", "lab", "net")},
+        **{f"bagua.{part}.csrc": ["*"] for part in ("codecs", "comm", "lab", "net")},
         "bagua.net.csrc.driver": ["*"],
     },
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel, "sdist": ReproducibleSdist},

@@ -44,7 +44,7 @@ class BaguaTraining(_Base):
         timeout: how long to wait for a rank; None is torch's default.
         start_method: how Lightning starts processes: "popen", "spawn", "fork" or "forkserver".
         **bagua_kwargs: options of the algorithm, and of `bagua.distribute`: bucket_bytes, num_lanes, hierarchical,
-            guard, broadcast_buffers, static_graph, gradient_as_bucket_view.
+            guard, broadcast_buffers, static_graph, gradient_as_bucket_view, rank_order.
 
     Raises:
         ValueError, TypeError: an argument is unknown or cannot act; names it.

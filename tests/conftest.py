@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fork_server import ForkServer
 from tests.rank_pool import RankPool
 from tests.tiers import assign_tier, holds_no_unit_test, install_guard, running, tier_of, wants_unit_tests_only
 
@@ -50,9 +51,17 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[RankPool]:
+def fork_server() -> Iterator[ForkServer]:
+    """One for all tests of this process: it imports torch, which takes seconds of processor time."""
+    made = ForkServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Processes that stand for ranks."""
-    made = RankPool()
+    made = RankPool(None if torch.cuda.is_available() else request.getfixturevalue("fork_server"))
     yield made
     made.close()
 

@@ -29,12 +29,17 @@ from tests.fork_server import ForkServer
 
 
 class RankPool:
-    """`pool.run(size, function, *args)` calls `function(*args)` on `size` ranks with `torch.distributed` ready."""
+    """`pool.run(size, function, *args)` calls `function(*args)` on `size` ranks with `torch.distributed` ready.
 
-    def __init__(self) -> None:
+    Args:
+        server: forks every second rank, and is left open; None spawns all of them, as CUDA needs.
+    """
+
+    def __init__(self, server: ForkServer | None) -> None:
         self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
-        self._servers: list[ForkServer] = []
+        self._shared = server
+        self._own: ForkServer | None = None
         self._jobs = itertools.count()
 
     def run(
@@ -97,9 +102,8 @@ class RankPool:
     def close(self) -> None:
         """End all processes."""
         self._kill()
-        for server in self._servers:
-            server.close()
-        self._servers.clear()
+        if self._own is not None:
+            self._own.close()
 
     def _kill(self) -> None:
         workers, self._workers = self._workers, []
@@ -108,12 +112,11 @@ class RankPool:
 
     def _next_server(self) -> ForkServer | None:
         """Two take turns, so that not all ranks hash strings alike: a job that depends on the order of a set fails."""
-        if torch.cuda.is_available():
-            return None
-        rank = len(self._workers)
-        if rank >= len(self._servers) and len(self._servers) < 2:
-            self._servers.append(ForkServer())
-        return self._servers[rank % 2]
+        if self._shared is None or len(self._workers) % 2 == 0:
+            return self._shared
+        if self._own is None:
+            self._own = ForkServer()
+        return self._own
 
 
 class _Worker:

@@ -32,7 +32,8 @@ class Auto(Algorithm):
         max_loss_gap: how much worse than `DistributedDataParallel` a setting may learn, as a fraction of the loss. A
             setting whose loss was not measured with the optimizer's family is chosen only if this is infinite.
             None: 0.02 for "exact" and "lossy", 0.04 for the others.
-        adapt: choose again when the rate of a link has halved or doubled for good.
+        adapt: choose again when the rate of a link has halved or doubled for good, and take the next finer or coarser
+            number of bits, or rank, when exchanges change less.
 
     Raises:
         ValueError: names the argument that is wrong.

@@ -287,6 +287,10 @@ class Algorithm:
         """The payload, and those of algorithms that it switches to."""
         return {self.payload}
 
+    def at_step(self, step: int) -> Algorithm:
+        """The algorithm in force once `step` steps are completed: another one, if this one only schedules."""
+        return self
+
     @property
     def uneven(self) -> str:
         """Why ranks cannot train on different numbers of batches (`bagua.join`), or ""."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep, Payload
@@ -15,6 +16,7 @@ from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.options import check_number
 from bagua.algorithms.registry import register
+from bagua.algorithms.second_moment import check_scalable, rescale_second_moments, set_up_second_moments
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 
@@ -48,6 +50,8 @@ class DiLoCo(Algorithm):
         mixing: a in x = (1 - a) anchor + a x, the share kept of the inner steps made during the delay. None is 0
             without a delay and 0.5 with one, as in the paper.
         hierarchical: sum within each node first; None means False.
+        scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept.
 
     Bytes: those of the exchange, once per H steps; peaks are 1/fragments of a round.
     Source: arXiv:2311.08105 (DiLoCo), algorithm 1; arXiv:2501.18512 (Streaming DiLoCo), algorithm 2: fragments,
@@ -65,7 +69,7 @@ class DiLoCo(Algorithm):
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     payload_kind: ClassVar[Payload] = Payload.PARAM
     lost_step: ClassVar[LostStep | None] = LostStep.REPEAT
-    kept: ClassVar[tuple[str, ...]] = ("anchor", "momentum", "launched_at")
+    kept: ClassVar[tuple[str, ...]] = ("anchor", "momentum", "launched_at", "second_moment", "adam_steps")
 
     communication_interval: int = 64
     outer_lr: float = 0.7
@@ -77,6 +81,7 @@ class DiLoCo(Algorithm):
     delay: int = 0
     mixing: float | None = None
     hierarchical: bool | None = None
+    scale_second_moment: bool = False
 
     def __post_init__(self) -> None:
         check_interval("communication_interval", self.communication_interval)
@@ -122,6 +127,11 @@ class DiLoCo(Algorithm):
         """The exchange's, spread over the interval."""
         return self.exchange.bytes_per_rank(n, size) / self.communication_interval
 
+    def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """An optimizer must have second moments where they are to be corrected."""
+        if self.scale_second_moment:
+            check_scalable(optimizers)
+
     def setup(self, ctx: Context) -> None:
         """Keep the weights as the first anchor.
 
@@ -134,6 +144,8 @@ class DiLoCo(Algorithm):
                 "lower bucket_bytes or fragments"
             )
         ctx.prepare(self.exchange)
+        if self.scale_second_moment:
+            set_up_second_moments(ctx)
         for bucket in ctx.buckets:
             wide = bucket.flat.element_size() >= 4
             anchor = ctx.tensor("anchor", bucket, bucket.flat if wide else bucket.flat.float())
@@ -145,6 +157,8 @@ class DiLoCo(Algorithm):
 
     def on_step_end(self, ctx: Context) -> None:
         """Finish the round that is due, then begin the one that is due; at once without a delay."""
+        if self.scale_second_moment:
+            rescale_second_moments(ctx)
         step = ctx.step + 1
         if self.delay:
             begun = step - self.delay

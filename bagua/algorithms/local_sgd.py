@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
+
+import torch
+from torch import nn
 
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Context, Exactness, LostStep, Payload
 from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
+from bagua.algorithms.second_moment import check_scalable, rescale_second_moments, set_up_second_moments
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 
@@ -28,6 +33,8 @@ class LocalSGD(Algorithm):
         communication_interval: steps between two averages.
         hierarchical: sum within each node first; None means False.
         codec: "identity" or a linear codec.
+        scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept.
 
     Bytes: 2 (R-1)/R times the weights, once per interval.
     Source: arXiv:1805.09767 (local SGD), algorithm 1; arXiv:1808.07217 (post-local SGD).
@@ -42,10 +49,12 @@ class LocalSGD(Algorithm):
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     payload_kind: ClassVar[Payload] = Payload.PARAM
     lost_step: ClassVar[LostStep | None] = LostStep.REPEAT
+    kept: ClassVar[tuple[str, ...]] = ("second_moment", "adam_steps")
 
     communication_interval: int = 8
     hierarchical: bool | None = None
     codec: str | Codec = "identity"
+    scale_second_moment: bool = False
 
     def __post_init__(self) -> None:
         check_interval("communication_interval", self.communication_interval)
@@ -65,8 +74,21 @@ class LocalSGD(Algorithm):
         """The exchange's, spread over the interval."""
         return self.exchange.bytes_per_rank(n, size) / self.communication_interval
 
+    def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """An optimizer must have second moments where they are to be corrected."""
+        if self.scale_second_moment:
+            check_scalable(optimizers)
+
+    def setup(self, ctx: Context) -> None:
+        """Prepare the exchange; the second moments at hand are taken as they are."""
+        ctx.prepare(self.exchange)
+        if self.scale_second_moment:
+            set_up_second_moments(ctx)
+
     def on_step_end(self, ctx: Context) -> None:
         """Average after every `communication_interval`-th step."""
+        if self.scale_second_moment:
+            rescale_second_moments(ctx)
         if (ctx.step + 1) % self.communication_interval:
             return
         if not ctx.repeats:

@@ -18,7 +18,7 @@ from bagua.algorithms.registry import register
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, LerpHook, mix
 from bagua.optim import QAdam as QAdamOptimizer
-from bagua.optim import TwoStage
+from bagua.optim import TwoStage, WarmedUp
 
 __all__ = ["MomentumAverage", "QAdam"]
 
@@ -129,8 +129,26 @@ class MomentumAverage(Algorithm):
         )
 
     def on_backward_end(self, ctx: Context) -> None:
-        """The optimizer needs the means."""
+        """The optimizer needs the means; where it is to end its warm-up, all ranks must find so."""
+        optimizer = self.optimizer(ctx)
+        if isinstance(optimizer, WarmedUp) and optimizer.awaits_verdict:
+            self._agree(ctx, optimizer)
         ctx.wait()
+
+    def _agree(self, ctx: Context, optimizer: WarmedUp) -> None:
+        """Reject the optimizer's last test unless it holds on all ranks."""
+        bucket = min(ctx.buckets, key=lambda each: each.flat.numel())
+        votes = ctx.scratch("votes", bucket).fill_(float(optimizer.stable))
+        ctx.launch(self.exact, bucket, votes)
+        ctx.wait()
+        unanimous = bool(votes[0] == 1)
+        if not unanimous:
+            optimizer.reject_test()
+        elif optimizer.stable:
+            ctx.notice(
+                f"{self.name}: the warm-up ends after {optimizer.num_steps} steps: within {optimizer.window} steps the "
+                f"norm of the second moment has changed by {100 * (1 - (optimizer.variance_ratio or 0.0)):.1f} % only"
+            )
 
 
 def _through(momenta: Sequence[tuple[Tensor, float] | None]) -> LerpHook:
@@ -143,7 +161,8 @@ def _through(momenta: Sequence[tuple[Tensor, float] | None]) -> LerpHook:
 class QAdam(MomentumAverage):
     """Adam whose workers average 8-bit (or 1-bit) momenta. Needs the optimizer `bagua.optim.QAdam`.
 
-    For the optimizer's `warmup_steps` steps every rank steps with the exact mean gradient, as Adam. Then the
+    For the optimizer's `warmup_steps` steps every rank steps with the exact mean gradient, as Adam. With "auto" these
+    are as many as the second moment needs to become stable; a notice in `bagua.stats` and in the log says so. Then the
     second moment is fixed, and the ranks average quantised momenta:
 
         m = mean over ranks of Q(b1 m + (1 - b1) g_i),    x -= lr / (1 - b1^k) * m / (sqrt(v) / c + eps)

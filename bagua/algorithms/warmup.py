@@ -18,8 +18,8 @@ __all__ = ["Warmup"]
 class Warmup(Algorithm):
     """Run `first` for `steps` training steps, then `then`.
 
-    It only schedules the switch; each of the two runs as if it were used alone. With `fault_tolerant` both must be
-    algorithms that skip a lost step.
+    It only schedules the switch; each of the two runs as if it were used alone. With `fault_tolerant` the first one
+    must be an algorithm that skips a lost step, and the second one, too, or one that exchanges weights every few steps.
 
     Args:
         steps: training steps with `first`; 0 starts with `then`.
@@ -42,13 +42,19 @@ class Warmup(Algorithm):
             raise ValueError(f"Warmup: steps must be an integer >= 0, got {self.steps!r}")
         object.__setattr__(self, "first", get(self.first))
         object.__setattr__(self, "then", get(self.then))
-        # One rule for both: a loss at the switch finds ranks on either side of it.
-        skip = all(part.lost_step is LostStep.SKIP for part in self._parts)
-        object.__setattr__(self, "lost_step", LostStep.SKIP if skip else None)
+        # A loss at the switch finds ranks on either side of it.
+        first, then = self._parts
+        periodic = then.lost_step is LostStep.REPEAT and then.payload is Payload.PARAM
+        survives = first.lost_step is LostStep.SKIP and (then.lost_step is LostStep.SKIP or periodic)
+        object.__setattr__(self, "lost_step", then.lost_step if survives else None)
 
     @property
     def _parts(self) -> tuple[Algorithm, Algorithm]:
         return get(self.first), get(self.then)
+
+    def at_step(self, step: int) -> Algorithm:
+        """`first` or `then`."""
+        return self._parts[0 if step < self.steps else 1].at_step(step)
 
     @property
     def payload(self) -> Payload:

@@ -22,8 +22,11 @@ class Candidate:
         row: of the benchmark that measured its loss, or a row that bounds it: more steps between two averages, or a
             lower rank.
         options: of the algorithm.
-        feedback: the compression error of a step is added to the next, so that a large one is no sign of harm.
+        feedback: the compression error of a step is added to the next, or averages out as it is unbiased, so that a
+            large one is no sign of harm.
         period: steps after which the pattern of steps repeats.
+        ladder: whose rungs differ in precision only; "" for none.
+        rung: on it, bits of an element or a rank; higher is more precise.
     """
 
     algorithm: str
@@ -32,6 +35,8 @@ class Candidate:
     options: Mapping[str, Any] = field(default_factory=dict)
     feedback: bool = False
     period: int = 1
+    ladder: str = ""
+    rung: int = 0
 
     @property
     def name(self) -> str:
@@ -61,6 +66,16 @@ def _local(algorithm: str, row: str, interval: int) -> Candidate:
     return Candidate(algorithm, "periodic", row, options, period=interval)
 
 
+def _bits(bits: int, codec: str, row: str) -> Candidate:
+    options = {"codec": codec} if codec else {}
+    return Candidate("bytegrad", "lossy", row, options, feedback=bits < 8, ladder="bits", rung=bits)
+
+
+def _low_rank(rank: int) -> Candidate:
+    # The tasks of the benchmark have matrices so small that rank 16 leaves most of them whole: rank 4 bounds it.
+    return Candidate("power_sgd", "lossy", "power_sgd", {"rank": rank}, feedback=True, ladder="rank", rung=rank)
+
+
 def _gossip(algorithm: str, row: str, **options: Any) -> Candidate:
     return Candidate(algorithm, "decentralized", row, options)
 
@@ -68,13 +83,14 @@ def _gossip(algorithm: str, row: str, **options: Any) -> Candidate:
 CANDIDATES: tuple[Candidate, ...] = (
     EXACT,
     Candidate("gradient_allreduce", "exact", "gradient_allreduce", {"hierarchical": True}),
-    Candidate("gradient_allreduce", "lossy", "gradient_allreduce bf16", {"codec": "bf16"}),
-    Candidate("bytegrad", "lossy", "bytegrad"),
-    Candidate("bytegrad", "lossy", "bytegrad int4 + feedback", {"codec": "int4"}, feedback=True),
+    Candidate("gradient_allreduce", "lossy", "gradient_allreduce bf16", {"codec": "bf16"}, rung=16),
+    _bits(8, "", "bytegrad"),
+    _bits(4, "int4", "bytegrad int4 + feedback"),
+    _bits(2, "eden:bits=2", "bytegrad eden 2 bits"),
+    _bits(1, "eden:bits=1", "bytegrad eden 1 bit"),
     Candidate("bytegrad", "lossy", "bytegrad sign + feedback", {"codec": "sign"}, feedback=True),
     Candidate("bytegrad", "lossy", "bytegrad top_k + feedback", {"codec": "top_k"}, feedback=True),
-    Candidate("power_sgd", "lossy", "power_sgd", {"rank": 4}, feedback=True),
-    Candidate("power_sgd", "lossy", "power_sgd", {"rank": 16}, feedback=True),
+    *(_low_rank(rank) for rank in (4, 16, 64)),
     _local("local_sgd", "local_sgd", 2),
     _local("local_sgd", "local_sgd", 4),
     _local("local_sgd", "local_sgd", 8),

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from bagua.algorithms.auto import Auto
-from bagua.auto.candidates import NEED_OPTIMIZER, Candidate
+from bagua.auto.candidates import NEED_OPTIMIZER
 from bagua.auto.explanation import Explanation, Row, describe_rate
+from bagua.auto.facts import Facts, StepTimes
 from bagua.auto.links import Links
-from bagua.auto.loss_gaps import gap_of
-from bagua.bench.models import Layer, Model
+from bagua.auto.ranking import ALIKE, MARGIN, Ranking
+from bagua.auto.watch import DRIFT
 from bagua.engine import Quality
-from bagua.plan import CPU, GPU, Cluster, Workload, predict
 
-__all__ = ["MARGIN", "Facts", "Judge", "Order", "Outcome", "StepTimes"]
+__all__ = ["Judge", "Order", "Outcome"]
 
-MARGIN = 0.05  # by which a setting must beat full precision, predicted and measured
-_ALIKE = 0.03  # settings within this of the fastest count as equally fast: the one that learns best is taken
 _FINALISTS, _FINALISTS_AGAIN = 3, 2
 _MOST_TRIAL_STEPS = 31  # with those in full precision fewer than 40
 _SKIPPED_AT_FIRST, _MEASURED_AT_FIRST = 2, 4
@@ -28,72 +24,6 @@ _MEASURED = 4
 _MOST_ERROR = 0.5  # of the mean, without error feedback
 _LEAST_COSINE = 0.05  # with it, as `bagua.Guard`
 _MOST_CONSENSUS = 0.1
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one step on one rank.
-
-    Attributes:
-        step_s: from the first forward pass to the end of the optimizer's step.
-        exposed_s: of it, waiting for communication.
-        forward_s: until the synchronised backward pass.
-        optimizer_s: the optimizer's step.
-    """
-
-    step_s: float
-    exposed_s: float
-    forward_s: float
-    optimizer_s: float
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What does not change while candidates are tried.
-
-    Attributes:
-        auto: the user's options.
-        nodes: ranks by node.
-        candidates: all of the allowed classes; the first one is exact.
-        links: as measured.
-        shapes: of parameters, in the order of the forward pass.
-        families: of the optimizers.
-        cores: of the CPU, that a rank has.
-        gpu: ranks train on GPUs.
-    """
-
-    auto: Auto
-    nodes: tuple[tuple[int, ...], ...]
-    candidates: tuple[Candidate, ...]
-    links: Links
-    shapes: Mapping[str, tuple[int, ...]]
-    families: tuple[str, ...]
-    cores: float
-    gpu: bool = False
-
-    @property
-    def cluster(self) -> Cluster:
-        """Nodes and links, for the simulation."""
-        links, hosts = self.links, len(self.nodes)
-        within = Links(links.within, (), 0.0) if links.within else None
-        return Cluster(
-            hosts=hosts,
-            devices=max(len(node) for node in self.nodes),
-            bandwidth=links.bandwidth if hosts > 1 else math.inf,
-            latency=links.latency_s if hosts > 1 else 0.0,
-            inner_bandwidth=within.bandwidth if within is not None else math.inf,
-            inner_latency=within.latency_s if within is not None else 0.0,
-            cores=max(self.cores, 0.25),
-        )
-
-    @property
-    def model(self) -> Model:
-        """Parameters by the module that holds them; arithmetic in proportion to their number."""
-        layers: list[Layer] = []
-        for owner, names in itertools.groupby(self.shapes, key=lambda name: name.rpartition(".")[0]):
-            shapes = tuple(self.shapes[name] for name in names)
-            layers.append(Layer(owner or "module", shapes, max(1, sum(math.prod(shape) for shape in shapes))))
-        return Model("module", tuple(layers))
 
 
 @dataclass(frozen=True)
@@ -141,16 +71,17 @@ class Judge:
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        self._limits = [facts.auto.limit(each.kind) for each in facts.candidates]
-        self._gaps = [gap_of(each.row, facts.families) for each in facts.candidates]
-        self._predicted: list[float | None] = [None] * len(facts.candidates)
+        self._ranking = Ranking(facts)
         self._measured: dict[int, float] = {}
-        self._barred: dict[int, str] = {}  # for good
+        self._samples: dict[int, list[list[StepTimes]]] = {}  # of each rank, all trials together
+        self._trial_steps = 0
+        self._run_off = False
         self._fastest_exact_s = math.inf
         self._compute_s = self._exposed_s = 0.0
         self._order = Order(0)
         self._left: list[int] = []
-        self._slowest: Sequence[StepTimes] = ()
+        self._slower = 1.0  # than measured, as far as fine steps know
+        self._refined: tuple[int, float] | None = None  # what was left in a fine step, and its seconds of a step
         self._current: int | None = None  # what ran until the links changed
         self._changed = ""
         self.explanation = Explanation(
@@ -172,16 +103,19 @@ class Judge:
         """The order after `outcome`, which is that of the order before."""
         position = self._order.candidate
         for each, why in outcome.excluded.items():
-            self._barred.setdefault(each, why)
+            self._ranking.barred.setdefault(each, why)
         if outcome.problem:
-            self._barred[position] = outcome.problem
+            self._ranking.barred[position] = outcome.problem
         else:
-            self._measured[position] = _step_s(outcome.ranks, self._facts.candidates[position].period)
+            known = self._samples.setdefault(position, [[] for _ in outcome.ranks])
+            for before, rank in zip(known, outcome.ranks, strict=True):
+                before += rank
+            self._measured[position] = _step_s(known, self._facts.candidates[position].period)
             self._judge_quality(position, outcome.quality)
-        if position == 0 and self._current is None:
-            self._after_exact(outcome)
-        elif position == 0 and not outcome.problem:
-            self._fastest_exact_s = max(min(each.step_s for each in rank) for rank in outcome.ranks)
+        if position == 0 and not outcome.problem:
+            self._fastest_exact_s = max(min(each.step_s for each in rank) for rank in self._samples[0])
+            if self._current is None and not self._run_off:
+                self._after_exact(outcome)
         return self._go_on(outcome.step)
 
     def again(self, links: Links, step: int, current_s: float) -> Order:
@@ -189,81 +123,107 @@ class Judge:
 
         Compute is taken to be as before. Up to two settings are tried, and full precision if they would not gain.
         """
-        now, before = links.bandwidth, self._facts.links.bandwidth
+        now, before = links.ring_bandwidth, self._facts.links.ring_bandwidth
         self._changed = f"links changed from {describe_rate(before)} to {describe_rate(now)}: "
-        self._facts = replace(self._facts, links=links)
+        self._facts = self._ranking.facts = replace(self._facts, links=links)
         self.explanation = replace(self.explanation, links=links)
         current = self._current = self._order.candidate
+        self._slower, self._refined = 1.0, None
+        self._samples = {}
         self._measured = {current: current_s}
         self._fastest_exact_s = math.inf  # that was over the links of before
-        self._predict()
-        own = self._predicted[current]
+        self._ranking.predict()
+        own = self._ranking.predicted[current]
         bar_s = math.inf if own is None else (1 - MARGIN) * own
-        exact_s, promising = self._predicted[0], self._promising(bar_s, besides=current)
-        finalists = [position for _, position in promising[:_FINALISTS_AGAIN]]
+        exact_s, promising = self._ranking.predicted[0], self._ranking.promising(bar_s, besides=current)
+        finalists = self._ranking.varied([position for _, position in promising])[:_FINALISTS_AGAIN]
         least_s = min([own or math.inf, *(predicted for predicted, _ in promising)])
         if current and exact_s is not None and (1 - MARGIN) * exact_s <= least_s:
             finalists = [0, *finalists[: _FINALISTS_AGAIN - 1]]
         self._left = finalists
         return self._go_on(step)
 
+    def refine(self, slower: float, step: int, current_s: float) -> Order:
+        """A setting finer or coarser by one rung, or the one in force, after exchanges have changed a little.
+
+        There is no trial: predictions decide, and what the step before this one has brought.
+
+        Args:
+            slower: time of exchanges by that at the last choice; below 1 if they are faster.
+            step: training steps completed.
+            current_s: seconds of a step now.
+        """
+        current, before = self._order.candidate, self._refined
+        coarser, finer = self._ranking.neighbours(current)
+        own_s = self._ranking.step_s(current, self._slower * slower)
+        chosen, why = current, ""
+        # Steps that became longer with the links say nothing against a coarser setting.
+        comparable = before is not None and (before[0] == coarser or (before[0] == finer and slower < DRIFT))
+        if before is not None and comparable and current_s > (1 + MARGIN) * before[1]:
+            chosen, why = before[0], f"steps took {1e3 * before[1]:.1f} ms with it, and {1e3 * current_s:.1f} ms since"
+        elif own_s is not None and slower >= DRIFT and coarser is not None:
+            there_s = self._ranking.step_s(coarser, self._slower * slower)
+            if there_s is not None and there_s < (1 - MARGIN) * own_s:
+                chosen, why = coarser, f"exchanges take {slower:.2f} times as long"
+        elif own_s is not None and slower <= 1 / DRIFT and finer is not None:
+            there_s = self._ranking.step_s(finer, self._slower * slower)
+            if there_s is not None and there_s <= (1 + ALIKE) * own_s:
+                chosen, why = finer, f"exchanges take {slower:.2f} of their time"
+        turns_back = before is not None and chosen == before[0]
+        if chosen == current:
+            self._refined = None  # what the last fine step brought has been judged
+            return self._order
+        self._slower *= slower
+        self._refined = None if turns_back else (current, current_s)
+        self._measured = {current: current_s}
+        self._order = Order(chosen)
+        names = [self._facts.candidates[each].name for each in (current, chosen)]
+        self._explain("settled", names[1], f"{names[1]} instead of {names[0]}, a fine step: {why}.", step)
+        return self._order
+
     # -- ranking -------------------------------------------------------------------------------------------------
 
     def _after_exact(self, outcome: Outcome) -> None:
         ranks = outcome.ranks
-        self._fastest_exact_s = max(min(each.step_s for each in rank) for rank in ranks)
         slowest = max(ranks, key=lambda rank: statistics.median(each.step_s - each.exposed_s for each in rank))
         # The rank that computes longest waits least: its wait is the exchange's, and not that for slower ranks.
         self._compute_s = statistics.median(each.step_s - each.exposed_s for each in slowest)
         self._exposed_s = max(0.0, self._measured[0] - self._compute_s)
-        self._slowest = slowest
-        self._predict()
-        self._exclude()
+        self._ranking.know(slowest, self._compute_s)
+        self._ranking.exclude()
         self._left = self._finalists()
-
-    def _predict(self) -> None:
-        rank = self._slowest
-        forward_s = statistics.median(each.forward_s for each in rank)
-        optimizer_s = statistics.median(each.optimizer_s for each in rank)
-        passes_s = max(self._compute_s - optimizer_s, 0.0)
-        workload = Workload(self._facts.model, passes_s, min(forward_s, passes_s), optimizer_s)
-        costs, cluster = GPU if self._facts.gpu else CPU, self._facts.cluster
-        for position, each in enumerate(self._facts.candidates):
-            try:
-                self._predicted[position] = predict(each.name, workload, cluster, costs).step_s
-            except ValueError:  # the simulation does not know its course
-                self._predicted[position] = None
-
-    def _exclude(self) -> None:
-        for position, (gap, limit) in enumerate(zip(self._gaps, self._limits, strict=True)):
-            if gap is None and limit < math.inf:
-                self._barred.setdefault(position, "loss not measured with this optimizer")
-            elif gap is not None and gap > limit:
-                text = f"learns worse than the limit of {100 * limit:.1f} %"
-                self._barred.setdefault(position, text)
 
     def _finalists(self) -> list[int]:
         """The candidates that are tried, the fastest prediction first."""
-        exact = self._predicted[0] or math.inf
+        exact = self._ranking.predicted[0] or math.inf
         if self._exposed_s <= MARGIN * self._measured[0]:
             return []
         found: list[int] = []
-        steps = 0
-        for _, position in self._promising((1 - MARGIN) * exact):
-            order = self._trial(position)
-            if len(found) < _FINALISTS and steps + order.skip + order.count <= _MOST_TRIAL_STEPS:
+        for position in self._ranking.varied(
+            [position for _, position in self._ranking.promising((1 - MARGIN) * exact)]
+        ):
+            steps = self._steps_of(position)
+            if len(found) < _FINALISTS and self._trial_steps + steps <= _MOST_TRIAL_STEPS:
                 found.append(position)
-                steps += order.skip + order.count
+                self._trial_steps += steps
         return found
 
-    def _promising(self, bar_s: float, besides: int = 0) -> list[tuple[float, int]]:
-        """Predictions below `bar_s` of what is not barred or exact, the fastest first, with their positions."""
-        return sorted(
-            (predicted, position)
-            for position, predicted in enumerate(self._predicted)
-            if position not in (0, besides) and position not in self._barred
-            if predicted is not None and predicted < bar_s
+    def _steps_of(self, position: int) -> int:
+        order = self._trial(position)
+        return order.skip + order.count
+
+    def _doubtful(self) -> list[int]:
+        """The two fastest, if steps of the slower one were faster than steps of the other, and steps are left."""
+        ranked = sorted(
+            (seconds, each) for each, seconds in self._measured.items() if not each or each not in self._ranking.barred
         )
+        if len(ranked) < 2:
+            return []
+        fast, slow = (position for _, position in ranked[:2])
+        if min(_ends(self._samples[slow])) >= max(_ends(self._samples[fast])):
+            return []
+        steps = self._steps_of(fast) + self._steps_of(slow)
+        return [slow, fast] if self._trial_steps + steps <= _MOST_TRIAL_STEPS else []
 
     def _trial(self, position: int) -> Order:
         candidate = self._facts.candidates[position]
@@ -274,11 +234,11 @@ class Judge:
             return
         candidate = self._facts.candidates[position]
         if quality.consensus > _MOST_CONSENSUS:
-            self._barred[position] = f"weights differ by {100 * quality.consensus:.0f} %"
+            self._ranking.barred[position] = f"weights differ by {100 * quality.consensus:.0f} %"
         elif candidate.feedback and quality.cosine < _LEAST_COSINE:
-            self._barred[position] = f"cosine to the exact mean is {quality.cosine:.2f}"
+            self._ranking.barred[position] = f"cosine to the exact mean is {quality.cosine:.2f}"
         elif not candidate.feedback and quality.relative_error > _MOST_ERROR:
-            self._barred[position] = f"error of the mean is {100 * quality.relative_error:.0f} %"
+            self._ranking.barred[position] = f"error of the mean is {100 * quality.relative_error:.0f} %"
 
     # -- what is next --------------------------------------------------------------------------------------------
 
@@ -288,6 +248,11 @@ class Judge:
             trying = self._facts.candidates[self._order.candidate].name
             self._explain("trying", trying, f"{trying} is tried for some steps", step)
             return self._order
+        if self._current is None and not self._run_off:
+            self._run_off = True
+            self._left = self._doubtful()
+            if self._left:
+                return self._go_on(step)
         chosen = self._best()
         self._order = Order(chosen)
         name = self._facts.candidates[chosen].name
@@ -299,19 +264,19 @@ class Judge:
         bar_s = min((1 - MARGIN) * exact_s, self._fastest_exact_s) if 0 in self._measured else math.inf
         stays = 0 if current is None else current
         if current:  # it stays unless another one beats it clearly, or full precision is as good
-            if self._measured[current] >= bar_s or current in self._barred:
+            if self._measured[current] >= bar_s or current in self._ranking.barred:
                 stays = 0 if 0 in self._measured else stays
             bar_s = min(bar_s, (1 - MARGIN) * self._measured[current])
         found = [
             (seconds, position)
             for position, seconds in self._measured.items()
-            if position and position not in self._barred and seconds < bar_s
+            if position and position not in self._ranking.barred and seconds < bar_s
         ]
         if not found:
             return stays
         fastest_s = min(found)[0]
-        alike = [(seconds, position) for seconds, position in found if seconds <= (1 + _ALIKE) * fastest_s]
-        return min(alike, key=lambda each: (self._gaps[each[1]] or 0.0, each[0]))[1]
+        alike = [(seconds, position) for seconds, position in found if seconds <= (1 + ALIKE) * fastest_s]
+        return min(alike, key=lambda each: (*self._ranking.learns(each[1]), each[0]))[1]
 
     def _reason(self, chosen: int) -> str:
         worse = self._faster_but_worse(chosen)
@@ -323,7 +288,7 @@ class Judge:
             )
         exact_s = self._measured[0]
         if chosen:
-            gap = self._gaps[chosen]
+            gap = self._ranking.gaps[chosen]
             learns = "a loss gap that was not measured" if gap is None else f"a loss gap of {100 * gap:.1f} %"
             chosen_s = self._measured[chosen]
             return (
@@ -346,40 +311,45 @@ class Judge:
 
     def _faster_but_worse(self, chosen: int) -> str:
         """What would be faster, but learns worse than the limit."""
-        least = self._predicted[chosen]
+        least = self._ranking.predicted[chosen]
         found = [
             (predicted, position)
-            for position, predicted in enumerate(self._predicted)
+            for position, predicted in enumerate(self._ranking.predicted)
             if predicted is not None and least is not None and predicted < (1 - MARGIN) * least
-            if (self._gaps[position] or 0.0) > self._limits[position]
+            if (self._ranking.gaps[position] or 0.0) > self._ranking.limits[position]
         ]
         if not found:
             return ""
         predicted, position = min(found)
-        gap = self._gaps[position] or 0.0
+        gap = self._ranking.gaps[position] or 0.0
         return (
             f"; {self._facts.candidates[position].name} is predicted at {1e3 * predicted:.1f} ms, but learns worse: "
-            f"{100 * gap:.1f} %, with a limit of {100 * self._limits[position]:.1f} %"
+            f"{100 * gap:.1f} %, with a limit of {100 * self._ranking.limits[position]:.1f} %"
         )
 
     def _verdict(self, position: int, name: str, settled: bool) -> str:
         if settled and self._facts.candidates[position].name == name:
             return "chosen"
-        if position in self._barred or not settled:
-            return self._barred.get(position, "")
+        if position in self._ranking.barred or not settled:
+            return self._ranking.barred.get(position, "")
         if position not in self._measured:
             return "not tried"
-        least_s = min(seconds for each, seconds in self._measured.items() if self._facts.candidates[each].name == name)
-        return "slower" if self._measured[position] >= least_s else "not clearly faster"
+        least_s = min(
+            (seconds for each, seconds in self._measured.items() if self._facts.candidates[each].name == name),
+            default=-math.inf,
+        )
+        return (
+            "ran before" if least_s < 0 else "slower" if self._measured[position] >= least_s else "not clearly faster"
+        )
 
     def _explain(self, phase: str, chosen: str, reason: str, step: int) -> None:
         rows = [
             Row(
                 each.name,
                 each.kind,
-                self._predicted[position],
+                self._ranking.predicted[position],
                 self._measured.get(position),
-                self._gaps[position],
+                self._ranking.gaps[position],
                 self._verdict(position, name=chosen, settled=phase == "settled"),
             )
             for position, each in enumerate(self._facts.candidates)
@@ -400,6 +370,11 @@ class Judge:
             exposed_s=self._exposed_s,
             rows=(*rows, *own),
         )
+
+
+def _ends(ranks: Sequence[Sequence[StepTimes]]) -> list[float]:
+    """Seconds of each step, which is over when the slowest rank is."""
+    return [max(each.step_s for each in steps) for steps in zip(*ranks, strict=True)]
 
 
 def _step_s(ranks: Sequence[Sequence[StepTimes]], period: int) -> float:

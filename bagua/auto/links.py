@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ _LONG_ENOUGH_S = 0.03  # for a transfer to say something of the rate, beside rou
 _ROUND_TRIPS = 3
 _MOST_ROUNDS = 4  # with more hosts than that, not every pair is measured
 _AGAIN = 2
+_SLOW = 0.8  # of what both ends have with others: such a pair is measured twice
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,29 @@ class Links:
         return min(*outward.values(), *inward.values())
 
     @property
+    def ring_bandwidth(self) -> float:
+        """Where each node sends to the next one only: the slowest of those ways, as far as it was measured."""
+        rates = {(each.source, each.target): each.bits_per_s for each in self.between}
+        nodes = sorted({each.source for each in self.between})
+        ways = zip(nodes, nodes[1:] + nodes[:1], strict=True)
+        return min([self.bandwidth, *(rates[way] for way in ways if way in rates)])
+
+    @property
+    def mesh_bandwidth(self) -> float:
+        """Where each node sends the same to all others at once: its slowest way has one share of its rate."""
+        others = len({each.source for each in self.between}) - 1
+        return min([self.bandwidth, *(others * each.bits_per_s for each in self.between)])
+
+    def differs(self, other: Links, factor: float) -> bool:
+        """Whether a rate has changed by `factor` or more: of hosts, or of the ways between them."""
+        pairs = (
+            (self.bandwidth, other.bandwidth),
+            (self.ring_bandwidth, other.ring_bandwidth),
+            (self.mesh_bandwidth, other.mesh_bandwidth),
+        )
+        return any(max(pair) >= factor * min(pair) for pair in pairs)
+
+    @property
     def latency_s(self) -> float:
         """The median, one way."""
         return statistics.median(each.latency_s for each in self.between or self.within)
@@ -114,8 +138,8 @@ class Links:
         )
 
 
-def rounds_of(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs of `count` hosts, in rounds in which each host is in one pair at most; all pairs if rounds suffice.
+def rounds_of(count: int, most: int = _MOST_ROUNDS) -> list[list[tuple[int, int]]]:
+    """Pairs of `count` hosts, in rounds in which each host is in one pair at most; all pairs if `most` suffices.
 
     Examples:
         >>> from bagua.auto.links import rounds_of
@@ -130,20 +154,26 @@ def rounds_of(count: int) -> list[list[tuple[int, int]]]:
         pairs = [(seats[k], seats[even - 1 - k]) for k in range(even // 2)]
         every.append(sorted((min(a, b), max(a, b)) for a, b in pairs if max(a, b) < count))
         ring = [ring[-1], *ring[:-1]]
-    step = -(-len(every) // _MOST_ROUNDS)
+    step = -(-len(every) // most)
     return every[::step]
 
 
-def measure_links(team: Team, nodes: Sequence[Sequence[int]], device: torch.device) -> Links:
+def measure_links(
+    team: Team, nodes: Sequence[Sequence[int]], device: torch.device, *, every_pair: bool = False
+) -> Links:
     """Measure, between the first ranks of nodes and between the first two ranks of a node. Collective.
 
     A host takes part in one measurement at a time. Takes about a second for each round of pairs on slow links, and
-    four rounds at most; less on fast links.
+    four rounds at most; less on fast links. Pairs that are slower than both their hosts are with others are measured
+    twice, as something may have disturbed the first time.
+
+    Args:
+        every_pair: measure all pairs of nodes, in as many rounds as there are nodes, less one if they are even.
 
     Raises:
         CommunicationError: a rank is lost; names it.
     """
-    key = team.next_lane()
+    key, team = team.next_lane(), replace(team, order=())  # below, ranks are places in groups
     leaders = [node[0] for node in nodes]
     within = [(node[0], node[1]) for node in nodes if len(node) > 1]
     started = time.perf_counter()
@@ -153,13 +183,19 @@ def measure_links(team: Team, nodes: Sequence[Sequence[int]], device: torch.devi
         for each in groups:
             stack.enter_context(team.naming_missing_ranks("measurement of links", f"links/{key}/missing", each))
         flows = [each.world for each in groups]
-        for pairs in ([(leaders[a], leaders[b]) for a, b in each] for each in rounds_of(len(leaders))):
+        rounds = rounds_of(len(leaders), len(leaders) if every_pair else _MOST_ROUNDS)
+        for pairs in ([(leaders[a], leaders[b]) for a, b in each] for each in rounds):
             mine += _measure_mine(flows, pairs, device)
         mine += _measure_mine(flows, within, device)
-    reports = team.all_gather_bytes("measured links", encode([asdict(each) for each in mine]))
+        found = _gathered(team, mine)
+        slow = _slow_pairs([each for each in found if each.source in leaders and each.target in leaders])
+        if slow:
+            mine = []
+            for pairs in ([(leaders[a], leaders[b]) for a, b in each] for each in rounds_of(len(leaders))):
+                mine += _measure_mine(flows, [pair for pair in pairs if pair in slow], device)
+            found = _better(found, _gathered(team, mine))
     for each in groups:
         each.leave(abort=False)
-    found = [Link(**link) for report in reports for link in decode(report)]
     inner = set(itertools.chain(within, ((b, a) for a, b in within)))
     seconds = decode(team.broadcast_bytes("measured links", _seconds(team, started)))
     return Links(
@@ -167,6 +203,36 @@ def measure_links(team: Team, nodes: Sequence[Sequence[int]], device: torch.devi
         tuple(each for each in found if (each.source, each.target) in inner),
         seconds,
     )
+
+
+def _gathered(team: Team, mine: Sequence[Link]) -> list[Link]:
+    reports = team.all_gather_bytes("measured links", encode([asdict(each) for each in mine]))
+    return [Link(**link) for report in reports for link in decode(report)]
+
+
+def _slow_pairs(links: Sequence[Link]) -> set[tuple[int, int]]:
+    """Pairs with a way slower than both its ends are elsewhere: a slow way, or a measurement that was disturbed."""
+    outward: dict[int, float] = {}
+    inward: dict[int, float] = {}
+    for each in links:
+        outward[each.source] = max(outward.get(each.source, 0.0), each.bits_per_s)
+        inward[each.target] = max(inward.get(each.target, 0.0), each.bits_per_s)
+    return {
+        (min(each.source, each.target), max(each.source, each.target))
+        for each in links
+        if each.bits_per_s < _SLOW * min(outward[each.source], inward[each.target])
+    }
+
+
+def _better(links: Sequence[Link], again: Sequence[Link]) -> list[Link]:
+    """The best of two measurements of each way."""
+    second = {(each.source, each.target): each for each in again}
+    found: list[Link] = []
+    for one in links:
+        two = second.get((one.source, one.target), one)
+        flows = max(one.one_flow, two.one_flow), max(one.several_flows, two.several_flows)
+        found.append(Link(one.source, one.target, *flows, min(one.latency_s, two.latency_s)))
+    return found
 
 
 def _seconds(team: Team, started: float) -> bytes | None:

@@ -19,10 +19,11 @@ from bagua.algorithms import Algorithm, Payload
 from bagua.algorithms.auto import Auto
 from bagua.auto.candidates import EXACT, Candidate, allowed
 from bagua.auto.explanation import Explanation
-from bagua.auto.judge import Facts, Judge, Order, Outcome, StepTimes
+from bagua.auto.facts import Facts, StepTimes
+from bagua.auto.judge import Judge, Order, Outcome
 from bagua.auto.links import Links, measure_links
 from bagua.auto.loss_gaps import families_of
-from bagua.auto.watch import Watch
+from bagua.auto.watch import Drift, Watch
 from bagua.comm.team import decode, encode
 from bagua.engine import Quality
 from bagua.engine.choosing import Choosable
@@ -32,6 +33,7 @@ __all__ = ["ChoiceSession"]
 
 _LOOK = 4  # steps between two sums of the ranks' suspicions
 _RECENT = 4
+_LONG = 12
 _CHANGED = 1.5  # by which the measured rate must differ; less is noise, or another cause
 
 
@@ -59,8 +61,12 @@ class ChoiceSession:
         self._excluded: dict[int, str] = {}
         self._device = torch.device("cpu")
         self._watch: Watch | None = None
+        self._drift: Drift | None = None  # beside it, where the setting has finer or coarser ones
+        self._knows = False  # rank 0 has what predictions need: the choice was not loaded
+        self._reviews = False  # whether the last fine step has brought something is to be seen
         self._sums: Callable[[], list[float]] | None = None  # of suspicions, in flight
         self._recent_s: deque[float] = deque(maxlen=_RECENT)  # lengths of steps, while it watches
+        self._long_s: deque[float] = deque(maxlen=_LONG)
 
     @property
     def explanation(self) -> Explanation:
@@ -136,7 +142,8 @@ class ChoiceSession:
     # -- how it goes ---------------------------------------------------------------------------------------------
 
     def _begin(self, engine: Choosable) -> None:
-        self._begun, self._device = True, engine.device
+        self._begun = self._knows = True
+        self._device = engine.device
         links = measure_links(engine.team, engine.nodes, engine.device)
         self._excluded = {
             position: why for position, each in enumerate(self._candidates) if (why := _why_not(engine, each))
@@ -239,30 +246,59 @@ class ChoiceSession:
             return
         if engine.algorithm is not self._made:
             if repr(engine.algorithm) != repr(self._made):
-                self._watch = None
+                self._watch = self._drift = None
                 self._settle(engine, "another algorithm took over, from a guard")
                 return
             self._made = engine.algorithm
         watch.add(engine.last.comm_s)
         self._mark("end")
-        self._recent_s.append(self._step_times(0.0).step_s)
+        step_s = self._step_times(0.0).step_s
+        self._recent_s.append(step_s)
+        self._long_s.append(step_s)
+        drift = self._drift
+        if drift is not None:
+            drift.add(engine.last.comm_s)
         if self._sums is not None:
             sums, self._sums = self._sums(), None
-            if max(sums) >= engine.team.size / 2:
+            if max(sums[:2]) >= engine.team.size / 2:
                 self._choose_again(engine, watch)
+            elif drift is not None and max(sums[2:]) >= engine.team.size / 2:
+                self._refine(engine, drift)
         elif engine.step % _LOOK == 0:
-            self._sums = engine.begin_sum([float(watch.suspicion > 0), float(watch.suspicion < 0)])
+            signs = (watch.suspicion, drift.sign if drift is not None else 0)
+            reviews = drift is not None and drift.rested and self._reviews
+            values = [float(sign == way) for sign in signs for way in (1, -1)]
+            self._sums = engine.begin_sum([*values, float(reviews)])
+
+    def _refine(self, engine: Choosable, drift: Drift) -> None:
+        """Let rank 0 look whether a finer or a coarser setting fits better now. Collective."""
+        mine = [drift.ratio, statistics.median(self._long_s)]
+        found = [decode(each) for each in engine.team.all_gather_bytes("choice of the algorithm", encode(mine))]
+        order, before = None, self._order.candidate
+        if self._judge is not None:
+            slower = statistics.median(ratio for ratio, _ in found)
+            order = self._judge.refine(slower, engine.step, max(seconds for _, seconds in found))
+        order = self._share(engine, order)
+        self._reviews = False
+        if order.candidate == before:
+            drift.rest()
+            return
+        finer = self._candidates[order.candidate].rung > self._candidates[before].rung
+        drift.stepped(1 if finer else -1)
+        self._reviews = True
+        self._obey(engine, replace(order, skip=0, count=0, quality=False))
+        self._drift = drift
 
     def _choose_again(self, engine: Choosable, watch: Watch) -> None:
         """Measure the links, and choose again if they have changed. Collective."""
         links = measure_links(engine.team, engine.nodes, engine.device)
         known = self._explanation.links
-        if known is not None and max(links.bandwidth, known.bandwidth) < _CHANGED * min(
-            links.bandwidth, known.bandwidth
-        ):
+        if known is not None and not links.differs(known, _CHANGED):
             watch.false_alarm()
+            if self._drift is not None:
+                self._drift.forget()
             return
-        self._settled, self._watch = False, None
+        self._settled, self._watch, self._drift = False, None, None
         typical = statistics.median if self._candidates[self._order.candidate].period == 1 else statistics.fmean
         mine = typical(self._recent_s)
         reports = engine.team.all_gather_bytes("choice of the algorithm", encode([mine, self._judge is not None]))
@@ -280,6 +316,8 @@ class ChoiceSession:
         candidate = self._candidates[self._order.candidate]
         self._watch = Watch(candidate.period) if self._auto.adapt and candidate.kind != "asynchronous" else None
         self._recent_s = deque(maxlen=max(_RECENT, candidate.period))
+        self._long_s.clear()
+        self._drift = Drift(candidate.period) if self._watch and self._knows and candidate.ladder else None
 
     def _settle(self, engine: Choosable, reason: str = "") -> None:
         self._settled = True

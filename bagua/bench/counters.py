@@ -1,11 +1,12 @@
-"""What the kernel counts: bytes on this host's network device, and how busy the machine's cores are."""
+"""What the kernel counts: bytes on this host's network device, how busy the cores are, memory of this process."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Busy", "busy", "sent_bytes", "waited_s"]
+__all__ = ["Busy", "busy", "forget_peak", "peak_bytes", "resident_bytes", "sent_bytes", "waited_s"]
 
 
 class Busy(NamedTuple):
@@ -41,6 +42,29 @@ def waited_s() -> float:
         except (OSError, IndexError):  # it has ended just now, or the kernel does not count
             continue
     return total_ns / 1e9
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The most of it since the process began, or since `forget_peak`."""
+    return _status("VmHWM")
+
+
+def forget_peak() -> None:
+    """Have `peak_bytes` begin anew; without effect where the kernel does not allow it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    return 0
 
 
 def sent_bytes(interface: str) -> int | None:

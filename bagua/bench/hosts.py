@@ -73,7 +73,14 @@ class LabHosts:
         }
         self._slow = condition.slow
         self._num_hosts = num_hosts
-        self._cluster = Cluster(num_hosts, self._links["measure"], wire=condition.wire, congestion=condition.congestion)
+        self._pairs = {(a, b): Link(bits, latency) for a, b, bits, latency in condition.pairs}
+        self._cluster = Cluster(
+            num_hosts,
+            self._links["measure"],
+            pairs=self._pairs,
+            wire=condition.wire,
+            congestion=condition.congestion,
+        )
         self.address = self._cluster.hosts[0].address
         self.interface = self._cluster.hosts[0].interface
         self.switches = not self._links["measure"].unlimited or self._slow != 1

@@ -32,7 +32,8 @@ __all__ = ["build_parser", "main"]
 _EPILOG = """\
 conditions: BANDWIDTH[/LATENCY][/jitterTIME][/lossSHARE][/slowSPEED][/tcpNAME][/wireNAME], e.g. 1gbit/5ms, nolimit,
   1gbit/0ms/slow0.5 (the last host at half speed), 1gbit/0ms/tcpbbr (congestion control; cubic if none is named),
-  1gbit/0ms/wirerelay (how frames are carried; see docs/lab.md)
+  1gbit/0ms/wirerelay (how frames are carried; see docs/lab.md),
+  1gbit/0-1=50mbit+20ms/0-2=200mbit (links between two hosts, rate and latency, beside those of the hosts)
 contenders: {contenders}
   Options of an algorithm go behind a colon: bytegrad:bucket_bytes=1000000,average=True;next_contender
 models: {models}
@@ -101,6 +102,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--held-out", action="store_true", help="models, links and hosts drawn from --seed, on which nothing was tuned"
     )
     one.add_argument("--seed", type=int, metavar="N", help="of --held-out; default: 0")
+    one.add_argument(
+        "--memory", action="store_true", help="peak memory of a rank, too, of each contender in processes of its own"
+    )
     _add_training(one)
     wan = commands.add_parser(
         "wan", help="tradeoff at latencies of 0 to 50 ms and rates of 100 Mbit/s to 1 Gbit/s", **raw
@@ -198,7 +202,7 @@ def _tradeoff_plans(args: argparse.Namespace) -> list[Plan]:
         if args.seed is not None:
             raise ValueError("--seed: only with --held-out")
         return _plan(args, (args.hosts if args.hosts is not None else 4,))
-    for option in ("conditions", "hosts", "model", "compute_ms", "plots", "local", "profile"):
+    for option in ("conditions", "hosts", "model", "compute_ms", "plots", "local", "profile", "memory"):
         if getattr(args, option):
             raise ValueError(f"--{option.replace('_', '-')}: not with --held-out, which draws its conditions")
     drawn = held_out.draw(args.seed or 0, args.quick)
@@ -255,6 +259,7 @@ def _plan(args: argparse.Namespace, hosts: Sequence[int]) -> list[Plan]:
             local=args.local,
             profile=args.profile,
             again=again,
+            memory=getattr(args, "memory", False),
         )
         tradeoff.check(plan)
         plans.append(plan)

@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -70,6 +70,8 @@ class Measured:
         stolen: share of them that the host of a virtual machine gave to others.
         sent_bytes: that left the host's network device per step; None without a device of its own.
         counted_bytes: the same by the library's own count; None if it has none.
+        peak_bytes: the most that the process had in RAM, less what it had before the model was made. In a process
+            that ran another contender before, part of it is memory that was freed and used again.
     """
 
     steps: tuple[float, ...]
@@ -84,6 +86,7 @@ class Measured:
     sent_bytes: float | None
     counted_bytes: float | None
     extra: dict[str, Any] = field(default_factory=dict)
+    peak_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -102,6 +105,9 @@ def measure(
     """
     rank = dist.get_rank()
     switch("setup")
+    gc.collect()
+    counters.forget_peak()
+    resident = counters.resident_bytes()
     compute = Compute(job.compute_ms / 1000, job.forward_share)
     model = EmulatedModel(models.get(job.model), compute, seed=rank)
     training = contender.prepare(model, job.emulated)
@@ -114,6 +120,7 @@ def measure(
     num_steps = _agree_on_steps(contender, job, control, training)
     dist.barrier(control)
     measured = _timed(training, model, num_steps, contender.family == "bagua")
+    measured = replace(measured, peak_bytes=counters.peak_bytes() - resident)
     if job.profile == contender.name:
         _profile(training, trace)
     dist.barrier(control)

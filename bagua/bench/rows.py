@@ -51,6 +51,8 @@ class Row:
         wire: what carried the frames of the emulated network; empty without one.
         late_share: of frames that the emulated network released over 1 ms late; None where no relay carries them.
         drop_share: of frames that the emulated switch dropped since its queue to a host was full.
+        memory_bytes: the most that a rank had in RAM, less what it had before its model was made, in processes of its
+            own; of the rank with most. None unless it was asked for.
         limited: why the machine and not the link may have been the limit; empty if it was not.
         error: why there is no result.
         notices: what the library said.
@@ -83,6 +85,7 @@ class Row:
     wire: str = ""
     late_share: float | None = None
     drop_share: float | None = None
+    memory_bytes: int | None = None
     limited: str = ""
     error: str = ""
     notices: tuple[str, ...] = field(default=())
@@ -142,7 +145,7 @@ def rows_of(condition: Condition, model: Model, hosts: int, outcomes: Sequence[O
             facts["ratio_to_ddp"] = statistics.median(ddp) / step_s
         if timings:
             timing = _which(timings, traffic.moment)
-            least_s = bound_s(traffic, timing, condition.bits_per_s, condition.latency_s)
+            least_s = bound_s(traffic, timing, condition.host_bits_per_s(hosts), condition.least_latency_s(hosts))
             facts |= {
                 "compute_ms": 1000 * timing.step_s,
                 "forward_ms": 1000 * timing.forward_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bagua.bench import held_out_tables
+from bagua.bench import held_out_tables, memory
 from bagua.bench.layout import Columns, markdown_table
 
 __all__ = ["HEAD", "cells", "document", "line", "markdown", "table", "text"]
@@ -111,7 +111,7 @@ def document(report: dict[str, Any]) -> str:
     if report["kind"] == "tradeoff":
         facts.append(f"{settings['hosts']} hosts, one rank each")
     facts += [f"left out: {each}" for each in report["left_out"]]
-    return _headed(facts, markdown(report["rows"]))
+    return _headed(facts, markdown(report["rows"]) + memory.markdown(report["rows"]))
 
 
 def _headed(facts: Sequence[str], body: str) -> str:

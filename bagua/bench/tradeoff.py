@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import bagua
-from bagua.bench import bounds, conditions, contenders, machine, models, tables
+from bagua.bench import bounds, conditions, contenders, machine, memory, models, tables
 from bagua.bench.conditions import Condition
 from bagua.bench.contenders import ADAMS, OFF
 from bagua.bench.hosts import Hosts, LabHosts, LocalHosts
@@ -48,6 +48,7 @@ WAN_CONDITIONS = ",".join(f"{rate}/{ms}ms" for rate in ("100mbit", "400mbit", "1
 QUICK_WAN_CONDITIONS = "100mbit/0ms,100mbit/20ms,100mbit/50ms"
 WAN_CONTENDERS = "ddp,gradient_allreduce,bytegrad,int4,qadam_1bit,low_precision_decentralized"
 _BYTES_PER_ELEMENT = 4
+_TIMEOUT_S = 120.0  # of a contender whose memory is measured
 _COPIES = 7  # of the model that a rank holds at most: weights, gradients, buckets, residuals, scratch
 
 
@@ -60,6 +61,7 @@ class Plan:
         contenders: names, in the order of the table.
         hosts: how many, one rank each.
         local: plain processes instead of an emulated cluster.
+        memory: measure the peak memory of each contender, too.
         again: how often contenders are repeated at most that the machine's own host has disturbed.
         others: see `Job`.
     """
@@ -76,6 +78,7 @@ class Plan:
     local: bool = False
     profile: str = ""
     again: int = 0
+    memory: bool = False
 
 
 def cases_for(names: Sequence[str], emulated: bool) -> list[str]:
@@ -93,6 +96,8 @@ def check(plan: Plan) -> list[str]:
     Raises:
         ValueError: names the argument.
     """
+    for condition in plan.conditions:
+        condition.check_hosts(plan.hosts)
     model = models.get(plan.model)
     needed = plan.hosts * _COPIES * _BYTES_PER_ELEMENT * model.num_elements
     there = _available_bytes()
@@ -117,6 +122,12 @@ def run(plan: Plan, folder: Path | None, told: Callable[[str], None], keep: Call
     for number, condition in enumerate(plan.conditions, 1):
         told(f"\n{condition.name} ({number} of {len(plan.conditions)})\n{tables.line(tables.HEAD[:2])}")
         rows += _run_condition(plan, condition, names, folder, told)
+        keep(report(plan, rows))
+    if plan.memory:
+        told("\npeak memory of a rank, in processes of its own")
+        peaks = memory.measure(names, plan.hosts, _job(plan, ()), _TIMEOUT_S, told)
+        rows = [replace(row, memory_bytes=peaks.get(row.contender)) for row in rows]
+        told("\n" + memory.text([row.as_dict() for row in rows]))
         keep(report(plan, rows))
 
 
@@ -147,22 +158,13 @@ def _run_condition(
     plan: Plan, condition: Condition, names: Sequence[str], folder: Path | None, told: Callable[[str], None]
 ) -> list[Row]:
     model = models.get(plan.model)
-    dense_s = 8 * bounds.all_to_all_mean(model.num_elements, plan.hosts, 32).bytes_per_host / condition.bits_per_s
+    dense_s = bounds.all_to_all_mean(model.num_elements, plan.hosts, 32).bytes_per_host
+    dense_s *= 8 / min(condition.bits_per_s, *(each.bits_per_s for each in condition.pairs), math.inf)
     step_s = plan.compute_ms / 1000 / min(condition.slow, 1.0)
     timeout_s = 90 + 8 * dense_s + 2 * plan.budget_s + 80 * step_s
     cases = cases_for(names, plan.emulated)
-    job = Job(
-        model=plan.model,
-        compute_ms=plan.compute_ms,
-        forward_share=plan.forward_share,
-        steps=plan.steps,
-        budget_s=plan.budget_s,
-        round_s=min(1.2 * dense_s + 3 * step_s, 40.0),
-        emulated=plan.emulated,
-        timeout_s=timeout_s,
-        cases=tuple(enumerate(cases)),
-        switches=False,
-        profile=plan.profile,
+    job = replace(
+        _job(plan, tuple(enumerate(cases))), round_s=min(1.2 * dense_s + 3 * step_s, 40.0), timeout_s=timeout_s
     )
 
     def say(outcome: Outcome) -> None:
@@ -182,6 +184,22 @@ def _run_condition(
     rows = rows_of(condition, model, plan.hosts, outcomes)
     told(tables.text([each.as_dict() for each in rows]))
     return rows
+
+
+def _job(plan: Plan, cases: tuple[tuple[int, str], ...]) -> Job:
+    return Job(
+        model=plan.model,
+        compute_ms=plan.compute_ms,
+        forward_share=plan.forward_share,
+        steps=plan.steps,
+        budget_s=plan.budget_s,
+        round_s=1.0,
+        emulated=plan.emulated,
+        timeout_s=_TIMEOUT_S,
+        cases=cases,
+        switches=False,
+        profile=plan.profile,
+    )
 
 
 def calmest(

@@ -44,13 +44,17 @@ def run_primitives(
         "rows": rows,
     }
     for condition in conditions:
+        condition.check_hosts(hosts)
+    for condition in conditions:
         told(f"\n{condition.name}, {hosts} hosts\n" + primitive_line(PRIMITIVE_HEAD))
 
         def say(outcome: Outcome, condition: Condition = condition) -> None:
             rows.append(_row(outcome, condition, hosts))
             told(primitive_line(primitive_cells(rows[-1])))
 
-        slowest_s = 8 * 2 * max(sizes) / condition.bits_per_s
+        slowest_s = (
+            8 * 2 * max(sizes) / min(condition.bits_per_s, *(pair.bits_per_s for pair in condition.pairs), math.inf)
+        )
         timeout_s = 60 + 10 * slowest_s
         job = Transfers(budget_s=budget_s, timeout_s=timeout_s, cases=cases)
         run_cases(partial(_make, hosts, local, condition), hosts, job, timeout_s, say)
@@ -66,13 +70,17 @@ def _make(hosts: int, local: bool, condition: Condition) -> Hosts:
     return LabHosts(hosts, replace(condition, wire="relay") if limited else condition)
 
 
+def _least(condition: Condition, hosts: int) -> tuple[float, float]:
+    return condition.host_bits_per_s(hosts), condition.least_latency_s(hosts)
+
+
 def _row(outcome: Outcome, condition: Condition, hosts: int) -> dict[str, Any]:
     carrier = outcome.report.wire if outcome.report is not None else ""
     base = {"condition": condition.name, "wire": carrier, "hosts": hosts, "error": outcome.error}
     if outcome.error:
         operation, _, size = outcome.name.partition("/")
         return {**base, "operation": operation, "size_bytes": int(size)}
-    row = {**base, **row_of(outcome.name, outcome.ranks, condition.bits_per_s, condition.latency_s)}
-    if math.isinf(condition.bits_per_s):
+    row = {**base, **row_of(outcome.name, outcome.ranks, *_least(condition, hosts))}
+    if math.isinf(condition.host_bits_per_s(hosts)):
         row["efficiency"] = None  # nothing but the machine limits it
     return row

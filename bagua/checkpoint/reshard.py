@@ -124,6 +124,7 @@ def load_algorithm(engine: Engine, copies: Sequence[dict[str, Any]], where: str)
         CheckpointError: there is no rule for a tensor; names it.
     """
     first = copies[0]
+    copies = [copies[rank] for rank in first.get("rank_order") or range(len(copies))]  # chunks are in that order
     here = {"size": engine.team.size, "rank": engine.team.rank}
     engine.load_state_dict({**first, **here, "states": [], "tensors": []})  # step and plan; makes fresh states
     fresh = engine.state_dict()

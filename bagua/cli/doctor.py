@@ -20,6 +20,7 @@ __all__ = ["examine", "main"]
 
 _LIBRARIES = {
     "codecs": "codecs/_native.so",
+    "native transport": "comm/_mesh.so",
     "lab": "lab/_relay.so",
     "Bagua-Net": "net/libnccl-net-bagua.so",
     "Bagua-Net driver": "net/_driver.so",

@@ -40,7 +40,11 @@ class BlockCodec(Codec):
 
     def wire_bytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
         """Exact bytes of one row, see `Codec.wire_bytes`."""
-        return pad4(self._at(n, n)[1])
+        return pad4(self.code_end(n))
+
+    def code_end(self, n: int) -> int:
+        """Bytes of a row of `n` elements before its padding."""
+        return self._at(n, n)[1]
 
     def _at(self, i: int, n: int) -> tuple[int, int]:
         """Bytes of a row of `n` elements where header and codes of the block that begins at `i` are."""
@@ -136,7 +140,7 @@ class BlockCodec(Codec):
         decode(wire_W[None], *at, block, out_M[None])
 
     def _pad(self, wire_RW: Tensor, n: int) -> None:
-        end = self._at(n, n)[1]
+        end = self.code_end(n)
         if end < wire_RW.shape[1]:
             wire_RW[:, end:].zero_()
 

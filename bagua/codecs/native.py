@@ -10,13 +10,23 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bagua.codecs.kernels import Backend
 
-__all__ = ["ISAS", "LIBRARY", "NativeKernels", "NativeLerp", "NativeMean", "NativeTopK", "native_backends"]
+__all__ = [
+    "ISAS",
+    "LIBRARY",
+    "STREAM_AWAY_FROM",
+    "NativeKernels",
+    "NativeLerp",
+    "NativeMean",
+    "NativeTopK",
+    "native_backends",
+]
 
 LIBRARY = Path(__file__).with_name("_native.so")
 ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
@@ -25,7 +35,7 @@ _BLOCK_CODECS = ("eden1", "eden2", "eden3", "eden4", "int4", "minmax_uint8", "si
 _SCRATCH = 2048  # elements, as in blocks.h
 _SAMPLE = 1 << 14  # as in top_k.cpp
 # Bytes of an output from which caching it is of no use, and the same if nobody reads it soon.
-_STREAM_FROM, _STREAM_AWAY_FROM = 32 << 20, 1 << 20
+_STREAM_FROM, STREAM_AWAY_FROM = 32 << 20, 1 << 20
 
 _TYPES = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "f": ctypes.c_float}
 
@@ -34,6 +44,10 @@ def _function(library: ctypes.CDLL, name: str, types: str, result: type | None =
     function = getattr(library, f"bagua_{name}")
     function.argtypes, function.restype = [_TYPES[letter] for letter in types], result
     return function
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 class NativeKernels:
@@ -48,6 +62,16 @@ class NativeKernels:
         self._encode_difference = _function(library, f"{layout}_encode_difference_{isa}", "pppspsss" + "ppp")
         self._decode_add = _function(library, f"{layout}_decode_add_{isa}", "ppssss" + "pps")
 
+    def addresses(self) -> dict[str, int]:
+        """Where the kernels of an exchange lie, for compiled code that calls them itself."""
+        kernels = {
+            "encode": self._encode,
+            "encode_feedback": self._encode_feedback,
+            "decode": self._decode,
+            "decode_mean_encode": self._decode_mean_encode,
+        }
+        return {name: _address(kernel) for name, kernel in kernels.items()}
+
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
         """Write header and codes of each block."""
         rows, n = x_RC.shape
@@ -60,7 +84,7 @@ class NativeKernels:
 
     def decode_away(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor) -> None:
         """Decode each block, past the caches if there are enough."""
-        self._decode_to(wire_RW, head, codes, block, out_RC, _STREAM_AWAY_FROM)
+        self._decode_to(wire_RW, head, codes, block, out_RC, STREAM_AWAY_FROM)
 
     def _decode_to(self, wire_RW: Tensor, head: int, codes: int, block: int, out_RC: Tensor, stream_from: int) -> None:
         rows, n = out_RC.shape
@@ -136,6 +160,10 @@ class NativeLerp:
         self._encode = _function(library, f"{layout}_encode_lerp_{isa}", "ppfpss" + "ppp")
         self._decode = _function(library, f"{layout}_decode_lerp_{isa}", "ppss" + "pf" + "pps")
 
+    def addresses(self) -> dict[str, int]:
+        """As `NativeKernels.addresses`."""
+        return {"encode_lerp": _address(self._encode), "decode_lerp": _address(self._decode)}
+
     def encode_lerp(
         self,
         x_M: Tensor,
@@ -169,7 +197,7 @@ class NativeLerp:
         n, wire = out_M.shape[0], wire_1W.data_ptr()
         scratch = _scratch(n, block)
         mixed = other_M.data_ptr(), weight, scratch.data_ptr()
-        away = away and 4 * n >= _STREAM_AWAY_FROM
+        away = away and 4 * n >= STREAM_AWAY_FROM
         self._decode(wire + head, wire + codes, n, block, *mixed, out_M.data_ptr(), away)
 
 

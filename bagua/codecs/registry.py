@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -22,6 +23,16 @@ __all__ = ["available", "get", "register", "registry"]
 registry: Registry[Codec] = Registry("codec", Codec)
 _factories: dict[str, Callable[..., Codec]] = {}  # registered in the deprecated form
 _C = TypeVar("_C", bound=type[Codec])
+
+
+def _option(codec: str, word: str) -> tuple[str, Any]:
+    option, equals, value = word.partition("=")
+    try:
+        if not equals or not option.isidentifier():
+            raise ValueError
+        return option, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        raise ValueError(f"codec {codec!r}: expected OPTION=VALUE after a colon, got {word!r}") from None
 
 
 @overload
@@ -64,15 +75,24 @@ def register(codec: _C | str, factory: Callable[..., Codec] | None = None, /) ->
 def get(codec: str | Codec, /, **options: Any) -> Codec:
     """Return the codec of that name with `options`, or `codec` itself.
 
+    Args:
+        codec: a codec, a name, or a name with options as `"NAME:OPTION=VALUE"`, with a colon between options.
+        **options: of the named codec.
+
     Raises:
         TypeError: neither a name nor a codec.
-        ValueError: the name or an option is unknown, an option has a wrong value, or options were given beside an
-            instance.
+        ValueError: the name or an option is unknown, an option has a wrong value or none, or options were given
+            beside an instance.
 
     Examples:
         >>> bagua.codecs.get("minmax_uint8", block=256)
         MinMaxUInt8(block=256)
+        >>> bagua.codecs.get("eden:bits=2")
+        Eden(block=256, bits=2)
     """
+    if isinstance(codec, str) and ":" in codec:
+        codec, *words = codec.split(":")
+        options = {**dict(_option(codec, word) for word in words), **options}
     if isinstance(codec, str) and codec in _factories:
         return _factories[codec](**options)
     return registry.get(codec, **options)

@@ -27,9 +27,14 @@ Address = tuple[str, int]
 
 
 class GlooConnections:
-    """The addresses at which the ranks of one group listen, and the sockets of this process that belong to them."""
+    """The addresses at which the ranks of one group listen, and the sockets of this process that belong to them.
+
+    Attributes:
+        own: the host address at which this rank listens; None until it is found.
+    """
 
     def __init__(self) -> None:
+        self.own: str | None = None
         self._listeners: set[Address] = set()
         self._offset: int | None = None  # of the `sockaddr` in what gloo publishes; it differs between versions
 
@@ -41,7 +46,7 @@ class GlooConnections:
         for offset in range(len(data)):
             address = _address_at(data, offset)
             if address is not None and address[1] in ports:
-                self._offset = offset
+                self._offset, self.own = offset, address[0]
                 self._listeners.add(address)
                 return
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bagua.comm.buffers import Buffers
 from bagua.comm.gloo_connections import GlooConnections
+from bagua.comm.mesh import Mesh
 from bagua.errors import CommunicationError
 
 __all__ = ["Group", "Groups", "Meter"]
@@ -48,6 +49,8 @@ class Group:
         direct: small sums may go straight to the owners of chunks instead of from rank to rank. A property of the
             nodes and never measured, so that a repeated run sums in the same order.
         connections: of gloo, where a loss can have to free what waits.
+        address: at which gloo listens, if it was looked for.
+        mesh: of the native transport, which then carries the rows of `pipelined`; None: gloo does.
         waits_since: when the lane's thread began to wait for the transfer that it waits for; None: it does not wait.
             Known if there are `connections`.
     """
@@ -62,6 +65,8 @@ class Group:
     tag: int = 0
     direct: bool = False
     connections: GlooConnections | None = None
+    address: str | None = None
+    mesh: Mesh | None = None
     waits_since: float | None = None
     _left: bool = False
 
@@ -102,6 +107,8 @@ class Group:
     def sever(self) -> None:
         """Cut the connections under collectives in flight, which then fail here and at the peers. From any thread."""
         pg = self.pg
+        if self.mesh is not None:
+            self.mesh.abort()
         if self.connections is not None:
             self.connections.shut_down()
         elif pg is not None and self.backend == "nccl":
@@ -115,6 +122,8 @@ class Group:
                 all members leave. Just dropping an NCCL backend would also abort it, with a warning, and cut what
                 other ranks still receive.
         """
+        if self.mesh is not None:
+            self.mesh.close()
         pg, self.pg, self.p2p = self.pg, None, None
         if pg is not None and self.backend == "nccl":
             if abort:
@@ -154,6 +163,17 @@ class Groups:
         for mine, theirs in ((self.world, other.world), (self.inter, other.inter), (self.intra, other.intra)):
             if mine is not None and theirs is not None:
                 mine.p2p, mine.tag = theirs.pg, lane * _TAGS
+
+    @property
+    def native(self) -> bool:
+        """Whether they have connections of the native transport."""
+        return self.world.mesh is not None
+
+    def begin(self, bucket: int) -> None:
+        """The next exchange is one of this bucket."""
+        for group in (self.world, self.inter):
+            if group is not None and group.mesh is not None:
+                group.mesh.bucket = bucket
 
     def sever(self) -> None:
         """Cut all connections; see `Group.sever`."""

@@ -31,7 +31,8 @@ def scatter_gather_rows(
     """Send row r of `wire_RW` to rank r, `combine` the received rows into one, and all-gather the results.
 
     On gloo every receive is posted before anything is sent: without a posted receive, a sender needs one
-    more round trip. Sends go in staggered order (rank + 1 first), so that no rank is flooded.
+    more round trip. Sends go in staggered order (rank + 1 first), so that no rank is flooded. If the group has a mesh,
+    rows go over it in the same order.
 
     Args:
         group: at least two ranks.
@@ -54,6 +55,16 @@ def scatter_gather_rows(
         all_gather_rows(group, wire_RW)
         read(0, size)
         return
+    if group.mesh is not None:
+        peers = [peers_RW[peer] for peer in range(size)]
+        rows = [wire_RW[peer] for peer in range(size)]
+
+        def fill(row: int) -> None:
+            write(row, row + 1, peers_RW[rank : rank + 1] if row == rank else wire_RW[row : row + 1])
+
+        group.mesh.exchange(rows, peers, fill, combine, lambda row: read(row, row + 1))
+        _count(group, rows)
+        return
     mine = wire_RW[rank].numel() > 0
     later = [(rank + k) % size for k in range(1, size)]
     sources = later[::-1]  # rank - 1 sends to this rank first
@@ -61,12 +72,11 @@ def scatter_gather_rows(
     # Row r is overwritten by rank r's answer only after rank r has all of what row r held before.
     filled = [peer for peer in sources if wire_RW[peer].numel()]
     gathered = [group.recv(wire_RW[peer], peer, _GATHER) for peer in filled]
-    sent, nbytes = None, 0
+    sent = None
     for peer in later:
         if wire_RW[peer].numel():
             write(peer, peer + 1, wire_RW[peer : peer + 1])
             sent = _send_next(group, wire_RW[peer], peer, _SCATTER, sent)
-            nbytes += wire_RW[peer].numel() * wire_RW[peer].element_size()
     if mine:
         write(rank, rank + 1, peers_RW[rank : rank + 1])
         for work in scattered:
@@ -80,8 +90,14 @@ def scatter_gather_rows(
         read(peer, peer + 1)
     if sent is not None:
         group.wait(sent)
-    answers = (size - 1) * wire_RW[rank].numel() * wire_RW[rank].element_size()
-    group.meter.add(nbytes + answers, nbytes + answers)
+    _count(group, wire_RW)
+
+
+def _count(group: Group, rows: Tensor | Sequence[Tensor]) -> None:
+    """Each other rank's row, and as many times this rank's own."""
+    sizes = [rows[rank].numel() * rows[rank].element_size() for rank in range(group.size)]
+    nbytes = sum(sizes) - sizes[group.rank] + (group.size - 1) * sizes[group.rank]
+    group.meter.add(nbytes, nbytes)
 
 
 def _send_next(group: Group, row: Tensor, peer: int, tag: int, previous: Any) -> Any:

@@ -227,17 +227,18 @@ class RendezvousStore(dist.Store):
     Args:
         store: for this group alone.
         alert: called now and then while it waits for a key; may raise.
+        finds: find the connections without `alert` too.
 
     Attributes:
         written: keys of this rank.
-        connections: of the group; None without `alert`: nobody would cut them.
+        connections: of the group; None if nobody asks for them.
     """
 
-    def __init__(self, store: BoundedStore, alert: Callable[[], object] | None = None) -> None:
+    def __init__(self, store: BoundedStore, alert: Callable[[], object] | None = None, finds: bool = False) -> None:
         super().__init__()
         self._store, self._alert = store, alert
         self.written: list[str] = []
-        self.connections = GlooConnections() if alert is not None else None
+        self.connections = GlooConnections() if finds or alert is not None else None
 
     def set(self, key: str, value: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Write."""

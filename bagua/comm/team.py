@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from bagua.comm.backend_kind import backend_kind
 from bagua.comm.flight_recorder import avoid_race
 from bagua.comm.groups import Group, Groups
+from bagua.comm.mesh_connect import add_meshes
 from bagua.comm.staged import Staged
 from bagua.comm.store import BoundedStore, RendezvousStore
 from bagua.errors import CommunicationError
@@ -79,6 +82,9 @@ class Team:
         counters: shared by all teams of the same process group.
         staged: gloo groups carry CUDA tensors, through host memory.
         alert: called now and then while this rank waits for others in the store; may raise.
+        order: the ranks in the order in which they are members of the groups that `open` makes, and so of rings; rank 0
+            is the first, and ranks of one node follow one another. All sums then take the ring. (): in the order of
+            the ranks.
         prepared: groups that `open` will return, by name.
     """
 
@@ -93,6 +99,7 @@ class Team:
     staged: bool = False
     alert: Callable[[], object] | None = None
     prepared: dict[str, Groups] = field(default_factory=dict)
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.store is not None and not isinstance(self.store, BoundedStore):
@@ -255,25 +262,47 @@ class Team:
         except CommunicationError as error:  # the store lives in rank 0
             return sorted(waiting) if 0 not in waiting else [0] if self.rank else [], error
 
+    def ordered(self, order: tuple[int, ...]) -> Team:
+        """This team with another `order`."""
+        if order == self.order:
+            return self
+        made = copy.copy(self)
+        made.order = order
+        return made
+
     def next_lane(self) -> str:
         """Return a name for a new lane; equal on all ranks that have called it equally often."""
         self.counters.lanes += 1
         return str(self.counters.lanes)
 
-    def open(self, name: str, hierarchical: bool = False, nodes: Sequence[Sequence[int]] | None = None) -> Groups:
-        """Make process groups for one lane. Collective over the team; `name` must be new and the same everywhere."""
+    def open(
+        self,
+        name: str,
+        hierarchical: bool = False,
+        nodes: Sequence[Sequence[int]] | None = None,
+        native: bool = False,
+    ) -> Groups:
+        """Make process groups for one lane. Collective over the team; `name` must be new and the same everywhere.
+
+        Args:
+            native: with connections of the native transport beside those of gloo.
+        """
         if name in self.prepared:
             return self.prepared.pop(name)
-        members = tuple(range(self.size))
-        nodes = tuple(tuple(node) for node in nodes) if nodes else (members,)
-        # With several ranks a node, direct exchange would send the same sums through one network interface.
-        alone = len(nodes) == self.size
-        groups = Groups(self._group(f"{name}/world", members, direct=alone), nodes)
+        members = self.order or tuple(range(self.size))
+        nodes = tuple(tuple(node) for node in nodes) if nodes else (tuple(range(self.size)),)
+        # With several ranks a node, direct exchange would send the same sums through one network interface; and an
+        # order is there since some links are slow, all of which it would use.
+        alone = len(nodes) == self.size and not self.order
+        groups = Groups(self._group(f"{name}/world", members, direct=alone, native=native), nodes)
         if hierarchical:
             mine = next(node for node in nodes if self.rank in node)
-            leaders = tuple(node[0] for node in nodes)
+            leaders = tuple(sorted((node[0] for node in nodes), key=members.index))
             groups.intra = self._group(f"{name}/intra{mine[0]}", mine)
-            groups.inter = self._group(f"{name}/inter", leaders, direct=True) if self.rank in leaders else None
+            leads = self.rank in leaders
+            groups.inter = self._group(f"{name}/inter", leaders, direct=True, native=native) if leads else None
+        if native and self.size > 1:
+            add_meshes(groups, partial(self.all_gather_bytes, f"native transport of {name}"), self.timeout)
         return groups
 
     def prepare(self, names: Sequence[str], hierarchical: bool, nodes: Sequence[Sequence[int]]) -> None:
@@ -288,7 +317,7 @@ class Team:
             nodes.setdefault(key, []).append(rank)
         return tuple(tuple(node) for node in nodes.values())
 
-    def _group(self, name: str, ranks: tuple[int, ...], direct: bool = False) -> Group:
+    def _group(self, name: str, ranks: tuple[int, ...], direct: bool = False, native: bool = False) -> Group:
         rank, size = ranks.index(self.rank), len(ranks)
         if size == 1:
             return Group(None, rank, size, ranks, self.backend)
@@ -298,7 +327,7 @@ class Team:
             options._timeout = self.timeout
             pg = dist.ProcessGroupNCCL(self.store.under(f"group/{name}").unbounded, rank, size, options)
         else:
-            rendezvous = RendezvousStore(self.store.under(f"group/{name}"), self.alert)
+            rendezvous = RendezvousStore(self.store.under(f"group/{name}"), self.alert, finds=native)
             try:
                 pg: Any = dist.ProcessGroupGloo(rendezvous, rank, size, self.timeout)
                 # A rank that gave the group up at once would close connections of ranks that still make theirs.
@@ -310,7 +339,9 @@ class Team:
             pg = Staged(pg) if self.staged else pg
         direct = direct and self.backend == "gloo" and size > 2
         connections = rendezvous.connections if rendezvous is not None else None
-        return Group(pg, rank, size, ranks, self.backend, direct=direct, connections=connections)
+        address = connections.own if connections is not None else None
+        connections = connections if self.alert is not None else None  # else nobody cuts them
+        return Group(pg, rank, size, ranks, self.backend, direct=direct, connections=connections, address=address)
 
     def _next_serial(self) -> int:
         self.counters.collectives += 1

@@ -1,6 +1,6 @@
 """`bagua run --fault-tolerant`: a launcher whose host takes part in the membership of the job.
 
-Each host has an agent (`bagua.membership`), a store and one rank. When a rank or a host is lost, the others agree on
+Each host has an agent (`bagua.membership`), a store and its ranks. When a rank or a host is lost, the others agree on
 who is left, and their ranks go on in the same processes. Design: docs/design/0008-membership.md.
 """
 
@@ -25,6 +25,7 @@ from bagua.distributed.founding import Founding, Job, JoinError, token_of_the_us
 from bagua.distributed.host_supervisor import HostSupervisor
 from bagua.distributed.job_store import ServedStore
 from bagua.membership import Agent, Epoch, Member, Options, Record
+from bagua.membership.messages import MAX_SEATS
 from bagua.membership.seat import payload_of
 from bagua.membership.transport import Transport
 from bagua.status.host_status import HostStatus
@@ -63,15 +64,17 @@ class Settings:
     join_s: float
     last_call_s: float
     token: bytes | None
-    command: list[str]
+    commands: list[list[str]]  # by local rank
     script: str
 
     @classmethod
     def of(cls, args: Namespace) -> Settings:
         """Those of the parsed flags of `bagua run`."""
         ranks = determine_local_world_size(args.nproc_per_node)
-        if ranks != 1:
-            raise ValueError(f"--fault-tolerant: one rank per host for now, not --nproc-per-node {args.nproc_per_node}")
+        if not 0 < ranks <= MAX_SEATS:
+            raise ValueError(
+                f"--nproc-per-node {args.nproc_per_node}: 1 to {MAX_SEATS} with --fault-tolerant, not {ranks}"
+            )
         for name, default in _REFUSED.items():
             if getattr(args, name, default) not in (default, None):
                 raise ValueError(f"--{name.replace('_', '-')} cannot be used with --fault-tolerant yet")
@@ -97,13 +100,13 @@ class Settings:
             join_s=_seconds("join_timeout", config.get("join_timeout"), _JOIN_S),
             last_call_s=_seconds("last_call_timeout", config.get("last_call_timeout"), _LAST_CALL_S),
             token=token_of_the_user(),
-            command=_command(args),
+            commands=[_command(args, local) for local in range(ranks)],
             script=args.training_script,
         )
 
 
 def run(settings: Settings, prog: str, directory: Path) -> None:
-    """Take part in the job with one rank until it ends.
+    """Take part in the job with the ranks of this host until it ends.
 
     Args:
         settings: of this host.
@@ -112,7 +115,7 @@ def run(settings: Settings, prog: str, directory: Path) -> None:
 
     Raises:
         JoinError: the job was neither founded nor found.
-        ChildFailedError: the rank has failed for good.
+        ChildFailedError: a rank has failed for good.
         SignalException: a signal has ended the host.
     """
 
@@ -126,7 +129,9 @@ def run(settings: Settings, prog: str, directory: Path) -> None:
     except OSError as error:
         raise JoinError(f"--rdzv-endpoint: no store can be served for the job: {error}") from None
     try:
-        me = Member(_new_name(), 0, f"{served.host}:{listener.getsockname()[1]}", payload_of(served.address))
+        address, ranks = f"{served.host}:{listener.getsockname()[1]}", len(settings.commands)
+        payload = payload_of(served.address, ranks)
+        me = Member(_new_name(), 0, address, payload, seats=tuple(range(ranks)))
         founding = Founding(
             served,
             settings.endpoints,
@@ -148,7 +153,7 @@ def run(settings: Settings, prog: str, directory: Path) -> None:
         served,
         transport,
         directory,
-        settings.command,
+        settings.commands,
         settings.script,
         settings.max_restarts,
         settings.join_s,
@@ -173,6 +178,7 @@ def _start_agent(job: Job, me: Member, options: Options, listener: socket.socket
         epoch=epoch,
         contacts=job.note.contacts,
         payload=me.payload,
+        seats=me.seats if job.founder else (),
         seed=secrets.randbits(32),
     )
     return Transport(agent, listener, job.token)
@@ -204,10 +210,10 @@ def _seconds(name: str, text: str | None, default: float) -> float:
     return value
 
 
-def _command(args: Namespace) -> list[str]:
+def _command(args: Namespace, local_rank: int) -> list[str]:
     words = [] if args.no_python else [os.getenv("PYTHON_EXEC", sys.executable), "-u"]
     if args.module:
         if args.no_python:
             raise ValueError("--module: not with --no-python")
         words.append("-m")
-    return [*words, args.training_script, *macros.substitute(args.training_script_args, "0")]
+    return [*words, args.training_script, *macros.substitute(args.training_script_args, str(local_rank))]

@@ -49,6 +49,14 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
         metavar="BYTES",
         help="bucket size in bytes; sets BAGUA_DEFAULT_BUCKET_SIZE for the workers",
     )
+    add(
+        "rank_order",
+        env,
+        type=_rank_order,
+        metavar="ORDER",
+        help="order of the ranks in rings: measured (by the links between hosts), or ranks with commas between them; "
+        "sets BAGUA_RANK_ORDER for the workers",
+    )
     add("autotune_level", env, type=int, help="1: tune bucket size, lanes and the like in the first steps; 0: do not")
     add("autotune_max_samples", env, type=_positive_int, metavar="N", help="maximum number of settings to measure")
     add(
@@ -105,6 +113,8 @@ def apply_bagua_arguments(parser: ArgumentParser, args: Namespace) -> None:
     _pass_on_tuning(parser, args)
     if args.default_bucket_size is not None:
         os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(args.default_bucket_size)
+    if args.rank_order is not None:
+        os.environ["BAGUA_RANK_ORDER"] = args.rank_order
 
 
 def _pass_on_tuning(parser: ArgumentParser, args: Namespace) -> None:
@@ -145,6 +155,13 @@ def _positive_int(text: str) -> int:
     if value <= 0:
         raise ArgumentTypeError(f"must be positive, not {value}")
     return value
+
+
+def _rank_order(text: str) -> str:
+    words = text.split(",")
+    if text != "measured" and sorted(words) != sorted(map(str, range(len(words)))):
+        raise ArgumentTypeError(f"must be measured, or each rank from 0 on once with commas between them, not {text}")
+    return text
 
 
 def _positive_bytes(text: str) -> int:

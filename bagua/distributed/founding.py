@@ -23,7 +23,7 @@ from bagua.distributed.job_store import JobNote, ServedStore, ask, fingerprint, 
 from bagua.membership import Epoch, Member
 from bagua.membership.encoding import checked_argument
 from bagua.membership.messages import MAX_ADDRESS, MAX_NAME
-from bagua.membership.seat import store_in
+from bagua.membership.seat import ranks_in, store_in
 
 __all__ = ["TOKEN", "Founding", "Job", "JoinError", "token_of_the_user"]
 
@@ -205,7 +205,8 @@ def _registered(store: TCPStore) -> list[Member]:
             checked_argument("name", name, MAX_NAME)
             checked_argument("address", address, MAX_ADDRESS)
             checked_argument("store", store_in(payload), MAX_ADDRESS)
-            found[name] = math.inf if place is None else float(place), Member(name, 0, address, payload)
+            member = Member(name, 0, address, payload, seats=tuple(range(ranks_in(payload))))
+            found[name] = math.inf if place is None else float(place), member
         except (ValueError, TypeError):
             continue  # of something else that writes to this port
     return [member for _, member in sorted(found.values(), key=lambda each: each[0])]

@@ -1,4 +1,4 @@
-"""Supervises the rank of one host while its agent takes part in the membership."""
+"""Supervises the ranks of one host while its agent takes part in the membership."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from bagua.distributed.failures import FirstFailure
 from bagua.distributed.founding import Job, JoinError
 from bagua.distributed.job_store import ServedStore
 from bagua.distributed.rank_notes import ENDED, RankNotes, lost
-from bagua.distributed.rank_process import RankProcess
+from bagua.distributed.rank_slot import RankSlot, how_it_ended
 from bagua.membership import Action, Blocked, Epoch, EpochBegan, Excluded, Left, Member, Slow
 from bagua.membership.epoch import NO_MODEL
 from bagua.membership.seat import View, describe_event, store_in, view_of
-from bagua.membership.seat_service import SEAT, SeatService
 from bagua.membership.transport import Transport
 
 __all__ = ["HostSupervisor"]
@@ -39,16 +38,19 @@ _ALONE_S = 10.0  # to go on waiting for hosts that cannot be heard
 
 
 class HostSupervisor:
-    """Starts the rank, watches it, and keeps the agent alive as long as others need its vote.
+    """Starts the ranks, watches them, and keeps the agent alive as long as others need its vote.
+
+    A rank that is lost is left out alone: the others of this host train on. Those that are to be started again are
+    newcomers.
 
     Args:
         job: what the host takes part in.
         served: its store.
         transport: runs its agent.
         directory: of its own, for the seat and the tracebacks.
-        command: of the rank.
+        commands: of the ranks, by local rank.
         script: named in the summary of a failure.
-        max_restarts: how often a rank that failed is started again, as a newcomer.
+        max_restarts: how often each rank that failed is started again, as a newcomer.
         join_s: for a newcomer to be admitted.
         say: writes a line to the log.
     """
@@ -59,24 +61,22 @@ class HostSupervisor:
         served: ServedStore,
         transport: Transport,
         directory: Path,
-        command: Sequence[str],
+        commands: Sequence[Sequence[str]],
         script: str,
         max_restarts: int,
         join_s: float,
         say: Callable[[str], None],
     ) -> None:
         self._job, self._served, self._transport, self._say = job, served, transport, say
-        self._directory, self._command, self._script = directory, command, script
+        self._script = script
         self._max_restarts, self._join_s = max_restarts, join_s
         self._name: str = transport.call(lambda agent, _: agent.name)
         self._detect_s: float = transport.call(lambda agent, _: agent.options.detect_s)
-        self._seats = SeatService(transport, directory)
         self._notes = RankNotes(served.store, self._name)
-        self._rank: RankProcess | None = None
-        self._rank_number = 0  # of the rank that was started last
-        self._starts = 0
-        self._waits_since: float | None = time.monotonic()  # for a place for a rank; None: no rank is to be started
-        self._failure: dict[int, ProcessFailure] = {}  # of the rank that ended last, by its number
+        size = len(commands)
+        self._slots = [
+            RankSlot(transport, directory, command, local, size, job.founder) for local, command in enumerate(commands)
+        ]
         self._signal: int | None = None
         self._kill = self._leaves = self._hurries = False
         self._close_by = self._serve_until = 0.0
@@ -85,10 +85,10 @@ class HostSupervisor:
         self._events: deque[tuple[float, str]] = deque(maxlen=_EVENTS)  # that the ranks do not know
 
     def run(self) -> None:
-        """Until the rank has ended, and the others do not need this host any more.
+        """Until the ranks have ended, and the others do not need this host any more.
 
         Raises:
-            FirstFailure: the rank has failed and was not started again.
+            FirstFailure: a rank has failed and was not started again.
             SignalException: a signal has ended the host.
             JoinError: no place for a rank was found.
         """
@@ -96,17 +96,17 @@ class HostSupervisor:
             with self._signals():
                 while not self._is_over():
                     self._take_event()
-                    self._watch_rank()
+                    self._watch()
         finally:
-            if self._rank is not None:
-                self._rank.kill()
-            self._seats.close()
+            self._kill_ranks()
+            for slot in self._slots:
+                slot.close()
             self._transport.close()
             self._notes.close()
         if self._signal is not None:
             raise SignalException(f"signal {self._signal}", signal.Signals(self._signal))
-        if self._failure:
-            raise FirstFailure(self._script, self._failure)
+        if failures := self._failures:
+            raise FirstFailure(self._script, failures)
 
     def describe(self) -> dict[str, Any]:
         """For observers, see `bagua.status`. From any thread."""
@@ -130,9 +130,10 @@ class HostSupervisor:
             event = self._transport.events.get(timeout=_POLL_S)
         except queue.Empty:
             return
-        if not self._ended or self._failure:
+        if not self._ended or self._failures:
             self._say(_told(event))
-        self._seats.refresh()
+        for slot in self._slots:
+            slot.refresh()
         if isinstance(event, Slow | Blocked | Excluded):
             self._events.append((time.time(), _told(event)))
         if isinstance(event, EpochBegan | Excluded):
@@ -143,115 +144,144 @@ class HostSupervisor:
         self._left |= isinstance(event, Left)
 
     def _make_way(self, event: EpochBegan | Excluded) -> None:
-        """Others open new groups, so they train on: this host, whose rank has ended, must not be waited for in them."""
+        """Others open new groups, so they train on: ranks of this host that have ended must not be waited for there."""
         previous = event.previous if isinstance(event, EpochBegan) else None
-        opened = previous is not None and event.epoch.group != previous.group
-        if opened and self._ended and not self._leaves:
-            self._transport.call(lambda agent, now: agent.weights_lost(now, agent.payload))
+        if previous is None or event.epoch.group == previous.group:
+            return
+        for slot in self._slots:
+            if slot.over:
+                slot.lose()
+        if self._ended and not self._leaves:
             self._leave()
 
     def _known(self) -> tuple[Epoch | None, Member | None]:
         return self._transport.call(lambda agent, _: (agent.epoch, agent.member))
 
-    # -- the rank ------------------------------------------------------------------------------------------------
+    # -- the ranks -----------------------------------------------------------------------------------------------
 
-    def _watch_rank(self) -> None:
-        now = time.monotonic()
+    @property
+    def _failures(self) -> dict[int, ProcessFailure]:
+        """How ranks that failed have ended, by their numbers in the summary."""
+        return {slot.number: slot.failure for slot in self._slots if slot.failure is not None}
+
+    def _watch(self) -> None:
         if self._transport.failed:
             raise JoinError("the agent of this host has failed; its traceback is above")
-        if self._rank is None:
-            if self._signal is not None and not self._hurries:
-                self._leave()
-            elif self._waits_since is not None:
-                self._await_place(now, self._waits_since)
-            return
-        code = self._rank.poll()
-        if code is None:
-            self._watch_running(self._rank, now)
-        else:
-            rank, self._rank = self._rank, None
-            self._failure = {self._rank_number: rank.failure()} if code else {}
-            self._rank_ended(code)
+        now = time.monotonic()
+        for slot in self._slots:
+            if slot.process is None:
+                if self._signal is None and slot.waits_since is not None:
+                    self._await_place(slot, now, slot.waits_since)
+            elif (code := slot.poll()) is None:
+                self._watch_running(slot, now)
+            else:
+                self._rank_ended(slot, code)
+        if self._signal is not None and not self._hurries and all(slot.process is None for slot in self._slots):
+            self._leave()
 
-    def _rank_ended(self, code: int) -> None:
+    def _rank_ended(self, slot: RankSlot, code: int) -> None:
         if code == 0 and self._signal is None:
-            self._end(_SERVE_S)
+            slot.finish()
+            self._end_rank(slot)
             return
-        self._transport.call(lambda agent, now: agent.weights_lost(now, agent.payload))
-        self._seats.disconnect()
+        slot.lose()
+        for each in self._slots:  # another rank of this host may have to fetch the weights now
+            each.refresh()
         if self._signal is not None:
-            self._leave()
-        elif self._starts <= self._max_restarts:
-            self._say(f"the rank of this host has {_how(code)}; it is started again once this host is admitted")
-            self._waits_since = time.monotonic()
+            slot.over = True
+        elif slot.starts <= self._max_restarts:
+            self._say(f"{self._called(slot)} has {how_it_ended(code)}; it is started again once it has a place")
+            slot.waits_since = time.monotonic()
         else:
-            self._say(f"the rank of this host has {_how(code)}; this host leaves the job")
-            self._leave()
+            others = any(not each.over for each in self._slots if each is not slot)
+            goes_on = "the others of this host go on" if others else "this host leaves the job"
+            self._say(f"{self._called(slot)} has {how_it_ended(code)}; {goes_on}")
+            self._end_rank(slot)
+
+    def _end_rank(self, slot: RankSlot) -> None:
+        """It has ended for good. The last one ends the host: it leaves the job to the others if it has failed."""
+        slot.over, slot.waits_since = True, None
+        if all(each.over for each in self._slots):
+            if slot.failure is not None:
+                self._leave()
+            else:
+                self._end(_SERVE_S)
+
+    def _called(self, slot: RankSlot) -> str:
+        return "the rank of this host" if len(self._slots) == 1 else f"rank {slot.local} of this host"
+
+    def _kill_ranks(self) -> None:
+        for slot in self._slots:
+            if slot.process is not None:
+                slot.process.kill()
 
     def _leave(self) -> None:
         self._leaves, self._hurries = True, self._signal is not None
         self._transport.call(lambda agent, now: agent.leave(now))
         self._end(max(_LEAVE_S, 3 * self._detect_s) if self._hurries else _SERVE_S)
 
-    def _await_place(self, now: float, since: float) -> None:
-        """Start a rank as soon as this host has a place for it: that of a founder, or of a learner."""
+    def _await_place(self, slot: RankSlot, now: float, since: float) -> None:
+        """Start a rank as soon as it has a place: that of a founder, or beside the members that train."""
         epoch, me = self._known()
-        if epoch is not None and me is not None and not me.trains:
-            self._start(view_of(epoch, self._name, 0))
-        elif me is not None and self._job.founder and not self._starts:
-            self._start(view_of(self._job.note.founders, self._name, 0))
+        founders = self._job.note.founders
+        if slot.has_place(epoch, me):
+            assert epoch is not None
+            view = view_of(epoch, self._name, 0, seat=-1)
+            slot.start(view, self._environment(slot, view), arrives=True)
+        elif me is not None and self._job.founder and not slot.starts:
+            view = view_of(founders, self._name, 0, slot.local)
+            slot.start(view, self._environment(slot, view), arrives=False)
         elif now - since > self._join_s:
-            if not self._failure:
+            if slot.failure is None:
                 raise JoinError(f"no member of the job has admitted this host within {self._join_s:g} s")
-            self._say(f"this host was not admitted again within {self._join_s:g} s")
-            self._end(0.0)
+            self._say(f"{self._called(slot)} was not admitted again within {self._join_s:g} s")
+            slot.over, slot.waits_since = True, None
+            if all(each.over for each in self._slots):
+                self._end(0.0)
 
-    def _start(self, view: View) -> None:
-        """The ranks of founders make up the first groups. In the summary a newcomer's is the next one."""
-        self._rank_number = len(view.members) if view.rank is None else view.rank
-        env = {**os.environ, **self._environment(view)}
-        self._rank = RankProcess(self._command, env, self._directory / f"attempt_{self._starts}" / "0")
-        self._starts += 1
-        self._waits_since = None
-
-    def _environment(self, view: View) -> Mapping[str, str]:
-        """A newcomer's default group is its own: nobody would come to another before its host trains."""
+    def _environment(self, slot: RankSlot, view: View) -> Mapping[str, str]:
+        """A newcomer's default group is its own: nobody would come to another before it trains."""
         newcomer = view.rank is None
         rank, size = ("0", "1") if newcomer else (str(view.rank), str(len(view.members)))
+        hosts = [member.name for member in self._job.note.founders.trainers]
+        node, nodes = ("0", "1") if newcomer else (str(hosts.index(self._name)), str(len(hosts)))
         host, _, port = (self._served.address if newcomer else view.store).rpartition(":")
         return {
             "RANK": rank,
             "WORLD_SIZE": size,
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "GROUP_RANK": rank,
-            "GROUP_WORLD_SIZE": size,
+            "LOCAL_RANK": str(slot.local),
+            "LOCAL_WORLD_SIZE": str(len(self._slots)),
+            "GROUP_RANK": node,
+            "GROUP_WORLD_SIZE": nodes,
             "ROLE_RANK": rank,
             "ROLE_WORLD_SIZE": size,
             "ROLE_NAME": "default",
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
             "TORCHELASTIC_RUN_ID": self._job.note.run_id,
-            "TORCHELASTIC_RESTART_COUNT": str(self._starts),
+            "TORCHELASTIC_RESTART_COUNT": str(slot.starts),
             "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-            SEAT: str(self._seats.path),
-            "BAGUA_ARRIVES": "1" if view.rank is None else "0",
+            "BAGUA_ARRIVES": "1" if newcomer else "0",
         }
 
-    def _watch_running(self, rank: RankProcess, now: float) -> None:
+    def _watch_running(self, slot: RankSlot, now: float) -> None:
+        process = slot.process
+        assert process is not None
         if self._signal is not None and (self._kill or now > self._close_by):
-            rank.kill()
-        elif (stopped_s := rank.stopped_s(now)) > self._detect_s:
-            self._say(f"the rank of this host (pid {rank.pid}) has been stopped for {stopped_s:.1f} s; it is killed")
-            rank.kill()
+            process.kill()
+        elif (stopped_s := process.stopped_s(now)) > self._detect_s:
+            self._say(f"{self._called(slot)} (pid {process.pid}) has been stopped for {stopped_s:.1f} s; it is killed")
+            process.kill()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _end(self, serve_s: float) -> None:
-        """The rank has ended for good. The agent goes on until the others do not need its vote."""
-        self._ended, self._waits_since = True, None
+        """All ranks have ended for good. The agent goes on until the others do not need its vote."""
+        self._ended = True
+        for slot in self._slots:
+            slot.waits_since = None
         self._serve_until = time.monotonic() + serve_s
 
     def _is_over(self) -> bool:
@@ -261,7 +291,7 @@ class HostSupervisor:
             return self._ended and self._kill
         # Those that want to join, too: they would wait for a job that has ended.
         hosts = {member.name: store_in(member.payload) for member in (*epoch.members, *joining)}
-        self._notes.tell(hosts, ENDED if self._ended else lost(epoch.number) if self._failure else "")
+        self._notes.tell(hosts, ENDED if self._ended else lost(epoch.number) if self._failures else "")
         trainers = {member.name for member in epoch.trainers} - {self._name}
         waited_for = trainers - self._notes.without_weights(trainers, epoch.number)
         if not self._ended:
@@ -287,16 +317,16 @@ class HostSupervisor:
         if waited_for:
             return
         self._say("no rank is left that has the weights: the job ends")
-        if self._rank is not None:
-            self._rank.kill()
-            self._rank = None
+        self._kill_ranks()
+        for slot in self._slots:
+            slot.process, slot.over = None, True
         self._end(_SERVE_S)
 
     # -- signals -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Pass on what ends a launcher to the rank. SIGHUP is left as it is under nohup."""
+        """Pass on what ends a launcher to the ranks. SIGHUP is left as it is under nohup."""
         numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
@@ -312,15 +342,11 @@ class HostSupervisor:
         self._kill |= self._signal is not None  # a second one does not wait
         self._signal = self._signal or number
         self._close_by = time.monotonic() + _CLOSE_S
-        if self._rank is not None:
-            self._rank.send(number)
+        for slot in self._slots:
+            slot.send(number)
 
 
 def _told(event: Action) -> str:
     text = describe_event(event)
     reason = event.epoch.reason if isinstance(event, EpochBegan) and event.previous is not None else ""
     return f"{text} ({reason})" if reason else text
-
-
-def _how(code: int) -> str:
-    return f"ended with exit code {code}" if code > 0 else f"been killed by {signal.Signals(-code).name}"

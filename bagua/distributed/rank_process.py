@@ -36,10 +36,12 @@ class RankProcess:
         argv: the command.
         env: its whole environment; `TORCHELASTIC_ERROR_FILE` is added.
         directory: for the file in which the rank leaves its traceback; new for each start.
+        local_rank: for the summary of a failure.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], directory: Path) -> None:
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], directory: Path, local_rank: int = 0) -> None:
         directory.mkdir(parents=True)
+        self._local_rank = local_rank
         self._error_file = directory / "error.json"
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *argv],
@@ -93,7 +95,7 @@ class RankProcess:
     def failure(self) -> ProcessFailure:
         """Why it has failed, for the summary."""
         assert self._process.returncode
-        return ProcessFailure(0, self.pid, self._process.returncode, str(self._error_file))
+        return ProcessFailure(self._local_rank, self.pid, self._process.returncode, str(self._error_file))
 
 
 def _runs_while_stopped(pid: int) -> str | None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from bagua.algorithms.auto import Auto
 from bagua.auto.candidates import allowed
-from bagua.auto.judge import Facts, Judge, Outcome, StepTimes
+from bagua.auto.facts import Facts, StepTimes
+from bagua.auto.judge import Judge, Outcome
 from bagua.auto.links import Links
 from bagua.plan import CPU, GPU, Workload, load_model, predict
 

@@ -29,7 +29,7 @@ from bagua.engine.lanes.lane import make_lane
 from bagua.engine.optimizer_discovery import follow_optimizers
 from bagua.engine.recovery.catch_up import unless_interrupted
 from bagua.engine.recovery.interruptible import run_interruptibly
-from bagua.engine.recovery.limits import check_tolerates, take_seat
+from bagua.engine.recovery.limits import check_tolerates, take_seat, without_mixed_halves
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.options import FaultTolerance, as_fault_tolerance, seat_of
 from bagua.engine.recovery.reopen import follow_membership, join_job
@@ -38,8 +38,10 @@ from bagua.engine.startup.choice import chooser_of, why_no_choice
 from bagua.engine.startup.handshake import Agreement, shake_hands
 from bagua.engine.startup.inventory import Inventory
 from bagua.engine.startup.link_probe import lanes_of_sums
+from bagua.engine.startup.rank_order import RankOrder, order_of, why_no_order
 from bagua.engine.startup.request import Request
 from bagua.engine.startup.rollback import unless_it_fails
+from bagua.engine.startup.transport import why_no_transport
 from bagua.engine.tuning.saved_results import check_files, session_of
 from bagua.engine.tuning.search_space import hierarchy_is_free
 from bagua.status.rank_status import serve_rank
@@ -65,6 +67,8 @@ def distribute(
     broadcast_buffers: bool = False,
     static_graph: bool = False,
     gradient_as_bucket_view: bool = True,
+    rank_order: RankOrder = None,
+    transport: str | None = None,
     autotune: Autotune | bool | dict[str, Any] | str | os.PathLike[str] | None = None,
     fault_tolerant: FaultTolerance | bool | None = None,
     **algorithm_options: Any,
@@ -102,6 +106,12 @@ def distribute(
         gradient_as_bucket_view: True makes `.grad` a view of a bucket, which the next backward pass overwrites. False
             copies the mean to the tensor that was `.grad`, so gradients kept over `zero_grad()` do not change. This
             costs a copy per pass and memory for all gradients. No effect with algorithms that exchange weights.
+        rank_order: order of the ranks in rings, for hosts with links of different rates: "measured" measures all links
+            once (seconds for each host, on slow links) and takes the ring whose slowest link is the fastest; a list of
+            all ranks gives the order. Only the order of sums changes, and who is whose neighbour in gossip. Default:
+            BAGUA_RANK_ORDER, or the order of the ranks; for a switch, the previous order.
+        transport: "native": on a CPU, rows of compressed exchanges go over sockets of their own, in compiled code, with
+            the same bits as over "gloo" (docs/performance.md). Default: BAGUA_TRANSPORT or "gloo".
         autotune: measure bucket sizes and other settings in the first steps and keep the fastest. True, a
             `bagua.Autotune`, a dict of its arguments, or the path of a results file. Only the order of sums changes.
             Default: BAGUA_AUTOTUNE, or off.
@@ -140,7 +150,16 @@ def distribute(
     if hierarchical is not None:
         algorithm_options["hierarchical"] = hierarchical
     problem: Exception | None = None
-    request = Request(bucket_bytes, num_lanes, guard, broadcast_buffers, static_graph, gradient_as_bucket_view)
+    request = Request(
+        bucket_bytes,
+        num_lanes,
+        guard,
+        broadcast_buffers,
+        static_graph,
+        gradient_as_bucket_view,
+        rank_order,
+        transport=transport,
+    )
     try:
         request.check(module, optimizers, algorithm, algorithm_options, autotune)
     except (ValueError, TypeError) as error:
@@ -150,13 +169,17 @@ def distribute(
     manager = None if tolerance is None else RecoveryManager(seat_of(tolerance), tolerance)
     if manager is not None:
         problem = problem or check_tolerates(request, module, process_group is not None, manager.seat)
+        manager.algorithm = request.algorithm = without_mixed_halves(request.algorithm)
 
     def begin(team: Team, signature: list[Any]) -> Engine:
         """Compare the arguments, replicate the state, and make an engine. Collective."""
         failed = problem or check_files(request.tune, team.rank) or why_no_choice(request, team)
+        failed = failed or why_no_order(request.rank_order, team)
+        failed = failed or why_no_transport(request.transport, team, device)
         ready = previous is not None and not previous.engine.failed
         agreement = shake_hands(team, signature, request.describe(complete=failed is None), failed, ready)
-        return _make_engine(module, team, agreement, request, previous, signature, manager)
+        team, line = _ordered(team, agreement, request, previous)
+        return _make_engine(module, team, agreement, request, previous, signature, manager, line)
 
     joins = False
     if manager is None:
@@ -209,6 +232,17 @@ def _begin_tolerantly(
     return begin(Team.alone()), True
 
 
+def _ordered(team: Team, agreement: Agreement, request: Request, previous: Attachment | None) -> tuple[Team, str]:
+    """The team with the order of its groups, and a line about it. Collective."""
+    if previous is not None and previous.engine.team.name == team.name and request.order_is_default:
+        return team.ordered(previous.engine.team.order), ""
+    assert request.inventory is not None
+    order, line = order_of(request.rank_order, team, agreement.nodes, request.inventory.device)
+    if line and team.rank == 0:
+        _log.info("%s", line)
+    return team.ordered(order), line
+
+
 def _make_engine(
     module: nn.Module,
     team: Team,
@@ -217,13 +251,14 @@ def _make_engine(
     previous: Attachment | None,
     signature: list[Any],
     manager: RecoveryManager | None,
+    line: str,
 ) -> Engine:
     """Replicate the state of rank 0, and make an engine. Collective over the team."""
     chosen, inventory, guard, tune = request.algorithm, request.inventory, request.guard, request.tune
     assert inventory is not None and chosen is not None
     tunes_hierarchy = tune is not None and hierarchy_is_free(chosen, agreement.nodes)
     chosen, remark = chosen.for_nodes(agreement.nodes)
-    if remark and team.rank == 0:
+    if remark and team.rank == 0 and not (manager is not None and manager.newcomer):  # whose nodes come later
         _log.warning("%s: %s", chosen.name, remark)
 
     order: Sequence[str] | None = None
@@ -238,7 +273,8 @@ def _make_engine(
     hierarchical_groups = tunes_hierarchy or any(
         each.hierarchical_groups for each in (chosen, fallback) if each is not None
     )
-    groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes)
+    native = request.transport == "native" and team.backend == "gloo"
+    groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes, native)
     with team.naming_missing_ranks("bagua.distribute()", f"failed/{key}", groups):
         if manager is None or team.size == 1:
             few_lanes = _replicate(team, agreement.nodes, groups, inventory, request.optimizers, differing)
@@ -248,7 +284,7 @@ def _make_engine(
         meter.sent = meter.received = 0  # what follows is training
     lane = make_lane(groups, inventory.device)
     config = request.config(few_lanes, tunes_hierarchy)
-    notices = (remark,) if remark else ()
+    notices = tuple(each for each in (remark, line) if each)
     tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM
     with unless_it_fails(inventory.trainable.values(), lane, remember=in_buckets):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.autotune import Settings
@@ -79,6 +80,18 @@ class Binding:
         self.release_buckets()
         self._reducer.set_buckets(())
         self.start()
+
+    def go_on_with(self, algorithm: Algorithm, kept: Mapping[tuple[str, int], Tensor]) -> None:
+        """Of an engine that will be replaced: hold what the next one takes over, of an algorithm it may not have run.
+
+        Args:
+            kept: by name and bucket.
+        """
+        if type(algorithm) is not type(self._state.algorithm):
+            self.release_buckets()
+            self._state.algorithm = algorithm
+            self._memory.forget_tensors()
+        self._memory.tensors.update(kept)
 
     def rebind(self, bound: str, fallback: Algorithm | None) -> None:
         """Switch to the algorithm that ran when a state was saved: scheduled, or a guard's fallback.

@@ -32,7 +32,7 @@ from bagua.engine.reducer.reducer import Reducer
 from bagua.engine.reducer.unused_params import UsageBoard
 from bagua.engine.replicas import Replicas
 from bagua.engine.startup.inventory import Inventory
-from bagua.engine.state_dict import check_header, load_states, pack
+from bagua.engine.state_dict import check_header, check_order, load_states, pack
 from bagua.engine.stats import Stats, StepStats, Tally
 from bagua.engine.step_tracker import StepTracker
 from bagua.engine.training_state import TrainingState
@@ -226,6 +226,7 @@ class Engine:
             plan, bound, tuned = binding.tuning.state_dict(binding)
         header = {
             **self._circumstances(),
+            "rank_order": list(self.team.order),
             "step": self.state.step,
             "stepped": sorted(self.tracker.stepped),
             "bound": repr(bound),
@@ -247,6 +248,7 @@ class Engine:
             raise ValueError("state dict: a fault-tolerant module counts its steps with the other hosts, from 0")
         self.dispatcher.wait()
         check_header(data, self._circumstances())
+        check_order(data, self.team.order)
         state.algorithm.on_load(self.context)
         tuned = self._tuned_in(data)
         state.order, state.step = data["order"], data["step"]

@@ -140,7 +140,7 @@ class Failures:
             CommunicationError: names the rank.
         """
         if self.recovery is not None:
-            self.recovery.poll()
+            self.recovery.poll(waits=self._state.algorithm.lost_step is not LostStep.FREE)
         elif self._breaks_together and not self._failed:
             try:
                 ranks = self._broken.look(self._reducer.count)

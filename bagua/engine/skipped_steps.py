@@ -24,13 +24,25 @@ def must_agree(
 
 
 def refuse_plain_scaler(
-    algorithm: Algorithm, optimizers: Sequence[torch.optim.Optimizer], size: int, trains_its_own: bool = False
+    algorithm: Algorithm,
+    optimizers: Sequence[torch.optim.Optimizer],
+    size: int,
+    trains_its_own: bool = False,
+    fault_tolerant: bool = False,
 ) -> None:
     """From an optimizer's hook: raise if a scaler of torch's makes this step and ranks may decide differently.
+
+    Args:
+        fault_tolerant: ranks may be lost and join, with steps that some of them drop.
 
     Raises:
         RuntimeError: names the algorithm and the way out.
     """
+    if fault_tolerant and steps_by_plain_scaler():
+        raise RuntimeError(
+            "fault_tolerant: torch.amp.GradScaler fails in a step that is lost, and a rank that joins would not get "
+            "its scale; use bagua.GradScaler, which takes the same arguments"
+        )
     if not must_agree(algorithm, optimizers, size, trains_its_own):
         return
     if steps_by_plain_scaler():

@@ -11,7 +11,7 @@ from torch import Tensor
 from bagua.engine.reducer.bucket import Bucket
 from bagua.exchanges import Exchange, State
 
-__all__ = ["States", "check_header", "load_states", "pack"]
+__all__ = ["States", "check_header", "check_order", "load_states", "pack"]
 
 _VERSION = 3
 States = dict[tuple[Exchange, int, int], State]
@@ -50,6 +50,21 @@ def check_header(data: dict[str, Any], have: dict[str, Any]) -> None:
     for what, value in have.items():
         if data.get(what) != value:
             raise ValueError(f"state dict: saved with {what} {data.get(what)}, loaded into {what} {value}")
+
+
+def check_order(data: dict[str, Any], order: Sequence[int]) -> None:
+    """Refuse the state of exchanges between ranks in another order than `order`: it is of other peers and chunks.
+
+    Raises:
+        ValueError: says how to get that order.
+    """
+    plain = list(range(data["size"]))
+    saved, have = list(data.get("rank_order") or plain), list(order) or plain
+    if data["states"] and saved != have:
+        raise ValueError(
+            f"state dict: saved with rank_order {saved}, loaded into {have}; "
+            f"pass rank_order={saved} to bagua.distribute()"
+        )
 
 
 @torch.no_grad()

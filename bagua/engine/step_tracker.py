@@ -161,9 +161,8 @@ class StepTracker:
             return
         if self._failures.final and self._state.algorithm.payload is Payload.GRAD:
             self._failures.check_alive()  # the gradients are not the mean of all ranks'
-        refuse_plain_scaler(
-            self._state.algorithm, self._optimizers.alive, self._team.size, self._inventory.trains_its_own
-        )
+        own, algorithm = self._inventory.trains_its_own, self._state.algorithm
+        refuse_plain_scaler(algorithm, self._optimizers.alive, self._team.size, own, self.fault_tolerant)
         if not self.step_begun:
             self.step_begun = True
             if self.chooser is not None and not self.chooser.settled:

@@ -10,7 +10,7 @@ from torch import Tensor
 from bagua.codecs import Codec
 from bagua.comm.collectives import all_gather_rows
 from bagua.comm.groups import Groups
-from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.base import Exchange, State, check_codec
 
 __all__ = ["AllGather"]
 
@@ -39,6 +39,7 @@ class AllGather(Exchange):
     average: bool = True
 
     def __post_init__(self) -> None:
+        check_codec("AllGather", self.codec)
         if self.codec.lossless:
             raise ValueError(f"AllGather with codec {self.codec.name!r}: AllReduce sends less and gives the same")
 

@@ -11,7 +11,7 @@ from bagua.codecs import Codec, Identity
 from bagua.comm.collectives import all_reduce_
 from bagua.comm.groups import Groups
 from bagua.comm.pipelined import scatter_gather_rows
-from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.base import Exchange, State, check_codec
 from bagua.exchanges.payload_source import PayloadSource
 from bagua.exchanges.scatter_gather import ScatterGather, chunk_numel
 
@@ -47,6 +47,7 @@ class AllReduce(Exchange):
     direct_bytes: int = field(default=_SMALL_BYTES, repr=False)  # says how, not what
 
     def __post_init__(self) -> None:
+        check_codec("AllReduce", self.codec)
         if not self.codec.linear:
             raise ValueError(f"AllReduce cannot sum codec {self.codec.name!r} on the wire; use ScatterGather")
 

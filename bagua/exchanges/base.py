@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from bagua.codecs import Codec
 from bagua.comm.groups import Groups
 from bagua.exchanges.payload_source import PayloadSource
 
-__all__ = ["Exchange", "State"]
+__all__ = ["Exchange", "State", "check_codec"]
 
 State = dict[str, Tensor]
 
@@ -92,3 +93,13 @@ class Exchange(ABC):
     @abstractmethod
     def bytes_per_rank(self, n: int, size: int) -> float:
         """Bytes that a rank sends for `n` fp32 elements among `size` ranks (the mean over the ranks)."""
+
+
+def check_codec(exchange: str, codec: object) -> None:
+    """Refuse what is no codec, such as its name.
+
+    Raises:
+        TypeError: names the exchange.
+    """
+    if not isinstance(codec, Codec):
+        raise TypeError(f"{exchange}: codec: expected a Codec, got {codec!r}; bagua.codecs.get() makes one by its name")

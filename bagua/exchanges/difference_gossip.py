@@ -10,7 +10,7 @@ from torch import Tensor
 from bagua.codecs import Codec
 from bagua.comm.collectives import swap
 from bagua.comm.groups import Groups
-from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.base import Exchange, State, check_codec
 from bagua.topologies import Topology
 
 __all__ = ["DifferenceGossip"]
@@ -40,6 +40,7 @@ class DifferenceGossip(Exchange):
     codec: Codec
 
     def __post_init__(self) -> None:
+        check_codec("DifferenceGossip", self.codec)
         if not self.topology.fixed:
             raise ValueError(
                 f"topology {self.topology.name!r} cannot be combined with codec {self.codec.name!r}: "

@@ -10,7 +10,7 @@ from torch import Tensor
 from bagua.codecs import Codec, Identity
 from bagua.comm.collectives import swap
 from bagua.comm.groups import Groups
-from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.base import Exchange, State, check_codec
 from bagua.topologies import Topology
 
 __all__ = ["Gossip"]
@@ -35,6 +35,7 @@ class Gossip(Exchange):
     codec: Codec = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
+        check_codec("Gossip", self.codec)
         if not self.codec.linear:
             raise ValueError(
                 f"Gossip of values does not converge through codec {self.codec.name!r}; use DifferenceGossip"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bagua.exchanges.elementwise_hook import ElementwiseHook, LerpHook
 
-__all__ = ["PayloadSource", "Piece"]
+__all__ = ["MixedPieces", "PayloadSource", "Piece"]
 
 _CACHED = 1 << 18  # elements of a range that several operations work on; for fewer the calls cost more than memory
 
@@ -37,6 +37,19 @@ class Piece:
     x: Tensor
     index: int
     begin: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class MixedPieces:
+    """All of a payload, and what a `LerpHook` mixes in.
+
+    Attributes:
+        pieces: in order, each with the other tensor's elements [hi - lo]; None without a hook.
+        weights: on the way in and out; None without a hook.
+    """
+
+    pieces: Sequence[tuple[Piece, Tensor | None]]
+    weights: tuple[float, float] | None
 
 
 class PayloadSource:
@@ -82,6 +95,22 @@ class PayloadSource:
         found, at = self.hook.others[p.index], p.begin + a - p.lo
         other = None if found is None else (found[0][at : at + b - a], *found[1:])
         return p.x[a - p.lo : b - p.lo], other
+
+    def mixed_pieces(self) -> MixedPieces | None:
+        """Everything that compiled code needs to read the payload; None if it needs more than one pair of weights."""
+        if self.hook is None:
+            return MixedPieces([(piece, None) for piece in self._pieces], None)
+        if not isinstance(self.hook, LerpHook):
+            return None
+        found = [self.hook.others[piece.index] for piece in self._pieces]
+        weights = {None if each is None else each[1:] for each in found}
+        if len(weights) != 1:
+            return None
+        others = [
+            None if each is None else each[0][piece.begin : piece.begin + piece.hi - piece.lo]
+            for piece, each in zip(self._pieces, found, strict=True)
+        ]
+        return MixedPieces(list(zip(self._pieces, others, strict=True)), weights.pop())
 
     def ranges(
         self, lo: int, hi: int, align: int = 1, cached: bool = False, lerps: bool = False

@@ -11,7 +11,8 @@ from torch import Tensor
 from bagua.codecs import Codec
 from bagua.comm.groups import Groups
 from bagua.comm.pipelined import scatter_gather_rows
-from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.base import Exchange, State, check_codec
+from bagua.exchanges.native_rows import NativeRows
 from bagua.exchanges.payload_source import PayloadSource, Piece
 from bagua.exchanges.rows import PartRows, WholeRows, takes_parts
 from bagua.exchanges.running_scale import scale_from_magnitude, update_magnitude
@@ -57,6 +58,7 @@ class ScatterGather(Exchange):
     running_scale: bool = False
 
     def __post_init__(self) -> None:
+        check_codec("ScatterGather", self.codec)
         if self.running_scale and (self.error_feedback or self.codec.lossless):
             other = "error_feedback=True" if self.error_feedback else f"codec {self.codec.name!r}, which loses nothing"
             raise ValueError(f"running_scale=True cannot be combined with {other}")
@@ -144,6 +146,14 @@ class ScatterGather(Exchange):
         wire_RW = buffers.get("wire", wire_shape, torch.uint8, device)
         peers_RW = buffers.get("peers", wire_shape, torch.uint8, device)
         weight, residual_N = 1.0 / size if self.average else 1.0, state.get("residual")
+        chunk_residual_C = state.get("chunk_residual")
+        if group.mesh is not None and source is not None and not codec.lossless:
+            native = NativeRows.of(codec, source, residual_N, chunk_residual_C, c, weight, wire_RW, peers_RW)
+            if native is not None:
+                group.mesh.exchange_encoded(native.encoded)
+                nbytes = 2 * (size - 1) * wire_RW.shape[1]
+                group.meter.add(nbytes, nbytes)
+                return
         if source is None:
             rows = WholeRows(codec, x_N, residual_N, c, buffers)
         else:
@@ -156,7 +166,7 @@ class ScatterGather(Exchange):
                 codec.decode_mean(peers_RW, c, out=chunk_C, weight=weight)
                 codec.encode(chunk_C.view(1, c), out=mine_1W)
             else:
-                codec.decode_mean_encode(peers_RW, c, weight, residual_N=state.get("chunk_residual"), out=mine_1W)
+                codec.decode_mean_encode(peers_RW, c, weight, residual_N=chunk_residual_C, out=mine_1W)
 
         scatter_gather_rows(
             group,

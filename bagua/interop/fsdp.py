@@ -140,7 +140,7 @@ class CompressedFSDP:
         for path, tensors in state_dict["residuals"].items():
             self.scatters[path].residuals = {size: tensor.clone() for size, tensor in tensors.items()}
         for path, states in state_dict["replicas"].items():
-            self.replicas[path].states = {size: _copies(state) for size, state in states.items()}
+            self.replicas[path].load(states)
 
 
 def _copies(state: Mapping[str, Tensor]) -> State:
@@ -205,19 +205,31 @@ class _Replica:
 
     def __init__(self, exchange_for: ExchangeFor, groups: Groups) -> None:
         self.states: dict[int, State] = {}  # by number of elements: FSDP leaves out parameters without a gradient
+        self._fits: dict[int, tuple[torch.dtype, torch.device]] = {}  # of the gradients that each state was made for
         self._exchange_for, self._groups, self._step = exchange_for, groups, 0
+
+    def load(self, states: Mapping[int, State]) -> None:
+        """Take states that may have been made for gradients of another dtype, or on another device."""
+        self.states, self._fits = {size: _copies(state) for size, state in states.items()}, {}
 
     @torch.no_grad()
     def __call__(self, reduce_output: Tensor) -> None:
         flat, groups = reduce_output.view(-1), self._groups
         exchange = self._exchange_for([flat])
-        size = flat.numel()
-        if size not in self.states:
-            self.states[size] = exchange.init(flat, groups)
-        state = self.states[size] = {name: each.to(flat.device) for name, each in self.states[size].items()}
+        state = self._state(exchange, flat)
         if groups.size > 1:
             exchange.run(flat, state, groups, self._step)
         self._step += 1
+
+    def _state(self, exchange: Exchange, flat: Tensor) -> State:
+        """The state for gradients like `flat`. Their dtype is FSDP's choice: from torch 2.15 on not `param_dtype`."""
+        size, fits = flat.numel(), (flat.dtype, flat.device)
+        if self._fits.get(size) != fits:
+            fresh = exchange.init(flat, self._groups)
+            kept = self.states.get(size, fresh)
+            self.states[size] = {name: each.to(fresh.get(name, flat)) for name, each in kept.items()}
+            self._fits[size] = fits
+        return self.states[size]
 
 
 class _Comm:

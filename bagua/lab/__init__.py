@@ -7,6 +7,6 @@ from bagua.lab.cluster import Cluster
 from bagua.lab.errors import LabError
 from bagua.lab.host import Host
 from bagua.lab.link import Link
-from bagua.lab.report import HostReport, Report
+from bagua.lab.report import HostReport, PairReport, Report
 
-__all__ = ["Cluster", "Host", "HostReport", "LabError", "Link", "Report"]
+__all__ = ["Cluster", "Host", "HostReport", "LabError", "Link", "PairReport", "Report"]

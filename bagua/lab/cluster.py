@@ -22,6 +22,7 @@ from bagua.lab.host import Host
 from bagua.lab.link import Link
 from bagua.lab.namespaces import Namespaces
 from bagua.lab.pacing import Pacing
+from bagua.lab.pairs import Pairs, both_ways
 from bagua.lab.rendezvous import command_for, rendezvous_environment
 from bagua.lab.report import Report
 
@@ -42,6 +43,9 @@ class Cluster:
         hosts: how many, 1 to 64.
         link: every host's link to the switch. None, or one without limits: plain veth devices and a bridge, the
             fastest there is; nothing can be limited, cut or delayed later.
+        pairs: links between two hosts, by sender and receiver: a bandwidth with its queue, and a latency, which then
+            holds in place of the hosts' own. The link of (a, b) also holds for (b, a), unless that is given too. A
+            frame crosses the sender's uplink, the link of the pair and the receiver's downlink. Needs the relay.
         mode: "namespaces" emulates all of it; "pacing" only a bandwidth for each socket, without any privilege;
             "auto" takes the first, or the second with a warning.
         wire: what carries the frames: "veth" (a bridge; nothing is emulated), "tbf" (veth and the kernel's token
@@ -63,6 +67,7 @@ class Cluster:
         hosts: int,
         link: Link | None = None,
         *,
+        pairs: Pairs | None = None,
         mode: str = "auto",
         wire: str = "auto",
         seed: int = 0,
@@ -71,6 +76,9 @@ class Cluster:
     ) -> None:
         self.link = link or Link()
         _check(hosts, self.link, mode, wire, congestion)
+        self.pairs = both_ways(pairs or {}, hosts)
+        if self.pairs:
+            wire = _wire_for_pairs(mode, wire)
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[Any]] = []
         self._launches = 0
@@ -107,9 +115,9 @@ class Cluster:
         if mode == "pacing":
             return Pacing(self.folder, num, self.link, divide)
         try:
-            return Namespaces(self.folder, num, self.link, wire, seed, congestion)
+            return Namespaces(self.folder, num, self.link, wire, seed, congestion, self.pairs)
         except LabError as error:
-            if mode == "namespaces" or congestion is not None:
+            if mode == "namespaces" or congestion is not None or self.pairs:
                 raise
             _logger.warning("bagua lab: no namespaces: %s", error)
         self.folder.mkdir(exist_ok=True)  # the supervisor has cleaned up
@@ -175,6 +183,19 @@ class Cluster:
         with self._lock:
             self._launches += 1
             return _FIRST_PORT + (self._launches - 1) % 2000
+
+    def set_pair(self, sender: int, receiver: int, link: Link) -> None:
+        """Change the link from one host to another, in this direction only. `Link()` leaves the hosts' own links.
+
+        Raises:
+            ValueError: no such hosts, or the link has more than a bandwidth, a latency and a queue.
+            LabError: the cluster was made without `pairs`.
+        """
+        both_ways({(sender, receiver): link}, len(self.hosts))
+        backend = self.open_backend()
+        if not self.pairs or isinstance(backend, Pacing):
+            raise LabError("set_pair: make the cluster with pairs")
+        backend.set_pair(sender, receiver, link)
 
     def partition(self, *parts: Sequence[int]) -> None:
         """Splits the network: hosts of different parts no longer reach each other, and are not told so.
@@ -243,6 +264,14 @@ class Cluster:
                 backend.started(host.index, process.pid)
             self._processes = [*(p for p in self._processes if p.returncode is None), process]
         return process
+
+
+def _wire_for_pairs(mode: str, wire: str) -> str:
+    if mode == "pacing":
+        raise ValueError('pairs cannot be emulated with mode="pacing"')
+    if wire in ("veth", "tbf"):
+        raise ValueError(f'wire="{wire}" cannot emulate pairs: leave wire out, or use wire="relay"')
+    return "relay" if wire == "auto" else wire
 
 
 def _check(hosts: int, link: Link, mode: str, wire: str, congestion: str | None) -> None:

@@ -9,17 +9,19 @@ from pathlib import Path
 
 from bagua.lab.link import Link
 
-__all__ = ["ABI", "Control"]
+__all__ = ["ABI", "PAIR_WORDS", "Control"]
 
 ABI = 1
 _HEADER_WORDS = 16
 _PORT_WORDS = 24
-_HEADER = ("abi", "ports", "cpu_ns", "frames", "late", "late_max_ns", "late_sum_ns", "wakes", "starved")
+PAIR_WORDS = 5
+_HEADER = ("abi", "ports", "cpu_ns", "frames", "late", "late_max_ns", "late_sum_ns", "wakes", "starved", "pairs")
 _SETTINGS = ("up_bps", "down_bps", "latency_ns", "jitter_ns", "loss", "flow_bps", "queue_bytes")
 _COUNTERS = (
     *("sent_bytes", "received_bytes", "sent_frames", "received_frames"),
     *("queue_drops", "loss_drops", "cut_drops", "port_drops"),
 )
+_PAIR = ("bps", "latency_ns", "queue_bytes", "bytes", "drops")
 _PORT = {name: index for index, name in enumerate((*_SETTINGS, "cut", *_COUNTERS))}
 
 
@@ -27,7 +29,8 @@ class Control:
     """A view of the shared file. One 64-bit word is written in one piece, so no lock is needed."""
 
     def __init__(self, path: Path, num_hosts: int, create: bool = False) -> None:
-        size = 8 * (_HEADER_WORDS + num_hosts * _PORT_WORDS)
+        size = 8 * (_HEADER_WORDS + num_hosts * _PORT_WORDS + num_hosts**2 * PAIR_WORDS)
+        self._num_hosts = num_hosts
         with path.open("w+b" if create else "r+b") as file:
             if create:
                 file.truncate(size)
@@ -45,6 +48,17 @@ class Control:
         ):
             self.words[self._index(host, name)] = value
 
+    def set_pair(self, sender: int, receiver: int, link: Link) -> None:
+        """Changes the path from one host to another: a bandwidth with its queue, and a latency; 0 for neither."""
+        bandwidth, latency_ns, _, _, _, queue = link.settings()
+        for name, value in (("bps", bandwidth), ("latency_ns", latency_ns), ("queue_bytes", queue)):
+            self.words[self._pair_index(sender, receiver, name)] = value
+        self.words[_HEADER.index("pairs")] = 1
+
+    def pair(self, sender: int, receiver: int, name: str) -> int:
+        """A setting or counter of a path: one of `_PAIR`."""
+        return int(self.words[self._pair_index(sender, receiver, name)])
+
     def set_cut(self, host: int, cut: bool) -> None:
         """Makes the relay drop what comes from and goes to the host."""
         self.words[self._index(host, "cut")] = int(cut)
@@ -61,6 +75,10 @@ class Control:
         """Ends the view; no method works afterwards."""
         del self.words
         self._map.close()
+
+    def _pair_index(self, sender: int, receiver: int, name: str) -> int:
+        before = sender * self._num_hosts + receiver
+        return _HEADER_WORDS + self._num_hosts * _PORT_WORDS + before * PAIR_WORDS + _PAIR.index(name)
 
     @staticmethod
     def _index(host: int, name: str) -> int:

@@ -11,7 +11,7 @@ from bagua.lab.link import Link, seconds
 __all__ = ["Event", "apply_event", "parse_event", "wire_for"]
 
 _PLAIN = ("cut", "restore", "pause", "resume", "kill", "start")
-_VALUED = ("slow", "bandwidth", "latency")
+_VALUED = ("slow", "bandwidth", "latency", "kill-rank")
 _IMPOSSIBLE = {"veth": {"cut", "restore", "bandwidth", "latency"}, "tbf": {"latency"}}
 
 
@@ -43,6 +43,8 @@ def parse_event(text: str, num_hosts: int) -> Event:
         raise ValueError(f"--at {text}: {parts[1]} {'needs' if parts[1] in _VALUED else 'has no'} =VALUE")
     if parts[1] == "slow" and not _is_speed(value):
         raise ValueError(f"--at {text}: slow needs a speed from 0.01 to 1")
+    if parts[1] == "kill-rank" and not value.isdigit():
+        raise ValueError(f"--at {text}: kill-rank needs a local rank, e.g. kill-rank:1=0")
     if parts[1] in ("bandwidth", "latency"):
         _changed(Link(), parts[1], value)
     return Event(seconds(parts[0], "--at"), parts[1], int(host), value)
@@ -56,6 +58,8 @@ def apply_event(event: Event, host: Host, link: Link) -> Link:
     """
     if event.action == "slow":
         host.slow(float(event.value))
+    elif event.action == "kill-rank":
+        host.kill_rank(int(event.value))
     elif event.action in _VALUED:
         link = _changed(link, event.action, event.value)
         host.set_link(link)

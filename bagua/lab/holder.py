@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from bagua.lab import kernel, token_bucket
+from bagua.lab.rank_processes import kill_rank
 
 __all__ = ["start_holder"]
 
@@ -165,6 +166,10 @@ class Holder:
     def do_kill(self) -> None:
         """Kills all processes of the host."""
         _signal(signal.SIGKILL)
+
+    def do_kill_rank(self, local_rank: str) -> None:
+        """Kills the processes of one rank."""
+        kill_rank(int(local_rank))
 
     def _wait(self) -> float | None:
         if self.paused or self.speed >= 1:

@@ -163,6 +163,14 @@ class Host:
         """Kills all processes of the host (SIGKILL). New ones may be started."""
         self._cluster.open_backend().ask(self.index, "kill")
 
+    def kill_rank(self, local_rank: int) -> None:
+        """Kills the processes that have this `LOCAL_RANK` in their environment (SIGKILL); the launcher stays.
+
+        Raises:
+            LabError: there is none.
+        """
+        self._cluster.open_backend().ask(self.index, f"kill_rank {int(local_rank)}")
+
     def slow(self, speed: float) -> None:
         """Limits the host's processes to this fraction of the time, and writes it to `speed_file`.
 

@@ -12,6 +12,7 @@ from bagua.lab.errors import LabError
 from bagua.lab.events import Event, parse_event, wire_for
 from bagua.lab.job import Job
 from bagua.lab.link import Link, seconds
+from bagua.lab.pairs import Pairs, parse_pairs
 from bagua.signals import end_by_exception
 
 __all__ = ["describe", "get_args_parser", "main"]
@@ -32,6 +33,14 @@ def get_args_parser() -> ArgumentParser:
     link = run.add_argument_group("links", "of every host to the switch; without any: as fast as the machine")
     link.add_argument("--bandwidth", metavar="RATE", help="in each direction: 100mbit, 1gbit")
     link.add_argument("--latency", default="0ms", metavar="TIME", help="one way, from host to host: 2ms, 500us")
+    link.add_argument(
+        "--link",
+        action="append",
+        default=[],
+        metavar="A-B=RATE[/LATENCY]",
+        help="between hosts A and B, both ways, beside the links of the hosts: 0-1=50mbit/20ms; may be repeated, and "
+        "B-A given for another rate back",
+    )
     link.add_argument("--jitter", default="0ms", metavar="TIME", help="up to that much more, at random")
     link.add_argument("--loss", type=float, default=0.0, metavar="P", help="probability that a packet is lost")
     link.add_argument("--flow-bandwidth", metavar="RATE", help="limit of each connection")
@@ -54,7 +63,7 @@ def get_args_parser() -> ArgumentParser:
         default=[],
         metavar="TIME:ACTION:HOST[=VALUE]",
         help="what happens to a host while the job runs, e.g. 5s:cut:1, 8s:restore:1, 3s:slow:2=0.5, 9s:kill:2, "
-        "20s:start:2, 2s:pause:0, 4s:resume:0; may be repeated",
+        "20s:start:2, 9s:kill-rank:2=1, 2s:pause:0, 4s:resume:0; may be repeated",
     )
     run.add_argument("--only", type=int, metavar="HOST", help="show the output of this host only, without its name")
     run.add_argument("--grace", type=float, default=15.0, metavar="S", help="from a host's failure to the end (15)")
@@ -83,13 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.only is not None and not 0 <= args.only < args.hosts:
             raise ValueError(f"--only must be a host from 0 to {args.hosts - 1}, not {args.only}")
         link = Link(args.bandwidth, args.latency, args.jitter, args.loss, args.flow_bandwidth, args.queue)
+        pairs = parse_pairs(args.link, args.hosts)
         events = sorted((parse_event(text, args.hosts) for text in args.at), key=lambda event: event.at_s)
     except ValueError as error:
         print(f"bagua lab run: {error}", file=sys.stderr)
         return 2
     try:
         with end_by_exception():
-            return _run(args, link, events)
+            return _run(args, link, pairs, events)
     except (LabError, ValueError) as error:
         print(f"bagua lab run: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
@@ -107,15 +117,31 @@ def describe(cluster: Cluster, num_ranks: int | None = None) -> str:
         *([f"{link.flow_bandwidth} a connection"] if link.flow_bandwidth is not None else []),
         *([f"queue {link.queue_bytes}"] if link.queue_bytes is not None else []),
     ]
+    limits += [f"{between}{_of_pair(its)}" for between, its in _each_pair(cluster.pairs)]
     hosts = f"{len(cluster.hosts)} host{'s' * (len(cluster.hosts) > 1)}"
     ranks = "" if num_ranks is None else f" with {num_ranks} rank{'s' * (num_ranks > 1)} each"
     tcp = f", TCP {cluster.congestion}" if cluster.congestion else ""
     return f"{hosts}{ranks}; link of each: {', '.join(limits)}; wire {cluster.wire}{tcp}"
 
 
-def _run(args: Namespace, link: Link, events: list[Event]) -> int:
+def _each_pair(pairs: Pairs) -> list[tuple[str, Link]]:
+    """Both ways in one where they are alike."""
+    alike = {(a, b) for a, b in pairs if a < b and pairs[a, b] == pairs.get((b, a))}
+    return [
+        (f"{a}-{b}" if (a, b) in alike else f"{a} to {b}", link)
+        for (a, b), link in sorted(pairs.items())
+        if (b, a) not in alike
+    ]
+
+
+def _of_pair(link: Link) -> str:
+    return f" {link.bandwidth}" + (f" {link.latency}" if seconds(link.latency, "latency") else "")
+
+
+def _run(args: Namespace, link: Link, pairs: Pairs, events: list[Event]) -> int:
     wire = wire_for(events, link, args.wire)
-    with Cluster(args.hosts, link, mode=args.mode, wire=wire, seed=args.seed, congestion=args.congestion) as cluster:
+    options = {"mode": args.mode, "wire": wire, "seed": args.seed, "congestion": args.congestion}
+    with Cluster(args.hosts, link, pairs=pairs, **options) as cluster:
         job = Job(cluster, args.argv, args.nproc_per_node, only=args.only, grace_s=args.grace)
         job.say(describe(cluster, args.nproc_per_node))
         code = job.run(events, keep_going=args.keep_going, timeout_s=args.timeout)

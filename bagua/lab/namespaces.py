@@ -16,7 +16,8 @@ from bagua.lab.control import Control
 from bagua.lab.errors import LabError
 from bagua.lab.host import Host
 from bagua.lab.link import Link
-from bagua.lab.report import HostReport, Report
+from bagua.lab.pairs import Pairs
+from bagua.lab.report import HostReport, PairReport, Report
 
 __all__ = ["Namespaces"]
 
@@ -39,7 +40,16 @@ class Namespaces:
 
     mode = "namespaces"
 
-    def __init__(self, folder: Path, num_hosts: int, link: Link, wire: str, seed: int, congestion: str | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_hosts: int,
+        link: Link,
+        wire: str,
+        seed: int,
+        congestion: str | None,
+        pairs: Pairs | None = None,
+    ) -> None:
         network = free_network()
         self.folder = folder
         self.wire = "veth" if wire == "auto" and link.unlimited else wire
@@ -60,6 +70,9 @@ class Namespaces:
             self._control = Control(folder / "control", num_hosts, create=True)
             for index in range(num_hosts):
                 self._control.set_link(index, link)
+        self._pairs = dict(pairs or {})
+        for pair, its in self._pairs.items():
+            self._relayed("a link of a pair").set_pair(*pair, its)
         try:
             self._start(seed, link, congestion)
         except BaseException:
@@ -75,6 +88,7 @@ class Namespaces:
             "wire": self.wire,
             "only_bandwidth": link.only_bandwidth,
             "limits": (settings[0], settings[5]),
+            "pairs": bool(self._pairs),
             "seed": seed,
             "congestion": congestion,
             "hosts": [
@@ -142,6 +156,10 @@ class Namespaces:
         if self._uplinks:
             self.ask(index, f"uplink {self.interface} {link.settings()[0]}")
         control.set_link(index, link)
+
+    def set_pair(self, sender: int, receiver: int, link: Link) -> None:
+        """Changes the relay's settings of a path."""
+        self._relayed("set_pair").set_pair(sender, receiver, link)
 
     def set_cut(self, index: int, cut: bool) -> None:
         """Has the switch or the relay drop a host's frames."""
@@ -212,6 +230,10 @@ class Namespaces:
             late_mean_ms=control.header("late_sum_ns") / 1e6 / max(frames, 1),
             late_max_ms=control.header("late_max_ns") / 1e6,
             starved=control.header("starved"),
+            pairs=tuple(
+                PairReport(*pair, control.pair(*pair, "bytes"), control.pair(*pair, "drops"))
+                for pair in sorted(self._pairs)
+            ),
         )
 
     def close(self) -> None:

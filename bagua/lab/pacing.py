@@ -16,6 +16,7 @@ from pathlib import Path
 from bagua.lab.errors import LabError
 from bagua.lab.host import Host
 from bagua.lab.link import Link, bits_per_second
+from bagua.lab.rank_processes import kill_rank
 from bagua.lab.report import HostReport, Report
 
 __all__ = ["Pacing"]
@@ -85,7 +86,16 @@ class Pacing:
         raise LabError("partition needs namespaces: in pacing mode there are no frames to lose")
 
     def ask(self, index: int, line: str) -> None:
-        """`pause`, `resume` and `kill` reach the processes one by one; `slow` is in the speed file only."""
+        """`pause`, `resume` and `kill` reach the processes one by one; `slow` is in the speed file only.
+
+        Raises:
+            LabError: `kill_rank` finds no such rank.
+        """
+        if line.startswith("kill_rank "):
+            try:
+                return kill_rank(int(line.split()[1]), _descendants(self._roots[index]))
+            except ProcessLookupError as error:
+                raise LabError(str(error)) from None
         number = {"pause": signal.SIGSTOP, "resume": signal.SIGCONT, "kill": signal.SIGKILL}.get(line)
         if number is None:
             return

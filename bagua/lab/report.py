@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["HostReport", "Report"]
+__all__ = ["HostReport", "PairReport", "Report"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,16 @@ class HostReport:
 
 
 @dataclass(frozen=True)
+class PairReport:
+    """The way from one host to another that has a link of its own, since the cluster started."""
+
+    sender: int
+    receiver: int
+    sent_bytes: int  # that the link has carried, headers included
+    queue_drops: int  # frames that did not fit its queue; they are among the receiver's too
+
+
+@dataclass(frozen=True)
 class Report:
     """All hosts, and the relay. Punctuality is None where there is no relay to know it."""
 
@@ -34,6 +44,7 @@ class Report:
     late_max_ms: float | None = 0.0
     wire: str = ""  # what carried the frames
     starved: int = 0  # times at which the relay had no buffer left and let frames wait
+    pairs: tuple[PairReport, ...] = ()
 
     @property
     def machine_limited(self) -> bool:
@@ -46,6 +57,10 @@ class Report:
         hosts = tuple(
             HostReport(now.name, **{k: v - getattr(then, k) for k, v in asdict(now).items() if k != "name"})
             for now, then in zip(self.hosts, earlier.hosts, strict=True)
+        )
+        pairs = tuple(
+            replace(now, sent_bytes=now.sent_bytes - then.sent_bytes, queue_drops=now.queue_drops - then.queue_drops)
+            for now, then in zip(self.pairs, earlier.pairs, strict=True)
         )
         late: dict[str, Any] = dict.fromkeys(("late_frames", "late_mean_ms", "late_max_ms"))
         if self.late_frames is not None and self.late_mean_ms is not None:
@@ -62,6 +77,7 @@ class Report:
             frames=frames,
             wire=self.wire,
             starved=self.starved - earlier.starved,
+            pairs=pairs,
             **late,
         )
 

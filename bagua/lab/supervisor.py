@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua.lab import kernel
-from bagua.lab.control import ABI, Control
+from bagua.lab.control import ABI, PAIR_WORDS, Control
 from bagua.lab.errors import LabError
 from bagua.lab.holder import start_holder
 from bagua.lab.switch import Switch, make_bridge, make_pair, port_name
@@ -124,7 +124,7 @@ class Supervisor:
                 if wire == "tbf":
                     raise LabError(f'the kernel cannot limit links here ({error}): leave out wire="tbf"') from error
                 self._unplug()
-        library = load_relay()
+        library = load_relay(pairs=self.config["pairs"])
         if wire != "packet":
             try:
                 self._start_relay(library, self._taps(devices))
@@ -248,8 +248,11 @@ class Supervisor:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def load_relay() -> ctypes.CDLL:
+def load_relay(pairs: bool = False) -> ctypes.CDLL:
     """Loads the compiled relay.
+
+    Args:
+        pairs: it must know links of pairs of hosts.
 
     Raises:
         LabError: if it was not built, or is of another version.
@@ -260,7 +263,8 @@ def load_relay() -> ctypes.CDLL:
     except OSError as error:
         raise LabError(f"the relay of the lab is not built ({error}): {how}") from error
     library.bagua_lab_abi.restype = ctypes.c_uint64
-    if library.bagua_lab_abi() != ABI:
+    known = not pairs or (hasattr(library, "bagua_lab_pair_words") and library.bagua_lab_pair_words() == PAIR_WORDS)
+    if library.bagua_lab_abi() != ABI or not known:
         raise LabError(f"the lab's relay was built for another version of bagua: {how}")
     library.bagua_lab_relay.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64]
     return library

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from bagua.membership.acceptor import Acceptor
 from bagua.membership.actions import Action, EpochBegan, Excluded, Left, Verdict
 from bagua.membership.departure import Departure
+from bagua.membership.detector import place
 from bagua.membership.encoding import checked_argument, checked_text
-from bagua.membership.epoch import NO_MODEL, Epoch, Member
+from bagua.membership.epoch import Epoch, Member
 from bagua.membership.messages import (
     MAX_ADDRESS,
     MAX_PAYLOAD,
@@ -29,9 +30,9 @@ from bagua.membership.messages import (
 from bagua.membership.options import Options
 from bagua.membership.outbox import Outbox
 from bagua.membership.peers import Peers
-from bagua.membership.progress import Progress
 from bagua.membership.proposer import Proposer
 from bagua.membership.record import Record
+from bagua.membership.seats import Seats
 
 __all__ = ["Agent"]
 
@@ -42,6 +43,9 @@ class Agent:
     Every input method takes the time `now` (seconds, any clock that never goes back) and may leave actions; `take`
     returns them, to be carried out in order. Call `tick` at `next_tick` at the latest. Calls must not overlap.
 
+    Attributes:
+        seats: the ranks of this host.
+
     Args:
         record: who this host is; a recovered one keeps what it had promised.
         options: times.
@@ -50,6 +54,7 @@ class Agent:
         contacts: addresses to ask for admission.
         payload: see `Member.payload`.
         seed: of the random waits between ballots.
+        seats: numbers of the ranks that this host begins with, see `Member.seats`.
 
     Raises:
         ValueError: names the argument that exceeds a limit of the messages.
@@ -71,6 +76,7 @@ class Agent:
         contacts: Sequence[str] = (),
         payload: str = "",
         seed: int = 0,
+        seats: Sequence[int] = (0,),
     ) -> None:
         for contact in contacts:
             checked_argument("contacts", contact, MAX_ADDRESS)
@@ -82,14 +88,14 @@ class Agent:
         self._acceptor = Acceptor(record, self._outbox)
         self._peers = Peers(record.name, options, now)
         self._proposer = Proposer(self, self._outbox, random.Random(f"{seed}/{record.name}/{record.incarnation}"))
-        self._progress = Progress()
+        self.seats = Seats(seats)
         self._departure = Departure()
         if record.epoch is not None:
             self._enter(record.epoch)
-            self._progress.fenced = record.promised is not None
+            self.seats.fenced = record.promised is not None
         elif epoch is not None:
             self.learn(epoch)
-            self._progress.found()
+            self.seats.found()
 
     # What is known
 
@@ -115,18 +121,18 @@ class Agent:
 
     @property
     def held(self) -> int:
-        """Steps that the weights of this host have completed, or `NO_MODEL`."""
-        return self._progress.held
+        """Steps that the weights of this host have completed, or `NO_MODEL`; of the rank that is furthest."""
+        return self.seats.held
 
     @property
     def behind(self) -> bool:
         """Whether this host trains, but must fetch weights first: when the groups opened, others had completed more."""
-        return self._progress.behind
+        return self.seats.behind
 
     @property
     def fenced(self) -> bool:
         """Whether the next epoch is being decided: no step is completed meanwhile, so that reports stay true."""
-        return self._progress.fenced
+        return self.seats.fenced
 
     @property
     def next_tick(self) -> float:
@@ -154,43 +160,67 @@ class Agent:
 
     # Local events
 
-    def start_step(self, group: int, step: int) -> Verdict:
-        """Ask to begin step `step` (0, 1, ...) over the process groups of `group`."""
-        return self._progress.start(group, step)
+    def start_step(self, group: int, step: int, seat: int = 0) -> Verdict:
+        """Ask to begin step `step` (0, 1, ...) over the process groups of `group`, for one rank of this host."""
+        progress = self.seats.progress(seat)
+        return Verdict.DENIED if progress is None else progress.start(group, step)
 
-    def finish_step(self, group: int, step: int) -> Verdict:
-        """Ask to apply step `step`, whose exchanges over `group` have ended well.
+    def arrived(self, now: float, group: int, step: int, seat: int = 0) -> None:
+        """This rank has given its part to the exchange of step `step`, and begins to wait for those of the others."""
+        if (progress := self.seats.progress(seat)) is not None:
+            progress.arrive(group, step)
+        self._now = max(self._now, now)
+        self._watch()
 
-        If granted, it counts, unless the next epoch leaves this host out. Several ranks of a host may ask, one after
-        the other: what one of them was granted the others are, too.
+    def finish_step(self, group: int, step: int, seat: int = 0) -> Verdict:
+        """Ask to apply step `step`, whose exchanges over `group` have ended well on this rank.
+
+        If granted, it counts, unless the next epoch leaves this host out.
         """
-        return self._progress.finish(group, step)
+        progress = self.seats.progress(seat)
+        return Verdict.DENIED if progress is None else progress.finish(group, step)
 
-    def weights_fetched(self, epoch: int, step: int) -> Verdict:
+    def weights_fetched(self, epoch: int, step: int, seat: int = 0) -> Verdict:
         """Ask to put in place weights of `step` that a trainer held in `epoch`, fetched beside the old ones.
 
-        They may be older than the present epoch, as long as their steps still count.
+        They may be older than the present epoch, as long as their steps still count. A host that has none waits with
+        its first weights for those of its ranks that were started and have not come yet, 10 s at most.
         """
-        verdict = self._progress.fetch(epoch, step)
+        verdict = self.seats.fetched(seat, epoch, step, self._now)
         if verdict is Verdict.GRANTED:
             self._next_beat = self._now  # ask at once to train with the others
         return verdict
 
     def exchange_failed(self, now: float, group: int) -> None:
         """A connection of `group` has failed: it is to be opened anew, also if no member is lost."""
-        if self.epoch is not None and group == self.epoch.group:
-            self._progress.broken = group
+        self.seats.fail(group)
         self._wake(now)
 
-    def weights_lost(self, now: float, payload: str) -> None:
-        """The last rank of this host that had weights has ended. The host keeps its vote until the next epoch."""
-        self._progress.held = NO_MODEL
-        self.set_payload(now, payload)
+    def rank_started(self, seat: int) -> None:
+        """A rank of this host was started, and has no weights yet.
 
-    def set_payload(self, now: float, payload: str) -> None:
-        """What others need to know has changed: a rank has ended or come. The groups are opened anew."""
-        self.payload = checked_text(payload, MAX_PAYLOAD)
+        Raises:
+            ValueError: the host has a rank of that number, or too many.
+        """
+        self.seats.add(seat)
+
+    def rank_wants_weights(self, now: float, seat: int) -> None:
+        """It waits for the weights. Of a host without any, one rank fetches them; the others get them as they train."""
+        self.seats.ready(seat, now)
         self._wake(now)
+
+    def rank_over(self, seat: int) -> None:
+        """It has trained to the end. It stays a member until groups are opened anew."""
+        self.seats.over(seat)
+
+    def rank_ended(self, now: float, seat: int) -> None:
+        """A rank is lost, and its weights. The others train on; without any the host votes until the next epoch."""
+        self.seats.remove(seat)
+        self._wake(now)
+
+    def learns(self, seat: int) -> bool:
+        """Whether this rank is to fetch the weights beside training, for all ranks of its host."""
+        return self.seats.learns(seat)
 
     def leave(self, now: float) -> None:
         """Leave the job in order. Train on until `Excluded`, and serve this agent until `Left`: its vote may be needed
@@ -209,10 +239,7 @@ class Agent:
     def tick(self, now: float) -> None:
         """Time has passed."""
         self._now = max(self._now, now)
-        me = self.member
-        waits = self._progress.started if me is not None and me.trains and not self.behind else None
-        for slow in self._peers.tick(self._now, waits, self.fenced):
-            self._outbox.add(slow)
+        self._watch()
         if self._now >= self._next_beat:
             self._next_beat = self._now + self.options.beat_s
             self._beat()
@@ -265,12 +292,12 @@ class Agent:
 
     def promise(self, prepare: Prepare) -> Promise:
         """Promise, durably, and report."""
-        self._progress.fenced = True
+        self.seats.fenced = True
         return self._acceptor.promise(prepare, self._report())
 
     def accept(self, accept: Accept) -> Accepted:
         """Accept a value, durably."""
-        self._progress.fenced = True
+        self.seats.fenced = True
         return self._acceptor.accept(accept)
 
     def learn(self, epoch: Epoch) -> None:
@@ -290,7 +317,7 @@ class Agent:
         self._proposer.reset()
         self._departure.confirmed.clear()
         self._peers.adopt(epoch)
-        self._progress.adopt(epoch, self.member)
+        self.seats.adopt(epoch, self.member)
         self._next_beat = self._now
 
     # Why another epoch is wanted, and what is sent with each heartbeat
@@ -322,24 +349,30 @@ class Agent:
             return f"{self.name} restarted"
         if self._departure.begun and any(m.trains and m.name != self.name for m in epoch.members):
             return f"{self.name} leaves"
-        if me.trains and self._progress.broken == epoch.group:
+        if me.trains and self.seats.broken:
             return f"{self.name} lost a connection of its group"
-        if me.payload != self.payload or (me.trains and self.held == NO_MODEL):
+        listed = self.seats.listed(self._now)
+        if me.payload != self.payload or (me.trains and me.seats != listed):
             return f"{self.name} lost or gained ranks"
         # One that is more than a step behind would get no vote, and ask again at once.
         wanted = not me.trains or (not me.votes and self.held >= epoch.step - 1)
-        if self.held != NO_MODEL and not self.behind and wanted:
+        if listed and not self.behind and wanted:
             return f"{self.name} has the weights"
         return ""
 
     def _report(self) -> Report:
-        broken = self.epoch is not None and self._progress.broken == self.epoch.group
-        return Report(self.held, self.payload, broken, self._departure.begun, self._peers.unheard)
+        seats, unheard = self.seats.listed(self._now), self._peers.unheard
+        return Report(self.held, self.payload, self.seats.broken, self._departure.begun, unheard, seats)
+
+    def _watch(self) -> None:
+        mine = place(self.seats.started, self.seats.arrived) if self.seats.waits else None
+        for slow in self._peers.tick(self._now, mine, self.fenced):
+            self._outbox.add(slow)
 
     def _beat(self) -> None:
         epoch = self.epoch
         if epoch is not None and self.name in epoch.by_name:
-            self._outbox.broadcast(epoch, Heartbeat(epoch.number, self._progress.started))
+            self._outbox.broadcast(epoch, Heartbeat(epoch.number, self.seats.started, self.seats.arrived))
             if reason := self._own_cause():
                 self._outbox.broadcast(epoch, Request(epoch.number, reason))
         if self._has_left and epoch is not None:

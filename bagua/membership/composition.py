@@ -61,7 +61,12 @@ def survivors(epoch: Epoch, promises: Mapping[str, Reported], newcomers: bool) -
         if not cut:
             break
         del kept[max(cut, key=lambda n: (kept[n].held == NO_MODEL, links[n], len(missed[n]), places[n]))]
-    return [replace(m, payload=kept[m.name].payload, held=kept[m.name].held) for m in epoch.members if m.name in kept]
+    return [_as_reported(member, kept[member.name]) for member in epoch.members if member.name in kept]
+
+
+def _as_reported(member: Member, report: Report) -> Member:
+    seats = () if report.held == NO_MODEL else report.seats
+    return replace(member, payload=report.payload, held=report.held, seats=seats)
 
 
 def _unheard(epoch: Epoch, report: Report) -> set[str]:
@@ -84,7 +89,11 @@ def compose(epoch: Epoch, promises: Mapping[str, Reported], joins: Iterable[Memb
         return None
     stay = [replace(m, votes=m.trains and m.held >= step - 1) for m in stay]
     names = {m.name for m in stay}
-    new = [replace(m, held=NO_MODEL, votes=False) for m in sorted(joins, key=lambda m: m.name) if m.name not in names]
+    new = [
+        replace(m, held=NO_MODEL, votes=False, seats=())
+        for m in sorted(joins, key=lambda m: m.name)
+        if m.name not in names
+    ]
     members = (*stay, *new[: max(0, MAX_MEMBERS - len(stay))])
     same = [m.key for m in members if m.trains] == [m.key for m in epoch.trainers]
     broken = any(m.trains and promises[m.name].promise.report.broken for m in stay)

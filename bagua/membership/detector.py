@@ -6,16 +6,25 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Detector"]
+__all__ = ["Detector", "place"]
+
+_SHARE = 0.2  # of the time for which a member may be waited for, in short waits, without being called slow
+
+
+def place(started: int, arrived: bool) -> int:
+    """How far a member is, as a number that grows. Odd: it waits for those whose numbers are even and smaller."""
+    return 2 * started + arrived
 
 
 @dataclass
 class _Peer:
     heard: float
     trains: bool
-    started: int = 0
+    place: int = 0
     closed: bool = False
     waited_since: float = math.inf
+    debt: float = 0.0  # time for which it was waited for, less `_SHARE` of the time since
+    counted: float = -math.inf  # until when it is in the debt
     told: bool = False  # that it is slow
 
 
@@ -32,52 +41,72 @@ class Detector:
         self._detect_s, self._max_wait_s = detect_s, max_wait_s
         self._peers: dict[str, _Peer] = {}
         self._now = now
-        self._started: int | None = None
+        self._mine: int | None = None
+        self._arrived = math.inf  # since when this member waits in an exchange
 
     def watch(self, trains: Mapping[str, bool]) -> None:
         """Watch these and nobody else, from now on. Those that do not train are not waited for."""
         self._peers = {name: _Peer(self._now, value) for name, value in trains.items()}
 
-    def heard(self, name: str, started: int | None = None) -> None:
-        """A message came from `name`. It clears a suspicion of silence, and `started` one of slowness."""
+    def heard(self, now: float, name: str, place: int | None = None) -> None:
+        """A message came from `name`. It clears a suspicion of silence, and its `place` one of slowness."""
         if (peer := self._peers.get(name)) is not None:
             peer.heard, peer.closed = self._now, False
-            if started is not None:
-                peer.started = started
+            if place is None:
+                return
+            peer.place = place
+            if peer.trains and self._owes(peer) and now > self._arrived:
+                # News, unlike what was heard before the wait. A process that was stopped itself counts little of it.
+                peer.debt += min(now - max(self._arrived, peer.counted), self._detect_s / 2)
+                peer.debt, peer.counted = min(peer.debt, 1.5 * self._detect_s), now
 
     def closed(self, name: str) -> None:
         """The connection to `name` was closed at its end."""
         if (peer := self._peers.get(name)) is not None:
             peer.closed = True
 
-    def tick(self, now: float, started: int | None, fenced: bool = False) -> list[tuple[str, float]]:
-        """Time passes. Returns members that have become slow, and since how long.
+    def tick(self, now: float, mine: int | None, fenced: bool = False) -> list[tuple[str, float]]:
+        """Time passes. Returns members that have become slow, and for how long they were waited for.
+
+        A member is slow that is waited for `detect_s` without a break; or in each of many steps, for more than a fifth
+        of the time, until that makes `detect_s`.
 
         Args:
             now: the clock.
-            started: steps that this member has begun; None if it does not train and so waits for nobody.
+            mine: the `place` of this member; None if it does not train and so waits for nobody.
             fenced: nobody goes on while an epoch is being decided, so waiting is not counted.
         """
         if now - self._now > self._detect_s / 2:
             # This process was stopped itself. What the others have sent meanwhile has yet to be read.
             for peer in self._peers.values():
                 peer.heard, peer.waited_since = now, math.inf
-        self._now = max(now, self._now)
-        if started != self._started:
-            # Who goes on to the next step was not kept waiting, however old the news of the others is.
-            self._started = started
+        passed, self._now = max(now - self._now, 0.0), max(now, self._now)
+        if mine != self._mine:
+            # Who goes on was not kept waiting, however old the news of the others is.
+            self._mine = mine
             for peer in self._peers.values():
                 peer.waited_since = math.inf
+            self._arrived = self._now if mine is not None and mine % 2 else math.inf
+        if fenced:
+            self._arrived = math.inf
+            return []
         slow: list[tuple[str, float]] = []
-        for name, peer in self._peers.items() if not fenced else ():
-            if started is None or not peer.trains or peer.started >= started:
-                peer.waited_since, peer.told = math.inf, False
+        for name, peer in self._peers.items():
+            peer.debt = max(peer.debt - _SHARE * passed, 0.0)
+            if not peer.trains or not self._owes(peer):
+                peer.waited_since = math.inf
+                peer.told &= peer.debt > 0.0
             elif peer.waited_since == math.inf:
                 peer.waited_since = self._now
-            elif self._now - peer.waited_since >= self._detect_s and not peer.told:
+            waited = max(self._now - peer.waited_since, peer.debt)
+            if waited >= self._detect_s and not peer.told:
                 peer.told = True
-                slow.append((name, self._now - peer.waited_since))
+                slow.append((name, waited))
         return slow
+
+    def _owes(self, peer: _Peer) -> bool:
+        """Whether this member needs its part. Who waits itself is not to blame, nor is news of an earlier wait."""
+        return self._mine is not None and peer.place < self._mine and peer.place % 2 == 0
 
     def why(self, name: str) -> str:
         """Why `name` is suspected; empty if it is not."""

@@ -18,6 +18,8 @@ from bagua.membership.messages import (
     MAX_MEMBERS,
     MAX_NAME,
     MAX_PAYLOAD,
+    MAX_SEAT,
+    MAX_SEATS,
     Accept,
     Accepted,
     Decided,
@@ -34,7 +36,7 @@ from bagua.membership.messages import (
 
 __all__ = ["checked_argument", "checked_text", "decode", "encode", "epoch_from_wire", "epoch_to_wire"]
 
-VERSION = 1
+VERSION = 3
 _BIG = 2**62
 _T = TypeVar("_T")
 
@@ -118,14 +120,21 @@ def _ballot(value: Any) -> Ballot:
     return Ballot(*_row(value, _number, _name))
 
 
-_MEMBER = (_name, _number, _text(MAX_ADDRESS), _text(MAX_PAYLOAD), _held, _flag)
+def _seats(value: Any) -> tuple[int, ...]:
+    found = _items(value, _number)
+    if len(found) > MAX_SEATS or any(each > MAX_SEAT for each in found) or sorted(set(found)) != list(found):
+        raise MessageError(f"expected at most {MAX_SEATS} ascending numbers up to {MAX_SEAT}, got {value!r:.80}")
+    return found
+
+
+_MEMBER = (_name, _number, _text(MAX_ADDRESS), _text(MAX_PAYLOAD), _held, _flag, _seats)
 _EPOCH = (_number, _number, _number, _number, _same, _flag, _text(MAX_PAYLOAD))
-_REPORT = (_held, _text(MAX_PAYLOAD), _flag, _flag, lambda value: _items(value, _number))
+_REPORT = (_held, _text(MAX_PAYLOAD), _flag, _flag, lambda value: _items(value, _number), _seats)
 
 
 def epoch_to_wire(epoch: Epoch) -> list[Any]:
     """An epoch as lists, text and numbers."""
-    members = [[m.name, m.incarnation, m.address, m.payload, m.held, m.votes] for m in epoch.members]
+    members = [[m.name, m.incarnation, m.address, m.payload, m.held, m.votes, list(m.seats)] for m in epoch.members]
     return [epoch.number, epoch.step, epoch.group, epoch.group_step, members, epoch.tie_break, epoch.reason]
 
 
@@ -141,6 +150,8 @@ def epoch_from_wire(value: Any) -> Epoch:
         raise MessageError("an epoch lists a member twice")
     if not any(m.votes for m in listed) or any(m.votes and not m.trains for m in listed):
         raise MessageError("an epoch without voters, or with a voter that has no weights")
+    if any(m.trains != bool(m.seats) for m in listed):
+        raise MessageError("an epoch with a host that trains without ranks, or has ranks without weights")
     if max(m.held for m in listed) != step or group > number or group_step > step:
         raise MessageError("an epoch whose steps do not fit its members")
     return Epoch(number, step, group, group_step, listed, tie_break, reason)
@@ -154,13 +165,16 @@ def _optional(field: _Field) -> _Field:
 
 
 _NUMBER = _Field(_same, _number)
+_FLAG = _Field(_same, _flag)
 _TEXT = _Field(_same, _text(MAX_PAYLOAD))
 _BALLOT = _Field(list, _ballot)
 _VALUE = _Field(epoch_to_wire, epoch_from_wire)
-_REPORTED = _Field(lambda r: [*astuple(r)[:4], list(r.unheard)], lambda value: Report(*_row(value, *_REPORT)))
+_REPORTED = _Field(
+    lambda r: [*astuple(r)[:4], list(r.unheard), list(r.seats)], lambda value: Report(*_row(value, *_REPORT))
+)
 
 _KINDS: dict[type[Any], tuple[str, tuple[_Field, ...]]] = {
-    Heartbeat: ("heartbeat", (_NUMBER, _NUMBER)),
+    Heartbeat: ("heartbeat", (_NUMBER, _NUMBER, _FLAG)),
     Join: ("join", (_NUMBER, _TEXT)),
     Request: ("request", (_NUMBER, _TEXT)),
     Prepare: ("prepare", (_NUMBER, _BALLOT)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -27,9 +27,12 @@ class Member:
         name: unique for the life of its durable record; a host that comes back without the record has another name.
         incarnation: how often the record has been recovered. A recovered host may vote, but has lost its weights.
         address: host:port of its agent.
-        payload: what the engines of the members need to know of each other, such as ranks and addresses. Not read here.
-        held: steps that its weights had completed when the epoch was decided; `NO_MODEL` for none.
-        votes: it is counted when the next epoch is decided.
+        payload: what the engines of the members need to know of each other, such as addresses. Not read here.
+        held: steps that its weights had completed when the epoch was decided; `NO_MODEL` for none. With several ranks,
+            those of the rank that had completed most.
+        votes: it is counted when the next epoch is decided. One vote, however many ranks it has.
+        seats: numbers of its ranks that train, ascending; a rank that is started again has another number. Empty for a
+            host that does not train.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Member:
     payload: str = ""
     held: int = NO_MODEL
     votes: bool = False
+    seats: tuple[int, ...] = (0,)
 
     @property
     def trains(self) -> bool:
@@ -45,9 +49,9 @@ class Member:
         return self.held != NO_MODEL
 
     @property
-    def key(self) -> tuple[str, int, str]:
+    def key(self) -> tuple[str, int, str, tuple[int, ...]]:
         """What must stay the same for its connections to stay open."""
-        return self.name, self.incarnation, self.payload
+        return self.name, self.incarnation, self.payload, self.seats
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Epoch:
         """The epoch that a job begins with: all members train and vote, from step 0. Alike on all of them.
 
         Raises:
-            ValueError: there are no members, or two of the same name.
+            ValueError: there are no members, two of the same name, or one without ranks.
 
         Example:
             >>> Epoch.first([Member("a", 0, "10.0.0.1:7000"), Member("b", 0, "10.0.0.2:7000")]).voters
@@ -86,7 +90,9 @@ class Epoch:
         names = [member.name for member in members]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"members: expected one or more, each with a name of its own, got {names}")
-        founders = tuple(Member(m.name, m.incarnation, m.address, m.payload, held=0, votes=True) for m in members)
+        if idle := [member.name for member in members if not member.seats]:
+            raise ValueError(f"members: {idle[0]} has no ranks")
+        founders = tuple(replace(m, held=0, votes=True) for m in members)
         return cls(number=1, step=0, group=1, group_step=0, members=founders, tie_break=tie_break, reason="start")
 
     @cached_property

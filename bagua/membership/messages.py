@@ -12,6 +12,8 @@ __all__ = [
     "MAX_MEMBERS",
     "MAX_NAME",
     "MAX_PAYLOAD",
+    "MAX_SEAT",
+    "MAX_SEATS",
     "Accept",
     "Accepted",
     "Body",
@@ -31,7 +33,9 @@ MAX_MEMBERS = 256
 MAX_NAME = 64
 MAX_ADDRESS = 128
 MAX_PAYLOAD = 256
-MAX_FRAME = 2**18
+MAX_SEATS = 32  # ranks of a host
+MAX_SEAT = 10**6  # largest number of a rank
+MAX_FRAME = 2**19
 
 
 class MessageError(ValueError):
@@ -48,6 +52,7 @@ class Report:
         broken: its connections of the present group have failed.
         leaving: it wants to be left out.
         unheard: places in `Epoch.members` of those that it cannot hear.
+        seats: see `Member.seats`; may differ from the epoch's. Without meaning if `held` is `NO_MODEL`.
     """
 
     held: int
@@ -55,6 +60,7 @@ class Report:
     broken: bool = False
     leaving: bool = False
     unheard: tuple[int, ...] = ()
+    seats: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,15 @@ class _InBallot(_InEpoch):
 
 @dataclass(frozen=True)
 class Heartbeat(_InEpoch):
-    """I am here. `started`: steps that I have begun."""
+    """I am here.
+
+    Attributes:
+        started: steps that I have begun, or can begin as those before are completed.
+        arrived: I have given my part to the exchange of the last one of these, and wait for the others.
+    """
 
     started: int
+    arrived: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bagua.membership.actions import Slow
-from bagua.membership.detector import Detector
+from bagua.membership.detector import Detector, place
 from bagua.membership.epoch import Epoch, Member
 from bagua.membership.messages import MAX_PAYLOAD, Envelope, Heartbeat, Join
 from bagua.membership.options import Options
@@ -72,7 +72,7 @@ class Peers:
     def hear(self, now: float, envelope: Envelope) -> None:
         """A message has come that is not outdated."""
         body, sender = envelope.body, envelope.sender
-        self._detector.heard(sender, body.started if isinstance(body, Heartbeat) else None)
+        self._detector.heard(now, sender, place(body.started, body.arrived) if isinstance(body, Heartbeat) else None)
         listed = self._listed(sender)
         if listed is not None and envelope.incarnation > listed.incarnation:
             self._recovered.add(sender)
@@ -89,10 +89,10 @@ class Peers:
         """The connection to `name` was closed at its end."""
         self._detector.closed(name)
 
-    def tick(self, now: float, started: int | None, fenced: bool) -> list[Slow]:
+    def tick(self, now: float, mine: int | None, fenced: bool) -> list[Slow]:
         """Time has passed. Returns members that have become slow; the arguments are those of `Detector.tick`."""
         self._pending.expire(now)
-        return [Slow(name, waited) for name, waited in self._detector.tick(now, started, fenced)]
+        return [Slow(name, waited) for name, waited in self._detector.tick(now, mine, fenced)]
 
     def _listed(self, name: str) -> Member | None:
         return None if self._epoch is None else self._epoch.by_name.get(name)

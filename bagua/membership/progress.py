@@ -1,11 +1,11 @@
-"""Which steps the weights of this host have completed, and whether the next one may count."""
+"""Which steps the weights of one rank have completed, and whether the next one may count."""
 
 from __future__ import annotations
 
 from collections import deque
 
 from bagua.membership.actions import Verdict
-from bagua.membership.epoch import NO_MODEL, Epoch, Member
+from bagua.membership.epoch import NO_MODEL, Epoch
 
 __all__ = ["Progress"]
 
@@ -13,45 +13,45 @@ _BOUNDARIES = 256  # epochs for which fetched weights can stay valid
 
 
 class Progress:
-    """The host's side of the commit rule.
+    """The commit rule for one rank.
 
     Attributes:
         held: steps that its weights have completed, or `NO_MODEL`.
-        started: steps that it has begun.
-        broken: the last group that has failed here.
-        fenced: it has promised to stay at `held` until the next epoch.
+        started: steps that it has begun, or can begin as those before are completed.
+        arrived: it has given its part to the exchange of the last one of these, and waits for the others.
+        trains: the epoch lists it, with or without the weights.
+        fenced: its host has promised that it stays at `held` until the next epoch.
     """
 
     def __init__(self) -> None:
-        self.held, self.started, self.broken = NO_MODEL, 0, -1
-        self.fenced = False
+        self.held, self.started = NO_MODEL, 0
+        self.arrived = self.trains = self.fenced = False
         self._epoch: Epoch | None = None
-        self._me: Member | None = None
         self._boundaries: deque[tuple[int, int]] = deque(maxlen=_BOUNDARIES)  # number, step: since it is a member
 
-    def adopt(self, epoch: Epoch, me: Member | None) -> None:
-        """An epoch is decided. Weights that it does not know of are those of nobody."""
-        previous, was = self._epoch, self._me
-        self._epoch, self._me, self.fenced = epoch, me, False
-        if me is None or me.held != self.held:
+    def adopt(self, epoch: Epoch, member: bool, trains: bool) -> None:
+        """An epoch is decided. Weights that it does not know of are those of nobody.
+
+        Args:
+            epoch: the newest one.
+            member: its host is in it.
+            trains: it is listed itself.
+        """
+        previous = self._epoch
+        self._epoch, self.trains, self.fenced = epoch, trains, False
+        if not trains:
             self.held = NO_MODEL
-        if me is None or was is None:
+        if not member:
             self._boundaries.clear()
-        if me is not None:
+        else:
             self._boundaries.append((epoch.number, epoch.step))
         if previous is None or epoch.group != previous.group:
-            self.started = max(self.held, 0)
-
-    def found(self) -> None:
-        """This host is one of the founders: its weights are those that the job begins with."""
-        if self._me is not None:
-            self.held = self.started = self._me.held
+            self.started, self.arrived = max(self.held, 0), False
 
     @property
     def behind(self) -> bool:
         """Whether it trains, but must fetch weights first: when the groups opened, others had completed more."""
-        me, epoch = self._me, self._epoch
-        return me is not None and epoch is not None and me.trains and self.held < epoch.group_step
+        return self.trains and self._epoch is not None and self.held < self._epoch.group_step
 
     def start(self, group: int, step: int) -> Verdict:
         """See `Agent.start_step`."""
@@ -59,8 +59,14 @@ class Progress:
             return Verdict.DENIED
         if self.fenced:
             return Verdict.WAIT
-        self.started = max(self.started, step + 1)
+        if step + 1 > self.started:
+            self.started, self.arrived = step + 1, False
         return Verdict.GRANTED
+
+    def arrive(self, group: int, step: int) -> None:
+        """See `Agent.arrived`."""
+        if self._trains_in(group) and step + 1 == self.started:
+            self.arrived = True
 
     def finish(self, group: int, step: int) -> Verdict:
         """See `Agent.finish_step`."""
@@ -71,20 +77,20 @@ class Progress:
         if self.fenced:
             return Verdict.WAIT
         self.held = step + 1
+        self.started, self.arrived = step + 2, False
         return Verdict.GRANTED
 
-    def fetch(self, epoch: int, step: int) -> Verdict:
-        """See `Agent.weights_fetched`."""
-        if self._me is None or (self._me.trains and not self.behind) or step < self.held:
+    def fetch(self, epoch: int, step: int, ask: bool = False) -> Verdict:
+        """See `Agent.weights_fetched`. With `ask` nothing changes."""
+        if not self._boundaries or (self.trains and not self.behind) or step < self.held:
             return Verdict.DENIED
         if self.fenced:
             return Verdict.WAIT
         later = [boundary for number, boundary in self._boundaries if number > epoch]
         if not self._boundaries[0][0] <= epoch <= self._boundaries[-1][0] or any(step > each for each in later):
             return Verdict.DENIED
-        self.held = step
+        self.held = self.held if ask else step
         return Verdict.GRANTED
 
     def _trains_in(self, group: int) -> bool:
-        me, epoch = self._me, self._epoch
-        return me is not None and epoch is not None and me.trains and epoch.group == group and not self.behind
+        return self.trains and self._epoch is not None and self._epoch.group == group and not self.behind

@@ -102,9 +102,17 @@ class RemoteSeat:
                     raise TimeoutError(f"no new epoch within {timeout_s:g} s; suspected: {suspected or 'nobody'}")
                 self._poll.poll(left_s * 1000)
 
+    def wants_weights(self) -> None:
+        """See `Seat`."""
+        self._call("wants_weights")
+
     def start_step(self, group: int, step: int) -> Verdict:
         """See `Seat`."""
         return Verdict(self._call("start_step", group=group, step=step))
+
+    def arrived(self, group: int, step: int) -> None:
+        """See `Seat`."""
+        self._call("arrived", group=group, step=step)
 
     def finish_step(self, group: int, step: int) -> Verdict:
         """See `Seat`."""

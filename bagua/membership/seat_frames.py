@@ -7,15 +7,16 @@ import struct
 from dataclasses import fields
 from typing import Any
 
-from bagua.membership.messages import MAX_MEMBERS, MessageError
+from bagua.membership.messages import MAX_MEMBERS, MAX_SEATS, MessageError
 from bagua.membership.seat import View
 
 __all__ = ["MAX_SEAT_FRAME", "SEAT_VERSION", "SeatFrames", "number", "pack", "view_from_wire", "view_to_wire"]
 
-SEAT_VERSION = 1
-MAX_SEAT_FRAME = 1 << 17  # a view lists 256 names of 64 characters
+SEAT_VERSION = 3
+MAX_SEAT_FRAME = 1 << 20  # a view lists up to 32 ranks of 256 hosts
 _LENGTH = struct.Struct(">I")
 _BIG = 2**62
+_MAX_NAMES = MAX_MEMBERS * MAX_SEATS
 
 
 def pack(message: list[Any]) -> bytes:
@@ -74,8 +75,8 @@ def number(value: Any) -> int:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    if type(value) is not list or len(value) > MAX_MEMBERS:
-        raise MessageError(f"expected a list of at most {MAX_MEMBERS} names, got {value!r:.80}")
+    if type(value) is not list or len(value) > _MAX_NAMES:
+        raise MessageError(f"expected a list of at most {_MAX_NAMES} names, got {value!r:.80}")
     return tuple(_text(item) for item in value)
 
 
@@ -89,7 +90,13 @@ def _optional(value: Any) -> int | None:
     return None if value is None else number(value)
 
 
-_READERS = {"int": number, "int | None": _optional, "str": _text, "tuple[str, ...]": _names}
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise MessageError(f"expected true or false, got {value!r:.80}")
+    return value
+
+
+_READERS = {"bool": _flag, "int": number, "int | None": _optional, "str": _text, "tuple[str, ...]": _names}
 _FIELDS = {field.name: _READERS[str(field.type)] for field in fields(View)}
 
 

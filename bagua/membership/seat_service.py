@@ -1,4 +1,4 @@
-"""Serves the agent of a host to its ranks, over a UNIX socket. The rank's end is `bagua.membership.remote_seat`."""
+"""Serves the agent of a host to one of its ranks, over a UNIX socket. The other end: `bagua.membership.remote_seat`."""
 
 from __future__ import annotations
 
@@ -32,30 +32,33 @@ _log = logging.getLogger("bagua")
 
 # verb -> how many numbers it takes, and what it asks of the agent
 _VERBS: dict[str, tuple[int, Callable[..., Any]]] = {
-    "start_step": (2, lambda agent, _, group, step: agent.start_step(group, step)),
-    "finish_step": (2, lambda agent, _, group, step: agent.finish_step(group, step)),
-    "weights_fetched": (2, lambda agent, _, epoch, step: agent.weights_fetched(epoch, step)),
-    "exchange_failed": (1, lambda agent, now, group: agent.exchange_failed(now, group)),
-    "suspected": (0, lambda agent, _: agent.suspected),
+    "wants_weights": (0, lambda agent, now, seat: agent.rank_wants_weights(now, seat)),
+    "start_step": (2, lambda agent, _, seat, group, step: agent.start_step(group, step, seat)),
+    "arrived": (2, lambda agent, now, seat, group, step: agent.arrived(now, group, step, seat)),
+    "finish_step": (2, lambda agent, _, seat, group, step: agent.finish_step(group, step, seat)),
+    "weights_fetched": (2, lambda agent, _, seat, epoch, step: agent.weights_fetched(epoch, step, seat)),
+    "exchange_failed": (1, lambda agent, now, _, group: agent.exchange_failed(now, group)),
+    "suspected": (0, lambda agent, _, __: agent.suspected),
 }
 
 
 class _Rank:
-    """The connection of one rank."""
+    """A connection of the rank."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.frames, self.unsent = sock, SeatFrames(), bytearray()
-        self.seen: Epoch | None = None  # the epoch whose view was sent last
+        self.seen: View | None = None  # what was sent last
 
 
 class SeatService:
-    """The launcher's end of its ranks' seats. One thread answers requests and pushes each new view.
+    """The launcher's end of the seat of one rank. A thread answers requests and pushes each new view.
 
     A view is sent before any answer that was given in its epoch: a rank that is denied a step knows why.
 
     Args:
         transport: runs the agent.
         directory: of the socket. Only its owner may enter it.
+        seat: number of the rank. Whoever connects asks for this one.
 
     Attributes:
         path: of the socket, for the rank's environment (`SEAT`).
@@ -64,17 +67,16 @@ class SeatService:
         PermissionError: other users can enter the directory.
     """
 
-    def __init__(self, transport: Transport, directory: Path) -> None:
+    def __init__(self, transport: Transport, directory: Path, seat: int = 0) -> None:
         if directory.stat().st_mode & 0o077:
             raise PermissionError(f"{directory}: other users can enter it; a seat needs a directory of mode 0700")
-        self.path = directory / "seat"
-        self._transport = transport
+        self.path = directory / (f"seat{seat}" if seat else "seat")
+        self._transport, self._seat = transport, seat
         self._name = transport.call(lambda agent, _: agent.name)
         self._view: View | None = None
-        self._epoch: Epoch | None = None
+        self._seen: tuple[Epoch | None, bool] = None, True  # what `_view` was made of
         self._ranks: set[_Rank] = set()
-        self._lock = threading.Lock()  # of the two flags below
-        self._dropping = self._closing = False
+        self._closing = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with short_path(self.path) as short:
             self._listener.bind(short)
@@ -89,19 +91,12 @@ class SeatService:
         self._thread.start()
 
     def refresh(self) -> None:
-        """An epoch was decided: push the view of it."""
-        self._wake()
-
-    def disconnect(self) -> None:
-        """Close the connections of all ranks: they have ended, and what they still asked for does not count."""
-        with self._lock:
-            self._dropping = True
+        """An epoch was decided, or another rank of this host has ended: push the view."""
         self._wake()
 
     def close(self) -> None:
-        """Stop, and remove the socket. Ranks that are still connected are told by the end of their connection."""
-        with self._lock:
-            self._closing = True
+        """Stop, and remove the socket. A rank that is still connected is told by the end of its connection."""
+        self._closing = True
         self._wake()
         self._thread.join()
         self.path.unlink(missing_ok=True)
@@ -140,11 +135,6 @@ class SeatService:
             self._read(rank)
 
     def _woken(self) -> None:
-        with self._lock:
-            dropping, self._dropping = self._dropping, False
-        if dropping:
-            for rank in self._ranks.copy():
-                self._end(rank)
         self._ask(lambda *_: None)
         for rank in self._ranks.copy():
             if not rank.unsent:  # else it gets the newest one with its next answer, or by `_flush`
@@ -161,7 +151,7 @@ class SeatService:
         self._ranks.add(rank)
         self._selector.register(sock, selectors.EVENT_READ, rank)
         self._ask(lambda *_: None)
-        rank.seen = self._epoch
+        rank.seen = self._view
         rank.unsent += pack(["hello", SEAT_VERSION, self._name, view_to_wire(self._view)])
         self._flush(rank)
 
@@ -195,17 +185,18 @@ class SeatService:
     def _ask(self, what: Callable[..., Any], *arguments: int) -> Any:
         """Ask the agent, and take its newest epoch at the same moment."""
 
-        def asked(agent: Agent, now: float) -> tuple[Any, Epoch | None, int]:
-            return what(agent, now, *arguments), agent.epoch, agent.record.incarnation
+        def asked(agent: Agent, now: float) -> tuple[Any, Epoch | None, bool, int]:
+            result = what(agent, now, self._seat, *arguments)
+            return result, agent.epoch, agent.learns(self._seat), agent.record.incarnation
 
-        result, epoch, incarnation = self._transport.call(asked)
-        if epoch is not self._epoch and epoch is not None:
-            self._epoch, self._view = epoch, view_of(epoch, self._name, incarnation)
+        result, epoch, learns, incarnation = self._transport.call(asked)
+        if epoch is not None and (epoch is not self._seen[0] or learns != self._seen[1]):
+            self._seen, self._view = (epoch, learns), view_of(epoch, self._name, incarnation, self._seat, learns)
         return result
 
     def _send_view(self, rank: _Rank) -> None:
-        if rank.seen is not self._epoch:
-            rank.seen = self._epoch
+        if rank.seen is not self._view:
+            rank.seen = self._view
             rank.unsent += pack(["view", view_to_wire(self._view)])
 
     def _flush(self, rank: _Rank) -> None:

@@ -112,6 +112,19 @@ class Process:
         self._process.stdin.write("".join(lines))
         self._process.stdin.flush()
 
+    def await_transfer(self, timeout_s: float = 60) -> None:
+        """Wait until the first message has arrived, in mode "rate".
+
+        Raises:
+            DriverError: if none does in time, or the driver ends.
+        """
+        until = time.monotonic() + timeout_s
+        while "moving\n" not in list(self._lines.queue):
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.kill()
+                raise DriverError(f"a driver moved nothing: {self.wait(5).errors}")
+            time.sleep(0.01)
+
     def read_result(self, timeout_s: float) -> None:
         """Waits until it has printed a result, or ended."""
         until = time.monotonic() + timeout_s

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bagua.optim.blocked import Batch, Joined, batches, ranges
 from bagua.optim.checks import check_number
-from bagua.optim.two_stage import TwoStage, check_warmup, update_moments, with_decay, with_floor
+from bagua.optim.two_stage import update_moments, with_decay, with_floor
+from bagua.optim.warmed import WarmedUp, end_of, warming
 
 __all__ = ["OneBitLamb"]
 
 
-class OneBitLamb(TwoStage):
+class OneBitLamb(WarmedUp):
     """LAMB for `warmup_steps` steps, then LAMB with fixed second moments. Used with the algorithm "one_bit_lamb".
 
     Per parameter tensor ("layer"), with g the mean gradient:
@@ -36,7 +37,8 @@ class OneBitLamb(TwoStage):
     Args:
         params: parameters or groups of them.
         lr: step size; any scheduler may change it.
-        warmup_steps: steps with exact gradients; the same for all groups.
+        warmup_steps: steps with exact gradients; the same for all groups. "auto" ends them when v is stable, after
+            more than 1 / (1 - b2) steps: see `bagua.optim.WarmedUp`.
         betas: decay of m and v.
         eps: added to the root of v.
         weight_decay: part of u, as above.
@@ -65,13 +67,11 @@ class OneBitLamb(TwoStage):
         >>> model = bagua.distribute(model, optimizer, "one_bit_lamb")
     """
 
-    common: ClassVar[tuple[str, ...]] = ("warmup_steps",)
-
     def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        warmup_steps: int = 100,
+        warmup_steps: int | str = 100,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -94,7 +94,6 @@ class OneBitLamb(TwoStage):
     def check_options(self, options: dict[str, Any]) -> None:
         """Check the options of a parameter group."""
         super().check_options(options)
-        check_warmup(options)
         check_number("min_coeff", options["min_coeff"])
         check_number("max_coeff", options["max_coeff"], options["min_coeff"], open_low=True)
         check_number("coeff_beta", options["coeff_beta"], 0, 1)
@@ -106,16 +105,12 @@ class OneBitLamb(TwoStage):
         super().__setstate__(state)
         for group in self.param_groups:
             for slot in (self.state[param] for param in group["params"] if param in self.state):
-                if slot["step"] >= group["warmup_steps"] and "coeff" not in slot:
+                end = end_of(group)
+                if end is not None and slot["step"] >= end and "coeff" not in slot:
                     raise ValueError(
                         f"state dict: saved by another optimizer at step {slot['step']}, after warmup_steps="
-                        f"{group['warmup_steps']} had ended; the layers' scaling coefficients are missing"
+                        f"{end} had ended; the layers' scaling coefficients are missing"
                     )
-
-    @property
-    def compressing(self) -> bool:
-        """Whether the warm-up is over."""
-        return self.num_steps >= self.param_groups[0]["warmup_steps"]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -124,14 +119,16 @@ class OneBitLamb(TwoStage):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.begin_step()
         for group in self.param_groups:
             live = self.live(group)
-            warm = [one for one in live if one[2]["step"] <= group["warmup_steps"]]
-            fixed = [one for one in live if one[2]["step"] > group["warmup_steps"]]
+            warm = [one for one in live if warming(group, one[2])]
+            fixed = [one for one in live if not warming(group, one[2])]
             for batch in batches(warm):
                 self._step_warm(group, batch)
             for batch in batches(fixed):
                 self._step_fixed(group, batch)
+        self.end_step()
         return loss
 
     def _step_warm(self, group: dict[str, Any], batch: Batch) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bagua.optim.blocked import Batch, batches, ranges
-from bagua.optim.two_stage import TwoStage, check_warmup, decay_of, shrink, update_moments, with_decay, with_floor
+from bagua.optim.two_stage import decay_of, shrink, update_moments, with_decay, with_floor
+from bagua.optim.warmed import WarmedUp, warming
 
 __all__ = ["QAdam"]
 
 
-class QAdam(TwoStage):
+class QAdam(WarmedUp):
     """Adam for `warmup_steps` steps; then the second moment v is fixed. Used with the algorithm "qadam".
 
         g  = gradient + weight_decay x              or, decoupled,  x *= 1 - lr weight_decay  at every step
@@ -31,7 +32,8 @@ class QAdam(TwoStage):
         params: parameters or groups of them.
         lr: step size; any scheduler may change it.
         warmup_steps: steps with exact gradients, in which v is learned; the same for all groups. Papers take
-            15 to 25 % of all steps; v must have settled, and so must the learning rate's own warm-up.
+            15 to 25 % of all steps; v must have settled, and so must the learning rate's own warm-up. "auto" ends it
+            when v is stable, after more than 1 / (1 - b2) steps: see `bagua.optim.WarmedUp`.
         betas: decay of m and v.
         eps: added to the root of v.
         weight_decay: L2 regularisation, as `torch.optim.Adam` has it, unless decoupled.
@@ -56,13 +58,11 @@ class QAdam(TwoStage):
         >>> model = bagua.distribute(model, optimizer, "qadam")
     """
 
-    common: ClassVar[tuple[str, ...]] = ("warmup_steps",)
-
     def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        warmup_steps: int = 100,
+        warmup_steps: int | str = 100,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -74,21 +74,6 @@ class QAdam(TwoStage):
         defaults |= {"variance_floor": variance_floor, "decoupled_weight_decay": decoupled_weight_decay}
         super().__init__(params, defaults)
 
-    def check_options(self, options: dict[str, Any]) -> None:
-        """Check the options of a parameter group."""
-        super().check_options(options)
-        check_warmup(options)
-
-    @property
-    def warmup_steps(self) -> int:
-        """Steps of the warm-up."""
-        return self.param_groups[0]["warmup_steps"]
-
-    @property
-    def compressing(self) -> bool:
-        """Whether the warm-up is over."""
-        return self.num_steps >= self.warmup_steps
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Make one step; returns what `closure` returned."""
@@ -96,10 +81,11 @@ class QAdam(TwoStage):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.begin_step()
         for group in self.param_groups:
             live = self.live(group)
-            warm = [one for one in live if one[2]["step"] <= group["warmup_steps"]]
-            fixed = [one for one in live if one[2]["step"] > group["warmup_steps"]]
+            warm = [one for one in live if warming(group, one[2])]
+            fixed = [one for one in live if not warming(group, one[2])]
             for batch in batches(warm):
                 for slot in batch[2]:
                     slot["num_updates"] += 1
@@ -110,6 +96,7 @@ class QAdam(TwoStage):
                         slot["exp_avg_sq"].copy_(with_floor(slot["exp_avg_sq"], group["variance_floor"]))
                         slot["fixed"] = True
                 self._step_batch(group, batch, is_warm=False)
+        self.end_step()
         return loss
 
     def _step_batch(self, group: dict[str, Any], batch: Batch, is_warm: bool) -> None:

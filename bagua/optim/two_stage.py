@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bagua.optim.checks import check_betas, check_flag, check_number, check_steps
+from bagua.optim.checks import check_betas, check_flag, check_number
 from bagua.optim.fused.memory import dense_view, is_dense
 
 __all__ = ["TwoStage"]
@@ -201,12 +201,3 @@ def update_moments(
     torch._foreach_lerp_(firsts, grads, 1 - betas[0])
     torch._foreach_mul_(seconds, betas[1])
     torch._foreach_addcmul_(seconds, grads, grads, 1 - betas[1])
-
-
-def check_warmup(options: dict[str, Any]) -> None:
-    """Check that the warm-up has at least one step: without it there is no second moment.
-
-    Raises:
-        ValueError: names the option.
-    """
-    check_steps("warmup_steps", options["warmup_steps"])

@@ -21,6 +21,8 @@ class Cluster:
         inner_latency: between devices of a host, one way, in seconds.
         cores: CPU cores that a rank has for exchanges.
         slowest: speed of the slowest host; 1 if all are alike.
+        ring_share, mesh_share: of `bandwidth` that hosts have where each sends to the next one only, and where each
+            sends to all others at once; below 1 where pairs of hosts have slower ways than the hosts' own links.
 
     Raises:
         ValueError: names the argument that is wrong.
@@ -38,13 +40,15 @@ class Cluster:
     inner_latency: float = 0.0
     cores: float = 4.0
     slowest: float = 1.0
+    ring_share: float = 1.0
+    mesh_share: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("hosts", "devices"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a positive int, got {value!r}")
-        for name in ("bandwidth", "inner_bandwidth", "cores", "slowest"):
+        for name in ("bandwidth", "inner_bandwidth", "cores", "slowest", "ring_share", "mesh_share"):
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"{name}: expected a number > 0, got {value!r}")
@@ -54,6 +58,9 @@ class Cluster:
                 raise ValueError(f"{name}: expected seconds >= 0, got {value!r}")
         if self.slowest > 1:
             raise ValueError(f"slowest: expected a speed in (0, 1], got {self.slowest!r}")
+        for name in ("ring_share", "mesh_share"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name}: expected a share in (0, 1], got {getattr(self, name)!r}")
 
     @property
     def ranks(self) -> int:

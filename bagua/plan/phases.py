@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from bagua.codecs import Eden
 from bagua.exchanges import (
     AllGather,
     AllReduce,
@@ -22,6 +23,9 @@ from bagua.plan.cluster import Cluster, Costs
 
 __all__ = ["Phase", "UnknownCourseError", "phases_of", "slow_start_s", "total_sent"]
 
+_FEW = 2.0  # peers, whose ways limit as those of a ring
+# Passes over a tensor that a randomized Hadamard rotation costs, there and back: `python -m benchmarks.codecs`.
+_ROTATION, _ROTATION_BACK = 1.0, 0.4
 _RECEIVERS: dict[tuple[str, int], float] = {}
 _INITIAL_WINDOW = 14_600.0  # bytes that TCP sends on a connection before the first acknowledgement: RFC 6928
 
@@ -71,7 +75,8 @@ def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs) -> lis
     if isinstance(exchange, ScatterGather):
         extra = 2.0 if exchange.error_feedback or exchange.running_scale else 0.0
         wire = exchange.codec.wire_bytes(-(-n // cluster.ranks), torch.float32) * cluster.ranks
-        return _to_owners_and_back(n, wire, cluster, costs, reads=1.0 + extra)
+        rotates = isinstance(exchange.codec, Eden)
+        return _to_owners_and_back(n, wire, cluster, costs, reads=1.0 + extra, rotates=rotates)
     if isinstance(exchange, AllGather):
         sent, peers = exchange.bytes_per_rank(n, cluster.ranks), float(cluster.ranks - 1)
         return _to_peers(n, sent, cluster, costs, peers=peers, mixed=1.0)
@@ -126,23 +131,33 @@ def _ring(n: int, wire: float, size: int, cluster: Cluster, costs: Costs, reads:
     crosses = cluster.hosts > 1
     return Phase(
         beside_s=beside,
-        host_bytes=sent / costs.link_efficiency if crosses else 0.0,
+        host_bytes=sent / (costs.link_efficiency * cluster.ring_share) if crosses else 0.0,
         device_bytes=sent if cluster.devices > 1 else 0.0,
         wait_s=wait,
         sent=sent if crosses else 0.0,
     )
 
 
-def _to_owners_and_back(n: int, wire: float, cluster: Cluster, costs: Costs, reads: float) -> list[Phase]:
-    """Each rank's part to its owner; the owner's result to all. Rows leave as they are encoded."""
+def _to_owners_and_back(
+    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, rotates: bool = False
+) -> list[Phase]:
+    """Each rank's part to its owner; the owner's result to all. Rows leave as they are encoded.
+
+    Args:
+        reads: passes over the tensor to encode it.
+        rotates: blocks are rotated before they are encoded, and back after they are decoded.
+    """
+    forth, back = (_ROTATION, _ROTATION_BACK) if rotates else (0.0, 0.0)
     size = cluster.ranks
     sent = wire * (size - 1) / size
-    row_s = reads * n * costs.element_s / size
-    away, wait = _away(sent, cluster, costs, costs.mesh_efficiency)
+    row_s = (reads + forth) * n * costs.element_s / size
+    efficiency = costs.mesh_efficiency * cluster.mesh_share
+    away, wait = _away(sent, cluster, costs, efficiency)
     traffic = _traffic_s(sent, size - 1, costs)
-    scatter = Phase(row_s, row_s * (size - 1) + traffic, *away, wait, away[0] * costs.mesh_efficiency)
-    combine = n * (1 + 1 / size) * costs.element_s  # a chunk of each rank is read, the mean is written
-    gather = Phase(combine, n * costs.element_s + traffic, *away, wait, away[0] * costs.mesh_efficiency)
+    scatter = Phase(row_s, row_s * (size - 1) + traffic, *away, wait, away[0] * efficiency)
+    # A chunk of each rank is decoded, the mean is encoded.
+    combine = n * (1 + back + (1 + forth) / size) * costs.element_s
+    gather = Phase(combine, (1 + back) * n * costs.element_s + traffic, *away, wait, away[0] * efficiency)
     return [scatter, gather, Phase(before_s=n * costs.element_s / size)]
 
 
@@ -160,10 +175,11 @@ def _to_peers(
     Args:
         mixed: passes over the tensor for that, if not one for each peer: sparse answers cost next to nothing.
     """
-    away, wait = _away(sent, cluster, costs, costs.link_efficiency)
+    efficiency = costs.link_efficiency * (cluster.mesh_share if peers > _FEW else cluster.ring_share)
+    away, wait = _away(sent, cluster, costs, efficiency)
     traffic = _traffic_s(sent, peers, costs)
     mixing = Phase(before_s=(peers if mixed is None else mixed) * n * costs.element_s)
-    return [Phase(reads * n * costs.element_s, traffic, *away, wait, away[0] * costs.link_efficiency), mixing]
+    return [Phase(reads * n * costs.element_s, traffic, *away, wait, away[0] * efficiency), mixing]
 
 
 def _low_rank(exchange: PowerSGD, cluster: Cluster, costs: Costs) -> list[Phase]:

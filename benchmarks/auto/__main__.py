@@ -1,8 +1,12 @@
 """Auto's choice beside every setting of its class: `python -m benchmarks.auto --json out.json`.
 
 In an emulated cluster, under twelve network conditions: six that were known when the rules were written, and six that
-are drawn from a seed. With `--change RATE` the link of one host changes in mid-run instead, and the steps up to the
-next choice are counted. Results are added to the JSON file, condition by condition.
+are drawn from a seed. With `--change RATE` the link of one host changes in mid-run too: the steps up to the next choice
+are counted, and the second choice is what is compared.
+
+The choice is compared with every setting of its class that learns well enough, and with DDP. First a heat of all, then
+rounds in turn of those near the fastest. Results are added to the JSON file, condition by condition, and what is there
+already is not measured again: a run may be made in parts, with `--only` or `--minutes`.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ import argparse
 import json
 import math
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,11 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bagua.algorithms.auto import ALLOWED
+from bagua.algorithms.auto import ALLOWED, Auto
 from bagua.bench import machine, results_file
 from bagua.bench.conditions import Condition, parse
 from bagua.bench.hosts import LocalHosts, rank_environment
 from bagua.lab import Cluster, LabError, Link
+from benchmarks.auto.judging import joined, line, summarise
 from benchmarks.autotune.__main__ import await_ranks
 
 KNOWN = ("50mbit/2ms", "100mbit/5ms", "250mbit/0ms", "1gbit/1ms", "1gbit/20ms", "5gbit/0ms")
@@ -104,65 +108,11 @@ def _change(
     results_file.write(folder / "changed.json", 0, indent=None)
 
 
-def joined(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """From what each rank saw to what all saw: a step is over when the slowest rank is."""
-
-    def slowest(each: Sequence[Sequence[float]]) -> list[float]:
-        return [round(max(steps), 3) for steps in zip(*each, strict=True)]
-
-    first = ranks[0]
-    return {
-        "auto": {**first["auto"], "steps_ms": slowest([each["auto"]["steps_ms"] for each in ranks])},
-        "fixed": {name: slowest([each["fixed"][name] for each in ranks]) for name in first["fixed"]},
-    }
-
-
-def summarise(result: dict[str, Any], allow: str) -> dict[str, Any]:
-    """What auto chose beside the best of its class that learns well enough, and beside DDP."""
-    explanation = result["auto"]["explanation"]
-    if "again" in result["auto"]:
-        again = result["auto"]["again"]
-        return {
-            "condition": result["condition"],
-            "chosen": explanation["chosen"],
-            "again": again["chosen"],
-            "steps_to_choose_again": result["auto"].get("steps_to_choose_again"),
-        }
-    verdicts = {row["name"]: row["verdict"] for row in explanation["rows"]}
-    barred = {name for name, verdict in verdicts.items() if verdict.startswith(("learns worse", "loss not"))}
-    typical = statistics.median if allow in ("exact", "lossy") else statistics.fmean
-    scores = {name: typical(steps) for name, steps in result["fixed"].items()}
-    best = min((score, name) for name, score in scores.items() if name not in barred and name != "ddp")
-    chosen = explanation["chosen"]
-    return {
-        "condition": result["condition"],
-        "chosen": chosen,
-        "chosen_ms": scores[chosen],
-        "best": best[1],
-        "best_ms": best[0],
-        "over_best": scores[chosen] / best[0] - 1,
-        "over_ddp": scores[chosen] / scores["ddp"] - 1,
-        "steps_to_choose": result["auto"]["steps_to_choose"],
-    }
-
-
-def line(row: dict[str, Any]) -> str:
-    """For people."""
-    if "again" in row:
-        steps = row["steps_to_choose_again"]
-        when = f"after {steps} steps" if steps is not None else "not again"
-        return f"{row['condition']}: {row['chosen']}, then {row['again']}, {when}"
-    return (
-        f"{row['condition']}: {row['chosen']} in {row['steps_to_choose']} steps, {row['chosen_ms']:.0f} ms; best "
-        f"{row['best']}, {row['best_ms']:.0f} ms: {row['over_best']:+.1%} of it, {row['over_ddp']:+.1%} of DDP"
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure.
 
     Returns:
-        0; 1 where something could not be measured.
+        0; 1 where something could not be measured; 2 for wrong arguments.
     """
     args = _parser().parse_args(argv)
     change = None if args.change is None else parse(args.change).bits_per_s
@@ -170,39 +120,86 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model": args.model,
         "compute_ms": args.compute_ms or (10.0 if args.quick else 60.0),
         "allow": args.allow,
-        "steps": 2 if args.quick else 6,
+        "steps": 2 if args.quick else 5,
         "rounds": 1 if args.quick else 2,
         "change": change,
         "timeout_s": 120.0,
         "limit_s": args.limit_s,
     }
     words = args.conditions.split(",") if args.conditions else [*KNOWN, *drawn(args.drawn, args.seed)]
+    try:
+        chosen = [parse(word) for word in words][: 1 if args.quick else None]
+        chosen = [chosen[number - 1] for number in numbers(args.only, len(chosen))]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     content: dict[str, Any] = {"results": []}
     if args.json is not None and args.json.exists():
         content = json.loads(args.json.read_text())
-    code = 0
-    for number, condition in enumerate([parse(word) for word in words[: 1 if args.quick else None]], 1):
-        print(f"{condition.name} ({number} of {len(words)})", file=sys.stderr, flush=True)
+    started, code = time.monotonic(), 0
+    limit = Auto(allow=args.allow).limit(args.allow)
+    for number, condition in enumerate(chosen, 1):
+        key = {"condition": condition.name, "hosts": args.hosts, "job": job}
+        known = next((each for each in content["results"] if _same(each, key)), None)
+        if known is not None and not args.again:
+            print(f"{line(known['summary'], limit)} (known)", flush=True)
+            continue
+        if args.minutes is not None and time.monotonic() - started >= 60 * args.minutes:
+            print(f"{condition.name}: left for the next run, {args.minutes:g} minutes are over", flush=True)
+            continue
+        print(f"{condition.name} ({number} of {len(chosen)})", file=sys.stderr, flush=True)
+        begun = time.monotonic()
         try:
             result = run_condition(condition, job, args.hosts, args.local)
         except (RuntimeError, LabError, OSError) as error:
             print(f"{condition.name}: {error}", file=sys.stderr)
             code = 1
             continue
-        row = summarise(result, args.allow)
-        result |= {"date": machine.now(), "machine": machine.describe_machine(), "job": job, "hosts": args.hosts}
-        result |= {"summary": row, "drawn": condition.name not in KNOWN}
-        content["results"] = [each for each in content["results"] if each["condition"] != condition.name] + [result]
-        print(line(row), flush=True)
+        result |= {"date": machine.now(), "machine": machine.describe_machine(), **key}
+        result |= {"seconds": round(time.monotonic() - begun, 1), "drawn": condition.name not in KNOWN}
+        result["summary"] = summarise(result, args.allow)
+        content["results"] = [each for each in content["results"] if not _same(each, key)] + [result]
+        print(f"{line(result['summary'], limit)} ({result['seconds']:.0f} s)", flush=True)
         if args.json is not None:
             results_file.write(args.json, content, indent=None)
     return code
+
+
+def numbers(text: str | None, count: int) -> list[int]:
+    """Positions, from 1, as on the command line.
+
+    Raises:
+        ValueError: names what is none.
+
+    Examples:
+        >>> from benchmarks.auto.__main__ import numbers
+        >>> numbers("1,4-6", 12)
+        [1, 4, 5, 6]
+    """
+    if text is None:
+        return list(range(1, count + 1))
+    found: list[int] = []
+    for word in text.split(","):
+        low, _, high = word.partition("-")
+        if not (low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low) <= count):
+            raise ValueError(f"--only: expected numbers from 1 to {count}, as 1,4-6, got {word!r}")
+        found += range(int(low), int(high or low) + 1)
+    return found
+
+
+def _same(result: dict[str, Any], key: dict[str, Any]) -> bool:
+    """Whether it was measured in the same way; the limit of time does not count."""
+    return all({**result[name], "limit_s": 0} == {**key[name], "limit_s": 0} if name == "job"
+               else result[name] == key[name] for name in key)  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.auto", description="Auto beside every setting.")
     parser.add_argument("--json", type=Path, help="file to which results are added")
     parser.add_argument("--conditions", help=f"separated by commas; default {','.join(KNOWN)} and those drawn")
+    parser.add_argument("--only", help="numbers of conditions, from 1, as 1,4-6; default all")
+    parser.add_argument("--minutes", type=float, help="begin no condition after that time; run it again to go on")
+    parser.add_argument("--again", action="store_true", help="measure what is in the file already, too")
     parser.add_argument("--drawn", type=int, default=6, help="conditions drawn at random; default 6")
     parser.add_argument("--seed", type=int, default=2026, help="of those; default 2026")
     parser.add_argument("--allow", choices=ALLOWED, default="lossy", help="class; default lossy")
@@ -210,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", type=int, default=4, help="one rank each; default 4")
     parser.add_argument("--model", default="layers25m/10", help="see bagua bench; default layers25m/10")
     parser.add_argument("--compute-ms", type=float, help="of a step; default 60")
-    parser.add_argument("--limit-s", type=float, default=900.0, help="for a condition; default 900")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="for a condition; default 600")
     parser.add_argument("--quick", action="store_true", help="one condition, a short step, few of them")
     parser.add_argument("--local", action="store_true", help="processes of this machine instead of a cluster")
     return parser

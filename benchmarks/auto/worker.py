@@ -19,10 +19,11 @@ from bagua.auto.candidates import allowed
 from bagua.bench import contenders, models, results_file
 from bagua.bench.compute import Compute, EmulatedModel
 from bagua.bench.training import Training, make_optimizer
-from bagua.bench.worker import connect, run_rank
+from bagua.bench.worker import await_file, connect, run_rank
+from benchmarks.auto.judging import DDP, barred, finalists, slowest
 
 _GIVE_UP = 60  # steps
-_DDP = "ddp"
+_WARM, _HEAT = 2, 3
 _MOST_AFTER_CHANGE = 60
 _BETWEEN = 24  # steps from the choice to the change: the time of exchanges must be known
 
@@ -65,8 +66,7 @@ def choose(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         dist.barrier()
         if dist.get_rank() == 0:
             results_file.write(folder / "settled.json", 0, indent=None)
-        while not (folder / "changed.json").exists():
-            pass
+        await_file(folder / "changed.json", job["timeout_s"])
         dist.barrier()
         after = 0
         while after < _MOST_AFTER_CHANGE:
@@ -81,26 +81,38 @@ def choose(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**found, "explanation": first.as_dict()}
 
 
-def compare(job: dict[str, Any]) -> dict[str, list[float]]:
-    """Every setting of the class and DDP, in rounds in which the order turns; milliseconds of steps of each."""
+def compare(job: dict[str, Any], explanation: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the class that learn well enough, and DDP: a heat of all, then rounds among those that matter."""
     nodes = tuple((rank,) for rank in range(dist.get_world_size()))
-    candidates = {each.name: each.period for each in allowed(job["allow"], nodes)} | {_DDP: 1}
-    found: dict[str, list[float]] = {name: [] for name in candidates}
+    periods = {each.name: each.period for each in allowed(job["allow"], nodes)} | {DDP: 1}
+    for name in barred(explanation):
+        periods.pop(name, None)
+    heat: dict[str, list[float]] = {}
+    for name, period in periods.items():
+        bench = Bench(job, name)
+        bench.steps_ms(_WARM)
+        heat[name] = bench.steps_ms(max(_HEAT, period))
+        bench.close()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, heat)
+    names = finalists(slowest(gathered), explanation["chosen"], job["allow"])
+    benches = {name: Bench(job, name) for name in names}
+    found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(job["rounds"]):
-        names = list(candidates) if number % 2 == 0 else list(reversed(candidates))
-        for name in names:
-            bench = Bench(job, name)
-            bench.steps_ms(3)
-            found[name] += bench.steps_ms(max(job["steps"], candidates[name]))
-            bench.close()
-    return found
+        for name in names if number % 2 == 0 else reversed(names):
+            benches[name].steps_ms(_WARM)
+            found[name] += benches[name].steps_ms(max(job["steps"], periods[name]))
+    for bench in benches.values():
+        bench.close()
+    return {"heat": heat, "fixed": found}
 
 
 def run(folder: Path, rank: int, size: int) -> None:
     """All of it, for one network."""
     job = json.loads((folder / "job.json").read_text())
     connect(folder, rank, size, job["timeout_s"])
-    result = {"auto": choose(job, folder), "fixed": {} if job["change"] else compare(job)}
+    chosen = choose(job, folder)
+    result = {"auto": chosen, **compare(job, chosen.get("again", chosen["explanation"]))}
     results_file.write(folder / f"result-{rank}.json", result, indent=None)
     dist.barrier()
 

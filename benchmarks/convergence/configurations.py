@@ -12,6 +12,7 @@ from torch import nn
 import bagua
 from bagua import optim
 from bagua.algorithms import Algorithm, Exactness, Warmup
+from bagua.codecs import Eden
 
 __all__ = ["DDP", "FAMILIES", "Configuration", "all_configurations", "by_name", "make_optimizer", "select"]
 
@@ -74,7 +75,10 @@ def _configurations() -> Iterable[Configuration]:
     yield sgd("bytegrad sign + feedback", "bytegrad", codec="sign")
     yield sgd("bytegrad sign, no feedback", "bytegrad", codec="sign", error_feedback=False)  # shows what for
     yield sgd("bytegrad top_k + feedback", "bytegrad", codec="top_k")
+    yield sgd("bytegrad eden 1 bit", "bytegrad", codec=Eden(bits=1))
+    yield sgd("bytegrad eden 2 bits", "bytegrad", codec=Eden(bits=2))
     yield sgd("power_sgd", "power_sgd")
+    yield sgd("power_sgd rank 16", "power_sgd", rank=16)
     yield sgd("power_sgd after 10 %", "power_sgd", 0.1)
     yield sgd("decentralized all", "decentralized")
     yield sgd("decentralized shift_one", "decentralized", peer_selection_mode="shift_one")
@@ -93,7 +97,10 @@ def _configurations() -> Iterable[Configuration]:
     yield adam("gradient_allreduce bf16, adam", "gradient_allreduce", codec="bf16")
     yield adam("bytegrad, adam", "bytegrad")
     yield adam("bytegrad int4 + feedback, adam", "bytegrad", codec="int4")
+    yield adam("bytegrad eden 1 bit, adam", "bytegrad", codec=Eden(bits=1))
+    yield adam("bytegrad eden 2 bits, adam", "bytegrad", codec=Eden(bits=2))
     yield adam("power_sgd, adam", "power_sgd")
+    yield adam("power_sgd rank 16, adam", "power_sgd", rank=16)
     yield adam("decentralized all, adam", "decentralized")
     yield adam("decentralized shift_one, adam", "decentralized", peer_selection_mode="shift_one")
     yield adam("low_precision_decentralized, adam", "low_precision_decentralized")

@@ -3,6 +3,7 @@
     python -m benchmarks.faults --json faults.json           everything: hours
     python -m benchmarks.faults --quick --json faults.json   under 5 minutes on an idle machine of two cores
     python -m benchmarks.faults --json faults.json --only chaos --faults 200 --algorithm bytegrad
+    python -m benchmarks.faults --json faults.json --only slow --only loss   these faults, each algorithm
     python -m benchmarks.faults --json faults.json --table   print what is there
 
 Each host is a network namespace with one rank. Ranks write down the begin and end of each step, who took part and a
@@ -73,7 +74,11 @@ def plans(args: argparse.Namespace) -> list[Plan]:
     made += [Plan("peers", of(system=each), _QUICK[:1] if args.quick else _RESTARTING) for each in SYSTEMS[1:]]
     hosts = 4 if args.quick else 8
     made += [Plan("chaos", of(algorithm=name, hosts=hosts)) for name in (names[:1] if args.quick else names)]
-    return [each for each in made if args.only is None or each.part in args.only]
+    if args.only is None:
+        return made
+    chosen = tuple(name for name in args.only if name in SCENARIOS)
+    rows = [Plan("tour", of(algorithm=name), chosen) for name in names] if chosen else []
+    return [each for each in made if each.part in args.only] + rows
 
 
 def _one_of_each_rule(names: Sequence[str]) -> list[str]:
@@ -96,7 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows to those there")
     parser.add_argument("--quick", action="store_true", help="few faults, one algorithm of each kind, 4 hosts")
-    parser.add_argument("--only", action="append", choices=PARTS, help="may be repeated; default: all")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=(*PARTS, *SCENARIOS),
+        metavar="NAME",
+        help=f"a part ({', '.join(PARTS)}) or a fault, of every algorithm; may be repeated; default: all",
+    )
     parser.add_argument("--algorithm", action="append", choices=algorithms(), help="may be repeated; default: all")
     parser.add_argument("--fault", action="append", choices=list(SCENARIOS), help="of tour and peers; may be repeated")
     parser.add_argument("--faults", type=int, help="of a chaos run (12; 2 with --quick)")

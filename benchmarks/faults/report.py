@@ -40,19 +40,27 @@ def fault_misses(row: dict[str, Any]) -> list[str]:
     if row["system"] != "bagua":
         return found
     deadly = row["fault"].startswith(("kill", "vanish"))
+    cuts = row["fault"].startswith(("partition-minority", "stop"))  # the others go on
+    if cuts and (row["resumed_s"] is None or row["resumed_s"] > TARGETS["resumed_s"]):
+        found.append("next step later than 1 s after detection")
+    if row["fault"] in ("loss", "slow") and not row.get("steps"):
+        found.append("no step was made")
+    if row["fault"] == "slow" and not row.get("named"):
+        found.append("the slow host was not named")
     if deadly and (row["resumed_s"] is None or row["resumed_s"] > TARGETS["resumed_s"]):
         found.append("next step later than 1 s after detection")
     if deadly and (row["lost_steps"] or 0) > TARGETS["lost_steps"]:
         found.append("more than 1 step lost")
     allowed = TARGETS["back_s"] + 8 * row["state_bytes"] / (TARGETS["link_share"] * bits_per_second(row["bandwidth"]))
-    if deadly and (row["back_s"] is None or row["back_s"] > allowed):
+    returns = deadly or cuts or row["fault"].startswith("partition")
+    if returns and (row["back_s"] is None or row["back_s"] > allowed):
         found.append(f"back later than {allowed:.1f} s")
     share = link_share(row)
     if share is not None and share < TARGETS["link_share"]:
         found.append(f"state at {100 * share:.0f} % of the link")
     if (row["arrival_steps"] or 0) > TARGETS["arrival_steps"]:
         found.append("others waited more than 2 steps for an arrival")
-    if row["trained_apart"]:
+    if (row["trained_apart"] or 0) > row.get("local_steps", 0):  # those of an interval need nobody, and are dropped
         found.append(f"{row['trained_apart']} steps made by hosts that were cut off")
     if row["restarted"]:
         found.append("hosts restarted to which nothing was done")

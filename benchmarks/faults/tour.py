@@ -12,6 +12,7 @@ from benchmarks.faults.analysis import Fault, cost_of, splits
 from benchmarks.faults.job import Job, Stuck
 from benchmarks.faults.scenarios import SCENARIOS
 from benchmarks.faults.systems import Settings
+from benchmarks.faults.task import configuration_of
 
 __all__ = ["tour"]
 
@@ -104,6 +105,7 @@ def _row(job: Job, settings: Settings, name: str, fault: Fault) -> dict[str, Any
         "algorithm": settings.label,
         "hosts": settings.hosts,
         "fault": name,
+        "local_steps": local_steps(settings),
         "equal_expected": equal,
         **cost.as_dict(),
         **facts,
@@ -111,6 +113,14 @@ def _row(job: Job, settings: Settings, name: str, fault: Fault) -> dict[str, Any
         "transfer_s": transfer_s(received, state),
         "problems": problems,
     }
+
+
+def local_steps(settings: Settings) -> int:
+    """Return how many steps a rank makes without the others: 0 unless the algorithm exchanges now and then."""
+    if settings.system != "bagua":
+        return 0
+    algorithm = configuration_of(settings.algorithm).make(10_000)
+    return getattr(algorithm, "communication_interval", 1) - 1
 
 
 def transfer_s(received: Sequence[tuple[float, int]], state: int) -> float | None:

@@ -24,6 +24,7 @@ _REASONS = {
     "local_sgd, adam": "second moments of small batches: steps up to half as long. With twice the learning rate 2.5 % "
     "better than DDP at the common one",
     "sparse_loco": "1.6 % of the elements in each of nine rounds: at the end most changes are still in the residuals",
+    "bytegrad eden 1 bit, adam": "not examined; probably the codec's noise, in Adam's second moments. 2 bits reach it",
     "power_sgd, adam": "not examined; probably what the low rank leaves out, in Adam's second moments",
     "decentralized all, adam": "second moments of a rank's own batches, as local_sgd, adam",
     "decentralized shift_one, adam": "the same",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import string
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from squad_file import Question
 from squad_windows import Window
 from torch import Tensor
 
-__all__ = ["Candidate", "best_answers", "exact_match", "f1", "no_answer_score"]
+__all__ = ["Candidate", "Scorer", "best_answers", "exact_match", "f1"]
 
 
 class Candidate(NamedTuple):
@@ -21,6 +25,56 @@ class Candidate(NamedTuple):
 
     text: str
     score: float
+
+
+class Scorer:
+    """The Trainer's `compute_metrics`: exact match and F1 in percent, and how many questions; keeps the answers.
+
+    Args:
+        args: of the command line.
+        questions: all that are asked.
+        windows: of all of them, in the order of the Trainer's data set.
+    """
+
+    def __init__(self, args: Namespace, questions: Sequence[Question], windows: Sequence[Window]) -> None:
+        self._args, self._questions, self._windows = args, questions, windows
+        self.answers: dict[str, list[dict[str, Any]]] = {}
+
+    def __call__(self, prediction: Any) -> dict[str, float]:
+        """Compute the metrics of a `transformers.EvalPrediction` with logits of first and last token, [N, T] each."""
+        pairs = zip(*map(torch.as_tensor, prediction.predictions), strict=True)
+        groups: list[tuple[list[Window], list[tuple[Tensor, Tensor]]]] = [([], []) for _ in self._questions]
+        for window, logits in zip(self._windows, pairs, strict=True):
+            groups[window.question][0].append(window)
+            groups[window.question][1].append(logits)
+        exact = overlap = 0.0
+        for question, (windows, logits) in zip(self._questions, groups, strict=True):
+            best = self._candidates(question, windows, logits)
+            self.answers[question.id] = _with_probabilities(best)
+            text = best[0].text if best else ""
+            exact, overlap = exact + exact_match(text, question), overlap + f1(text, question)
+        count = len(self._questions)
+        return {"exact": 100 * exact / count, "f1": 100 * overlap / count, "total": float(count)}
+
+    def write(self, directory: Path) -> None:
+        """Write the answers of the last call."""
+        directory.mkdir(parents=True, exist_ok=True)
+        best = {key: value[0]["text"] if value else "" for key, value in self.answers.items()}
+        for name, content in (("predictions", best), ("nbest_predictions", self.answers)):
+            text = json.dumps(content, indent=1, ensure_ascii=False)
+            (directory / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
+
+    def _candidates(
+        self, question: Question, windows: Sequence[Window], logits: Sequence[tuple[Tensor, Tensor]]
+    ) -> list[Candidate]:
+        """Best first; that there is none is the empty text."""
+        args = self._args
+        best = best_answers(question, windows, logits, args.n_best_size, args.max_answer_length)
+        if not args.version_2_with_negative:
+            return best
+        none = Candidate("", min((starts[0] + ends[0]).item() for starts, ends in logits))  # the first token's
+        first = not best or none.score - best[0].score > args.null_score_diff_threshold
+        return [none, *best] if first else [best[0], none, *best[1:]]
 
 
 def best_answers(
@@ -31,7 +85,7 @@ def best_answers(
     Args:
         question: whose paragraph the windows show.
         windows: of this question.
-        logits: of first and last token for each window, [T] each.
+        logits: of first and last token for each window, [T] each, perhaps with padding.
         count: at least one is returned if the paragraph has a token.
         longest: tokens of an answer.
     """
@@ -46,11 +100,6 @@ def best_answers(
             text = question.context[window.places[i][0] : window.places[j][1]]
             found[text] = max(found.get(text, -math.inf), (starts[i] + ends[j]).item())
     return sorted((Candidate(*each) for each in found.items()), key=lambda each: -each.score)[:count]
-
-
-def no_answer_score(logits: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Return the least score over all windows of "it is not in here", which the first token stands for."""
-    return min((starts[0] + ends[0]).item() for starts, ends in logits)
 
 
 def exact_match(answer: str, question: Question) -> float:
@@ -80,3 +129,12 @@ def _f1(given: list[str], right: list[str]) -> float:
 def _words(text: str) -> list[str]:
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def _with_probabilities(best: Sequence[Candidate]) -> list[dict[str, Any]]:
+    highest = max((each.score for each in best), default=0.0)
+    weights = [math.exp(each.score - highest) for each in best]
+    return [
+        {"text": each.text, "probability": weight / sum(weights), "score": each.score}
+        for each, weight in zip(best, weights, strict=True)
+    ]

@@ -73,10 +73,10 @@ def _get_args_parser() -> ArgumentParser:
 def _add_model(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model_type", choices=["bert"], default="bert", help="the one architecture there is")
-    add("--model_name_or_path", metavar="PATH", help="an --output_dir of this script, or a name or directory for "
-        "transformers, which must be installed then; without: a small BERT that starts from nothing")  # fmt: skip
-    add("--config_name", metavar="PATH", help="of transformers, if another than --model_name_or_path")
-    add("--tokenizer_name", metavar="PATH", help="of transformers; or a file of word pieces, one a line (vocab.txt)")
+    add("--model_name_or_path", "--model", metavar="NAME_OR_PATH", help="an --output_dir of this script, or another "
+        "BERT of transformers; without: a small one that starts from random weights")  # fmt: skip
+    add("--config_name", metavar="NAME_OR_PATH", help="if another than --model_name_or_path")
+    add("--tokenizer_name", metavar="NAME_OR_PATH", help="if another; or a file of word pieces, one a line (vocab.txt)")
     add("--cache_dir", metavar="DIR", help="where transformers keeps what it downloads")
     add("--hidden_size", type=_count, default=128, help="width of the small BERT (%(default)s; BERT-Large: 1024)")
     add("--num_layers", type=_count, default=2, help="of the small BERT (%(default)s; BERT-Large: 24)")
@@ -92,7 +92,7 @@ def _add_data(parser: ArgumentParser) -> None:
     add("--train_file", metavar="FILE", help="to train on (default: 360 questions that come with this script)")
     add("--predict_file", metavar="FILE", help="to evaluate on (default: 120 questions about other people)")
     add("--output_dir", type=Path, default=Path("out/squad"), metavar="DIR", help="for model and answers (%(default)s)")
-    add("--overwrite_output_dir", action="store_true", help="although it is not empty")
+    add("--overwrite_output_dir", action="store_true", help="although it is not empty; old checkpoints go")
     add("--version_2_with_negative", action="store_true", help="some questions have no answer")
     add("--null_score_diff_threshold", type=float, default=0.0, metavar="X",
         help='answer "none" if its score is higher than the best answer\'s by more (%(default)s)')  # fmt: skip
@@ -116,9 +116,9 @@ def _add_training(parser: ArgumentParser) -> None:
     add("--max_steps", type=int, default=-1, help="instead of epochs, if positive")
     add("--warmup_steps", type=int, default=0, help="steps in which the learning rate grows (%(default)s)")
     add("--logging_steps", type=_count, default=50, help="steps between two lines (%(default)s)")
-    add("--evaluate_during_training", action="store_true", help="at each line")
-    add("--save_steps", type=int, default=0, help="steps between two checkpoints in OUTPUT_DIR/checkpoints; 0: none")
-    add("--eval_all_checkpoints", action="store_true", help="evaluate each checkpoint when it has been saved")
+    add("--evaluate_during_training", action="store_true", help="evaluate at each line")
+    add("--save_steps", type=int, default=0, help="steps between two checkpoints, of which two are kept; 0: none")
+    add("--eval_all_checkpoints", action="store_true", help="evaluate each checkpoint when it is saved")
     add("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
     add("--seed", type=int, default=42, help="%(default)s")
     add("--no_cuda", action="store_true", help="stay on the CPU")

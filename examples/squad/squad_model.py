@@ -1,122 +1,82 @@
-"""The model and its tokenizer: a small BERT of our own, one that was saved before, or one of transformers'."""
+"""The model and its tokenizer, both of transformers: a small BERT from nothing, or one that was saved or published."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from squad_file import Question
-from squad_windows import Encoder
-from torch import Tensor, nn
-from wordpiece import WordPiece
+from tokenizers import BertWordPieceTokenizer
+from transformers import AutoConfig, BertConfig, BertForQuestionAnswering, BertTokenizerFast
 
-from bagua.sys_perf.models import BertConfig, BertForQuestionAnswering
+__all__ = ["learn_pieces", "load_model"]
 
-__all__ = ["load_model", "save_model"]
-
-CONFIG, VOCABULARY, WEIGHTS = "bagua_bert.json", "vocab.txt", "model.pt"
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-class Pretrained(nn.Module):
-    """transformers' question-answering model, with a tuple for an output."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, types: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As `BertForQuestionAnswering.forward`."""
-        out = self.model(input_ids=tokens, token_type_ids=types, attention_mask=mask)
-        return out.start_logits, out.end_logits
-
-
-class PretrainedEncoder:
-    """transformers' tokenizer, as `Encoder`."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.pad_id, self.start_id = tokenizer.pad_token_id, tokenizer.cls_token_id
-        self.separator_id = tokenizer.sep_token_id
-
-    def encode(self, text: str) -> list[tuple[int, int, int]]:
-        """Number and place of each piece."""
-        # The limit of what the model takes is met by cutting into windows afterwards.
-        out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return [(number, *place) for number, place in zip(out["input_ids"], out["offset_mapping"], strict=True)]
-
-
-def load_model(args: Namespace, questions: Sequence[Question]) -> tuple[nn.Module, Encoder]:
+def load_model(args: Namespace, questions: Sequence[Question], last: str | None) -> tuple[Any, Any]:
     """Return model and tokenizer as the command line wants them.
 
     Args:
         args: of the command line.
         questions: to learn word pieces from, for a model that starts from nothing.
+        last: the checkpoint that the training goes on from, which has the word pieces learned before.
 
     Raises:
-        SystemExit: what is asked for is not there.
+        SystemExit: the model is not a BERT.
     """
-    path = args.model_name_or_path
-    if path is not None and (Path(path) / CONFIG).is_file():
-        return _load_own(Path(path))
-    if path is not None:
-        return _load_pretrained(args)
-    if args.tokenizer_name is not None:
-        encoder = WordPiece.read(Path(args.tokenizer_name))
-    else:
-        texts = [question.text for question in questions] + list({q.context: None for q in questions})
-        encoder = WordPiece.learn(texts, args.vocab_size)
-    config = BertConfig(
-        vocab_size=len(encoder.vocabulary),
-        hidden_size=args.hidden_size,
-        num_layers=args.num_layers,
-        num_heads=args.num_heads,
-        intermediate_size=4 * args.hidden_size,
-        max_positions=args.max_seq_length,
-        dropout=args.dropout,
-    )
-    return BertForQuestionAnswering(config), encoder
-
-
-def save_model(directory: Path, model: nn.Module, encoder: Encoder) -> None:
-    """Write what `--model_name_or_path` reads."""
-    directory.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, Pretrained) and isinstance(encoder, PretrainedEncoder):
-        model.model.save_pretrained(directory)
-        encoder.tokenizer.save_pretrained(directory)
-        return
-    assert isinstance(model, BertForQuestionAnswering) and isinstance(encoder, WordPiece)
-    (directory / CONFIG).write_text(json.dumps(asdict(model.bert.config), indent=1) + "\n")
-    encoder.write(directory / VOCABULARY)
-    torch.save(model.state_dict(), directory / WEIGHTS)
-
-
-def _load_own(directory: Path) -> tuple[nn.Module, Encoder]:
-    model = BertForQuestionAnswering(BertConfig(**json.loads((directory / CONFIG).read_text())))
-    model.load_state_dict(torch.load(directory / WEIGHTS, map_location="cpu", weights_only=True))
-    return model, WordPiece.read(directory / VOCABULARY)
-
-
-def _load_pretrained(args: Namespace) -> tuple[nn.Module, Encoder]:
-    path = args.model_name_or_path
-    try:
-        import transformers  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
-        raise SystemExit(
-            f"--model_name_or_path {path}: not a directory that this script has written ({CONFIG} is missing), and "
-            "transformers is not installed"
-        ) from None
-    options = {"cache_dir": args.cache_dir}
-    config = transformers.AutoConfig.from_pretrained(args.config_name or path, **options)
+    path, options = args.model_name_or_path, {"cache_dir": args.cache_dir}
+    if path is None:
+        tokenizer = _make_tokenizer(args, questions, last)
+        return BertForQuestionAnswering(_small(args, len(tokenizer))), tokenizer
+    config = AutoConfig.from_pretrained(args.config_name or path, **options)
     if config.model_type != args.model_type:
         raise SystemExit(f"--model_name_or_path {path}: its type is {config.model_type!r}, not {args.model_type!r}")
-    model = transformers.AutoModelForQuestionAnswering.from_pretrained(path, config=config, **options)
+    model = BertForQuestionAnswering.from_pretrained(path, config=config, **options)
     lower = {"do_lower_case": True} if args.do_lower_case else {}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.tokenizer_name or path, **options, **lower)
-    if not tokenizer.is_fast:
-        raise SystemExit(f"--tokenizer_name {args.tokenizer_name or path}: only fast tokenizers tell where pieces are")
-    return Pretrained(model), PretrainedEncoder(tokenizer)
+    if args.tokenizer_name is not None and Path(args.tokenizer_name).is_file():
+        return model, BertTokenizerFast(vocab=args.tokenizer_name, **lower)
+    return model, BertTokenizerFast.from_pretrained(args.tokenizer_name or path, **options, **lower)
+
+
+def learn_pieces(questions: Sequence[Question], size: int) -> dict[str, int]:
+    """Return word pieces of the questions and their paragraphs, with their numbers; the same each time.
+
+    Args:
+        questions: to learn from.
+        size: most pieces; single letters are kept even if they are more.
+    """
+    texts = [question.text for question in questions] + list({question.context: None for question in questions})
+    learner = BertWordPieceTokenizer(lowercase=True)
+    letters = sorted({letter for text in texts for letter in learner.normalize(text)} - set(" "))
+    # The learner numbers letters within a word as it meets them, in an order that changes, unless they are given.
+    given = [*SPECIAL, *(f"##{letter}" for letter in letters)]
+    learner.train_from_iterator(texts, vocab_size=size, special_tokens=given, show_progress=False)
+    return learner.get_vocab()
+
+
+def _make_tokenizer(args: Namespace, questions: Sequence[Question], last: str | None) -> Any:
+    """For a model from nothing."""
+    if last is not None:
+        return BertTokenizerFast.from_pretrained(last)
+    if args.tokenizer_name is None:
+        return BertTokenizerFast(vocab=learn_pieces(questions, args.vocab_size))
+    if Path(args.tokenizer_name).is_file():
+        return BertTokenizerFast(vocab=args.tokenizer_name)
+    return BertTokenizerFast.from_pretrained(args.tokenizer_name, cache_dir=args.cache_dir)
+
+
+def _small(args: Namespace, pieces: int) -> BertConfig:
+    return BertConfig(
+        vocab_size=pieces,
+        hidden_size=args.hidden_size,
+        num_hidden_layers=args.num_layers,
+        num_attention_heads=args.num_heads,
+        intermediate_size=4 * args.hidden_size,
+        max_position_embeddings=args.max_seq_length,
+        hidden_dropout_prob=args.dropout,
+        attention_probs_dropout_prob=args.dropout,
+    )

@@ -1,175 +1,160 @@
-"""Steps, epochs and checkpoints."""
+"""The Trainer: its arguments, the optimizer that belongs to the algorithm, and moments of the training."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import math
-import sys
-import time
+import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from squad_windows import Batch, Encoder, Window, collate
-from torch import Tensor, nn
-from torch.nn import functional as F
+from squad_answers import Scorer
+from squad_windows import Window
+from transformers import DataCollatorWithPadding, TrainerCallback, TrainingArguments
 
 import bagua
+from bagua.interop.transformers import BaguaTrainer
 
-__all__ = ["train"]
+__all__ = ["last_checkpoint", "make_arguments", "make_trainer", "train"]
 
 PROFILED = 10  # steps
 
 
-def train(
+def make_arguments(args: Namespace) -> TrainingArguments:
+    """Return what the flags mean to the Trainer."""
+    on_cpu = args.no_cuda or not torch.cuda.is_available()
+    own = args.model_name_or_path is None
+    return TrainingArguments(
+        output_dir=str(args.output_dir),
+        use_cpu=on_cpu,
+        seed=args.seed,
+        per_device_train_batch_size=args.per_gpu_train_batch_size,
+        per_device_eval_batch_size=args.per_gpu_eval_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        learning_rate=args.learning_rate or (1e-3 if own else 5e-5),
+        weight_decay=args.weight_decay,
+        adam_epsilon=args.adam_epsilon,
+        max_grad_norm=args.max_grad_norm,
+        num_train_epochs=args.num_train_epochs or (40.0 if own else 3.0),
+        max_steps=args.max_steps,
+        warmup_steps=args.warmup_steps,
+        fp16=args.fp16 and not on_cpu,
+        bf16=args.fp16 and on_cpu,
+        logging_steps=args.logging_steps,
+        save_strategy="steps" if args.save_steps > 0 else "no",
+        save_steps=max(1, args.save_steps),
+        save_total_limit=2,
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+
+def make_trainer(
     args: Namespace,
-    model: nn.Module,
-    encoder: Encoder,
-    windows: Sequence[Window],
-    device: torch.device,
-    evaluate: Callable[[], dict[str, float]],
-) -> None:
-    """Train `model` on all ranks; at the end all of them hold the same weights. Collective."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    passes = len(windows) // (size * args.per_gpu_train_batch_size)  # of an epoch
-    steps_per_epoch = passes // args.gradient_accumulation_steps
-    if steps_per_epoch == 0:
-        raise SystemExit(f"{len(windows)} windows do not make one step of {size} ranks; use smaller batches")
-    epochs = math.ceil(args.max_steps / steps_per_epoch) if args.max_steps > 0 else math.ceil(args.num_train_epochs)
-    total = args.max_steps if args.max_steps > 0 else int(steps_per_epoch * args.num_train_epochs)
-    optimizer = make_optimizer(args, model, total)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, args.warmup_steps, total))
-    scaler = bagua.GradScaler(device.type, enabled=args.fp16 and device.type == "cuda")
+    arguments: TrainingArguments,
+    model: Any,
+    tokenizer: Any,
+    learned: Sequence[Window],
+    shown: Sequence[Window],
+    scorer: Scorer,
+) -> Any:
+    """Return a Trainer that learns from the windows `learned`, if there are any, and is evaluated on `shown`."""
     options = {}
     if args.algorithm == "async":
         options = {"sync_interval_ms": args.async_sync_interval, "warmup_steps": args.async_warmup_steps}
-    bagua.distribute(model, optimizer, args.algorithm, **options)
-    torch.manual_seed(args.seed + 1000 * (rank + 1))  # every rank drops other units
-
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    folder = args.output_dir / "checkpoints"
-    found = bagua.checkpoint.load(folder, state) if args.resume else None
-    done = found.step if found is not None else 0
-    _say(f"{total} steps, {epochs} epochs of {len(windows)} windows, {size * args.per_gpu_train_batch_size} a pass"
-         + (f"; goes on after step {done}" if done else ""))  # fmt: skip
-    model.train()
-    started, recent = time.perf_counter(), []
-    batches = _batches(args, windows, encoder, device, done, steps_per_epoch)
-    profiler = None
-    for step in range(done + 1, total + 1):
-        if step == args.prof:
-            profiler = torch.profiler.profile()
-            profiler.start()
-        recent.append(_step(args, model, optimizer, scaler, batches, device))
-        scheduler.step()
-        if rank == 0 and sys.stdout.isatty():
-            print(f"\rstep {step}/{total} ", end="", flush=True)
-        if step % args.logging_steps == 0 or step == total:
-            loss, recent = _mean(torch.stack(recent).mean()), []
-            scores = evaluate() if args.evaluate_during_training else {}
-            more = "".join(f"  {key} {value:.1f}" for key, value in scores.items() if key != "total")
-            _say(f"step {step}/{total}  loss {loss:.4f}  {time.perf_counter() - started:.0f} s{more}")
-        if args.save_steps > 0 and (step % args.save_steps == 0 or step == total):
-            bagua.checkpoint.save(folder, state, step=step, keep=2)
-            if args.eval_all_checkpoints:
-                scores = evaluate()
-                _say(f"checkpoint {step}: exact {scores['exact']:.1f}  f1 {scores['f1']:.1f}")
-        if profiler is not None and step == args.prof + PROFILED - 1:
-            profiler.stop()
-            _say(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
-            break
-    stats = bagua.stats(model)
-    bagua.average_parameters(model)
-    if stats.steps:
-        _say(f"{stats.algorithm}: {stats.total.bytes_sent / stats.steps / 1e6:.3f} MB sent per step and rank, "
-             f"compression {stats.total.compression_ratio:.2f}")  # fmt: skip
-    bagua.detach(model)
+    return BaguaTrainer(
+        model,
+        arguments,
+        train_dataset=[window.inputs for window in learned],
+        eval_dataset=[window.inputs for window in shown],
+        data_collator=DataCollatorWithPadding(tokenizer),
+        processing_class=tokenizer,
+        compute_metrics=scorer,
+        optimizers=(_make_optimizer(args, arguments, model, len(learned)) if learned else None, None),
+        callbacks=[Moments(args)],
+        algorithm=args.algorithm,
+        bagua_options=options,
+    )
 
 
-def make_optimizer(args: Namespace, model: nn.Module, steps: int) -> torch.optim.Optimizer:
+def last_checkpoint(directory: Path) -> str | None:
+    """Return the newest complete checkpoint in `directory`: the Trainer writes its state last."""
+    found = [path.parent for path in directory.glob("checkpoint-*/trainer_state.json")]
+    return str(max(found, key=_step_of)) if found else None
+
+
+def train(args: Namespace, trainer: Any, last: str | None) -> None:
+    """Train, from the checkpoint `last` if there is one, and save the model on rank 0. Collective.
+
+    All ranks then hold the same weights.
+    """
+    with trainer.args.main_process_first():
+        if last is None and trainer.args.should_save:  # a later --resume must not find those of another run
+            for old in args.output_dir.glob("checkpoint-*"):
+                shutil.rmtree(old)
+    if last is not None and trainer.is_world_process_zero():
+        print(f"goes on from {last}", flush=True)
+    trainer.train(resume_from_checkpoint=last)
+    trainer.save_model()
+    stats = trainer.bagua_stats
+    steps = stats.steps - (0 if last is None else _step_of(Path(last)))  # of this run
+    if steps and trainer.is_world_process_zero():
+        print(f"{args.algorithm}: {stats.total.bytes_sent / steps / 1e6:.3f} MB sent per step and rank, "
+              f"compression {stats.total.compression_ratio:.2f}", flush=True)  # fmt: skip
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def _make_optimizer(args: Namespace, arguments: TrainingArguments, model: Any, windows: int) -> torch.optim.Optimizer:
     """AdamW, or what belongs to the algorithm; no weight decay for biases and norms."""
-    matrices = [param for param in model.parameters() if param.ndim > 1]
-    others = [param for param in model.parameters() if param.ndim <= 1]
-    decay = args.weight_decay
     groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [param for param in model.parameters() if param.ndim > 1], "weight_decay": args.weight_decay},
+        {"params": [param for param in model.parameters() if param.ndim <= 1], "weight_decay": 0.0},
     ]
-    exact = max(1, steps // 4)  # steps in which momenta travel in full precision
-    lr = args.learning_rate
+    batches = math.ceil(windows / (arguments.world_size * arguments.per_device_train_batch_size))
+    steps_per_epoch = math.ceil(batches / arguments.gradient_accumulation_steps)
+    steps = arguments.max_steps if arguments.max_steps > 0 else arguments.num_train_epochs * steps_per_epoch
+    exact = max(1, int(steps) // 4)  # steps in which momenta travel in full precision
+    lr, eps = arguments.learning_rate, args.adam_epsilon
     if args.algorithm == "qadam":
-        return bagua.optim.QAdam(groups, lr=lr, warmup_steps=exact, eps=args.adam_epsilon)
+        return bagua.optim.QAdam(groups, lr=lr, warmup_steps=exact, eps=eps)
     if args.algorithm == "one_bit_lamb":
         return bagua.optim.OneBitLamb(groups, lr=3 * lr, warmup_steps=exact)
     if args.algorithm == "zero_one_adam":
-        return bagua.optim.ZeroOneAdam(groups, lr=lr, var_freeze_step=exact, eps=args.adam_epsilon)
-    optimizer = torch.optim.AdamW(groups, lr=lr, eps=args.adam_epsilon)
+        return bagua.optim.ZeroOneAdam(groups, lr=lr, var_freeze_step=exact, eps=eps)
+    optimizer = torch.optim.AdamW(groups, lr=lr, eps=eps)
     return bagua.optim.fuse(optimizer) if args.fuse_optimizer else optimizer
 
 
-def _rate(step: int, warmup: int, total: int) -> float:
-    """Up in a straight line, then down in another one to zero."""
-    return min((step + 1) / warmup if warmup else 1.0, max(0.0, (total - step) / max(1, total - warmup)))
+class Moments(TrainerCallback):
+    """Evaluates during the training, and profiles, as the flags say.
 
+    Args:
+        args: of the command line.
+    """
 
-def _batches(
-    args: Namespace, windows: Sequence[Window], encoder: Encoder, device: torch.device, done: int, steps_per_epoch: int
-) -> Iterator[Batch]:
-    """This rank's batches from step `done` + 1 on, without an end; the same after a restart."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    each, passes = args.per_gpu_train_batch_size, args.gradient_accumulation_steps
-    epoch, first = done // steps_per_epoch, done % steps_per_epoch * passes
-    while True:
-        order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(args.seed + epoch)).tolist()
-        for number in range(first, steps_per_epoch * passes):
-            begin = (number * size + rank) * each
-            batch = collate([windows[index] for index in order[begin : begin + each]], encoder.pad_id)
-            yield Batch(*(tensor.to(device) for tensor in batch))
-        epoch, first = epoch + 1, 0
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self._profiler: Any = None
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start to profile at the step that was named."""
+        if state.global_step + 1 == self._args.prof:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
 
-def _step(
-    args: Namespace,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: bagua.GradScaler,
-    batches: Iterator[Batch],
-    device: torch.device,
-) -> Tensor:
-    """One step of several passes; returns this rank's mean loss."""
-    losses = []
-    for number in range(args.gradient_accumulation_steps):
-        batch = next(batches)
-        dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
-        with torch.autocast(device.type, dtype, enabled=args.fp16):
-            starts, ends = model(batch.tokens, batch.types, batch.mask)
-        loss = (_cross_entropy(starts, batch.starts, batch.mask) + _cross_entropy(ends, batch.ends, batch.mask)) / 2
-        scaled = scaler.scale(loss / args.gradient_accumulation_steps)
-        if number + 1 < args.gradient_accumulation_steps:
-            with bagua.no_sync(model):  # the last pass synchronises the sum
-                scaled.backward()
-        else:
-            scaled.backward()
-        losses.append(loss.detach())
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return torch.stack(losses).mean()
-
-
-def _cross_entropy(logits: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Of one token of each sequence, among those that are no padding."""
-    return F.cross_entropy(logits.float().masked_fill(~mask, -1e30), target)
-
-
-def _mean(value: Tensor) -> float:
-    total = value.double().cpu()
-    torch.distributed.all_reduce(total)
-    return total.item() / torch.distributed.get_world_size()
-
-
-def _say(text: str) -> None:
-    if torch.distributed.get_rank() == 0:
-        print(("\r" if sys.stdout.isatty() else "") + text, flush=True)
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask for an evaluation; end the training with a profile."""
+        logged = self._args.evaluate_during_training and state.global_step % args.logging_steps == 0
+        saved = self._args.eval_all_checkpoints and control.should_save
+        control.should_evaluate = logged or saved
+        if self._profiler is not None and state.global_step == self._args.prof + PROFILED - 1:
+            self._profiler.stop()
+            control.should_training_stop = True
+            if state.is_world_process_zero:
+                print(self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20), flush=True)

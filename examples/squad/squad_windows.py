@@ -1,32 +1,17 @@
-"""Questions and paragraphs as sequences of a limited length, several for a long paragraph.
+"""Questions and paragraphs as sequences of a limited length, several for a long paragraph, cut by the tokenizer.
 
-Legend: a sequence is [CLS] question [SEP] part of the paragraph [SEP]; T tokens, B sequences.
+Legend: a sequence is [CLS] question [SEP] part of the paragraph [SEP].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any
 
-import torch
 from squad_file import Question
-from torch import Tensor
 
-__all__ = ["Batch", "Encoder", "Window", "collate", "make_windows"]
-
-
-class Encoder(Protocol):
-    """What turns text into pieces."""
-
-    pad_id: int
-    start_id: int
-    separator_id: int
-
-    @property
-    def encode(self) -> Callable[[str], Sequence[tuple[int, int, int]]]:
-        """Number, first character and one past the last character of each piece of a text."""
-        ...
+__all__ = ["Window", "make_windows"]
 
 
 @dataclass(frozen=True)
@@ -35,39 +20,27 @@ class Window:
 
     Attributes:
         question: index of its question.
-        tokens: T piece numbers.
-        first: index of the first token of the paragraph; the last one is T - 2.
+        inputs: of the model, with the first and last token of the answer: both 0 if it is not in here.
+        first: index of the first token of the paragraph.
         places: characters of the paragraph for each of its tokens here, (start, end).
         scored: for each of these, whether no other window shows more of what is around it.
-        answer: tokens of the answer, first and last; (0, 0) if it is not in here.
     """
 
     question: int
-    tokens: tuple[int, ...]
+    inputs: dict[str, Any]
     first: int
     places: tuple[tuple[int, int], ...]
     scored: tuple[bool, ...]
-    answer: tuple[int, int]
-
-
-class Batch(NamedTuple):
-    """Padded sequences: tokens, segments and "is no padding" [B, T], first and last token of the answers [B]."""
-
-    tokens: Tensor
-    types: Tensor
-    mask: Tensor
-    starts: Tensor
-    ends: Tensor
 
 
 def make_windows(
-    questions: Sequence[Question], encoder: Encoder, max_seq_length: int, doc_stride: int, max_query_length: int
+    questions: Sequence[Question], tokenizer: Any, max_seq_length: int, doc_stride: int, max_query_length: int
 ) -> list[Window]:
     """Return the windows of all questions, in order.
 
     Args:
         questions: what to cut.
-        encoder: of texts.
+        tokenizer: of transformers, a fast one.
         max_seq_length: most tokens of a sequence.
         doc_stride: tokens from the start of a window to that of the next.
         max_query_length: most tokens of a question; what is beyond is cut off.
@@ -76,79 +49,64 @@ def make_windows(
         ValueError: nothing of a paragraph would fit, or parts of it would be skipped.
     """
     windows: list[Window] = []
-    paragraphs: dict[str, list[tuple[int, int, int]]] = {}  # several questions share one
+    special = tokenizer.num_special_tokens_to_add(pair=True)
     for index, question in enumerate(questions):
-        if question.context not in paragraphs:
-            paragraphs[question.context] = [(n, start, end) for n, start, end in encoder.encode(question.context)]
-        asked = [piece[0] for piece in encoder.encode(question.text)][:max_query_length]
-        room = max_seq_length - len(asked) - 3
+        asked = tokenizer(
+            question.text,
+            add_special_tokens=False,
+            truncation=True,
+            max_length=max_query_length,
+            return_offsets_mapping=True,
+        )["offset_mapping"]
+        room = max_seq_length - len(asked) - special
         if not 0 < doc_stride <= room:
             raise ValueError(
                 f"doc_stride: {doc_stride} tokens, but only {room} of a paragraph fit beside a question of {len(asked)}"
             )
-        windows += _cut(index, question, asked, paragraphs[question.context], encoder, room, doc_stride)
-    return windows
-
-
-def _cut(
-    index: int,
-    question: Question,
-    asked: list[int],
-    pieces: list[tuple[int, int, int]],
-    encoder: Encoder,
-    room: int,
-    stride: int,
-) -> list[Window]:
-    begins = [0]
-    while begins[-1] + room < len(pieces):
-        begins.append(begins[-1] + stride)
-    spans = [(begin, min(begin + room, len(pieces))) for begin in begins]
-    best = [max(range(len(spans)), key=lambda n, at=at: _surrounding(spans[n], at)) for at in range(len(pieces))]
-    found = _answer_pieces(question, pieces)
-    first = len(asked) + 2
-    windows = []
-    for number, (begin, end) in enumerate(spans):
-        tokens = [encoder.start_id, *asked, encoder.separator_id, *(piece[0] for piece in pieces[begin:end])]
-        inside = found is not None and begin <= found[0] and found[1] < end
-        answer = (first + found[0] - begin, first + found[1] - begin) if inside and found is not None else (0, 0)
-        windows.append(
-            Window(
-                index,
-                (*tokens, encoder.separator_id),
-                first,
-                tuple((piece[1], piece[2]) for piece in pieces[begin:end]),
-                tuple(best[at] == number for at in range(begin, end)),
-                answer,
-            )
+        cut = tokenizer(
+            question.text[: asked[-1][1] if asked else 0],
+            question.context,
+            truncation="only_second",
+            max_length=max_seq_length,
+            stride=room - doc_stride,  # tokens that two windows share
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
         )
+        windows += _of_question(index, question, cut, doc_stride)
     return windows
 
 
-def _surrounding(span: tuple[int, int], at: int) -> float:
-    """How much of what is around token `at` a window shows: the shorter side, then the longer window."""
-    begin, end = span
-    return min(at - begin, end - 1 - at) + 0.01 * (end - begin) if begin <= at < end else -1.0
+def _of_question(index: int, question: Question, cut: Any, doc_stride: int) -> list[Window]:
+    parts = []  # first token of the paragraph, and places of all
+    for number, places in enumerate(cut["offset_mapping"]):
+        inside = [at for at, sequence in enumerate(cut.sequence_ids(number)) if sequence == 1]
+        parts.append((inside[0] if inside else 0, tuple(map(tuple, (places[at] for at in inside)))))
+    spans = [(n * doc_stride, n * doc_stride + len(places)) for n, (_, places) in enumerate(parts)]
+    windows = []
+    for number, (first, places) in enumerate(parts):
+        start, end = _answer(question, places)
+        inputs = {name: cut[name][number] for name in ("input_ids", "token_type_ids", "attention_mask")}
+        inputs["start_positions"], inputs["end_positions"] = (0, 0) if start < 0 else (first + start, first + end)
+        scored = tuple(_best(spans, at) == number for at in range(*spans[number]))
+        windows.append(Window(index, inputs, first, places, scored))
+    return windows
 
 
-def _answer_pieces(question: Question, pieces: list[tuple[int, int, int]]) -> tuple[int, int] | None:
-    """First and last piece that overlap the first answer."""
-    if not question.answers:
-        return None
+def _best(spans: Sequence[tuple[int, int]], at: int) -> int:
+    """The window that shows most of what is around token `at`: on its shorter side, then the longer window."""
+
+    def shown(number: int) -> float:
+        begin, end = spans[number]
+        return min(at - begin, end - 1 - at) + 0.01 * (end - begin) if begin <= at < end else -1.0
+
+    return max(range(len(spans)), key=shown)
+
+
+def _answer(question: Question, places: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """First and last of the tokens that overlap the first answer, if all of it is here; else (-1, -1)."""
+    if not question.answers or not places:
+        return -1, -1
     text, begin = question.answers[0]
-    inside = [number for number, piece in enumerate(pieces) if piece[1] < begin + len(text) and piece[2] > begin]
-    return (inside[0], inside[-1]) if inside else None
-
-
-def collate(windows: Sequence[Window], pad_id: int) -> Batch:
-    """Pad to the longest of them."""
-    length = max(len(window.tokens) for window in windows)
-    tokens = torch.full((len(windows), length), pad_id)
-    types = torch.zeros_like(tokens)
-    mask = torch.zeros(len(windows), length, dtype=torch.bool)
-    for row, window in enumerate(windows):
-        size = len(window.tokens)
-        tokens[row, :size] = torch.tensor(window.tokens)
-        types[row, window.first : size] = 1
-        mask[row, :size] = True
-    starts, ends = torch.tensor([window.answer for window in windows]).unbind(1)
-    return Batch(tokens, types, mask, starts, ends)
+    end = begin + len(text)
+    inside = [at for at, place in enumerate(places) if place[0] < end and place[1] > begin]
+    return (inside[0], inside[-1]) if inside and places[0][0] <= begin and places[-1][1] >= end else (-1, -1)

@@ -10,7 +10,7 @@ import torch
 import bagua
 from bagua.auto import Link, Links
 from bagua.auto import session as sessions
-from bagua.auto.judge import StepTimes
+from bagua.auto.facts import StepTimes
 from bagua.auto.session import ChoiceSession
 from bagua.engine.choosing import EngineChoices
 from bagua.engine.stats import StepStats

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from bagua.algorithms import Auto
 from bagua.auto.candidates import allowed
 from bagua.auto.explanation import Explanation
-from bagua.auto.judge import Facts, Judge, Order, Outcome, StepTimes
+from bagua.auto.facts import Facts, StepTimes
+from bagua.auto.judge import Judge, Order, Outcome
 from bagua.auto.links import Link, Links
 from bagua.engine import Quality
 from bagua.plan import CPU, Workload, predict
@@ -96,15 +98,16 @@ def test_a_faster_setting_that_learns_worse_is_named_and_not_chosen() -> None:
 
 
 def test_the_users_limit_counts() -> None:
-    assert decide(facts(5e7, gap=0.0))[0].chosen == "bytegrad:codec=int4"
+    assert decide(facts(5e7, gap=0.0))[0].chosen == "bytegrad:codec=eden:bits=1"
     assert {"bytegrad:codec=sign", "bytegrad:codec=top_k"} & set(decide(facts(5e7, gap=1.0))[2])
 
 
 def test_settings_whose_loss_was_not_measured_with_the_optimizer_are_left_out() -> None:
     found, _, tried = decide(facts(1e8, family="adam"))
-    assert found.chosen == "bytegrad:codec=int4"
+    assert found.chosen == "bytegrad:codec=eden:bits=2"
     assert "bytegrad:codec=sign" not in tried
     verdicts = {row.name: row.verdict for row in found.rows}
+    assert verdicts["bytegrad:codec=eden:bits=1"] == "learns worse than the limit of 2.0 %"
     assert verdicts["bytegrad:codec=sign"] == "loss not measured with this optimizer"
     assert "bytegrad:codec=sign" in decide(facts(1e8, family="adam", gap=math.inf))[2]
 
@@ -120,11 +123,70 @@ def test_full_precision_stays_if_nothing_measures_up_to_its_prediction() -> None
 
 def test_of_settings_that_are_equally_fast_the_one_that_learns_best_stays() -> None:
     def seconds(name: str, predicted: float) -> float:
-        return {"gradient_allreduce": 1.0, "power_sgd:rank=4": 0.200, "bytegrad:codec=int4": 0.204}.get(name, 0.5)
+        known = {"gradient_allreduce": 1.0, "power_sgd:rank=4": 0.2, "bytegrad:codec=eden:bits=1": 0.204}
+        return {**known, "bytegrad:codec=eden:bits=2": 0.205}.get(name, 0.5)
 
     found, _, tried = decide(facts(1e8), seconds)
-    assert {"power_sgd:rank=4", "bytegrad:codec=int4"} <= set(tried)
+    assert set(tried) == {"gradient_allreduce", "power_sgd:rank=4", *known_bits(1, 2)}
+    assert found.chosen == "bytegrad:codec=eden:bits=2"
+
+
+def known_bits(*bits: int) -> list[str]:
+    return [f"bytegrad:codec=eden:bits={each}" for each in bits]
+
+
+def test_of_predictions_that_are_equally_fast_the_most_precise_is_tried_first_and_no_third_of_its_kind() -> None:
+    _, _, tried = decide(facts(1e9))
+    assert tried == ["gradient_allreduce", "bytegrad", "bytegrad:codec=int4", "power_sgd:rank=4"]
+
+
+def test_ways_between_sites_count_and_not_the_hosts_links() -> None:
+    ways = {(a, b): 10e9 if a // 2 == b // 2 else 5e7 for a in range(4) for b in range(4) if a != b}
+    between = tuple(Link(a, b, rate, rate, 1e-3) for (a, b), rate in ways.items())
+    given = replace(facts(1e8), links=Links(between, (), 0.1))
+    assert given.cluster.bandwidth == 10e9
+    assert given.cluster.ring_share == pytest.approx(0.005)
+    assert given.cluster.mesh_share == pytest.approx(0.015)
+    workload = Workload.of(given.model, 0.9 * COMPUTE_S, 0.1 * COMPUTE_S)
+
+    def seconds(of: Facts) -> float:
+        return predict("gradient_allreduce", workload, of.cluster, CPU).step_s
+
+    assert 0.95 * seconds(facts(1.5e8)) < seconds(given) < seconds(facts(5e7))
+    assert decide(given)[0].chosen != "gradient_allreduce"
+
+
+def noisy(fast: str, slow: str) -> tuple[Explanation, list[str], int]:
+    """The first trial of `fast` is disturbed in most of its steps, so that its median is above that of `slow`."""
+    given = facts(1e9)
+    judge = Judge(given)
+    order, tried, steps = judge.begin(), [], 1
+    while order.count:
+        name = given.candidates[order.candidate].name
+        seconds = [{fast: 0.15, slow: 0.2, "gradient_allreduce": 0.5}.get(name, 0.4)] * order.count
+        if name == fast and name not in tried:
+            seconds = [0.15, *[0.3] * (order.count - 1)]
+        tried.append(name)
+        steps += order.skip + order.count
+        times = [StepTimes(each, each - COMPUTE_S, 0.03, 0.01) for each in seconds]
+        order = judge.next(Outcome([times] * 4, steps))
+    return judge.explanation, tried, steps
+
+
+def test_trials_that_overlap_are_run_again() -> None:
+    found, tried, steps = noisy("bytegrad:codec=int4", "bytegrad")
+    assert tried[-2:] == ["bytegrad:codec=int4", "bytegrad"]
+    assert len(tried) == 6
+    assert steps < 40
+    assert {row.name: row.measured_s for row in found.rows}["bytegrad:codec=int4"] == pytest.approx(0.15)
     assert found.chosen == "bytegrad:codec=int4"
+
+
+def test_full_precision_that_overlaps_is_run_again() -> None:
+    found, tried, steps = noisy("gradient_allreduce", "bytegrad")
+    assert tried[-2:] == ["gradient_allreduce", "bytegrad"]
+    assert steps < 40
+    assert found.chosen == "gradient_allreduce"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +274,8 @@ def test_links_that_change_are_answered_within_a_few_steps(before: float, now: f
     assert second.phase == "settled"
     assert second.reason.startswith("links changed from ")
     assert steps <= 10
-    assert predicted_s(second.chosen, now) <= current_s
+    as_good = 0.95 if second.chosen == "gradient_allreduce" else 1.0  # full precision stays where it is nearly as fast
+    assert as_good * predicted_s(second.chosen, now) <= current_s
     fresh = decide(facts(now))[0].chosen
     assert predicted_s(second.chosen, now) <= 1.1 * predicted_s(fresh, now)
 

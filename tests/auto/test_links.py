@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bagua.auto import Link, Links
-from bagua.auto.links import measure_links, rounds_of
+from bagua.auto.links import _better, _slow_pairs, measure_links, rounds_of
 from tests.rank_threads import run_teams
 
 
@@ -62,6 +62,34 @@ def test_the_slowest_host_counts_and_a_single_disturbed_measurement_does_not() -
     slow_in = {pair: 1e8 if pair[1] == 2 else rate for pair, rate in rates.items()}
     assert made(slow_in).bandwidth == 1e8
     assert made(slow_in).asymmetry == 10.0
+
+
+def two_sites() -> dict[tuple[int, int], float]:
+    """Hosts 0 and 1, 2 and 3: 1 Gbit/s within a site, 50 Mbit/s for each pair between them."""
+    return {(a, b): 1e9 if a // 2 == b // 2 else 5e7 for a in range(4) for b in range(4) if a != b}
+
+
+def test_ways_slower_than_the_hosts_limit_rings_and_meshes() -> None:
+    links = made(two_sites())
+    assert (links.bandwidth, links.ring_bandwidth, links.mesh_bandwidth) == (1e9, 5e7, 1.5e8)
+    equal = made(dict.fromkeys(two_sites(), 1e8))
+    assert equal.bandwidth == equal.ring_bandwidth == equal.mesh_bandwidth == 1e8
+    assert links.differs(equal, 1.5)
+    slower = made({pair: min(rate, 1e9) if rate > 1e8 else 2e7 for pair, rate in two_sites().items()})
+    assert slower.bandwidth == links.bandwidth
+    assert slower.differs(links, 1.5)
+    assert not made({pair: 1.1 * rate for pair, rate in two_sites().items()}).differs(links, 1.5)
+
+
+def test_slow_pairs_are_measured_again_and_the_best_counts() -> None:
+    rates = {(a, b): 1e8 for a in range(4) for b in range(4) if a != b}
+    disturbed = made({**rates, (0, 1): 1e7}).between
+    assert _slow_pairs(disturbed) == {(0, 1)}
+    assert _slow_pairs(made(rates).between) == set()
+    assert _slow_pairs(made({pair: 1e7 if 2 in pair else 1e8 for pair in rates}).between) == set()  # a slow host
+    again = made({(0, 1): 9e7, (1, 0): 2e7}).between
+    found = {(each.source, each.target): each.one_flow for each in _better(disturbed, again)}
+    assert (found[0, 1], found[1, 0], found[2, 3]) == (9e7, 1e8, 1e8)
 
 
 def test_links_are_plain_data() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import bagua
 from bagua.algorithms import Auto, ByteGrad, GradientAllReduce
 from bagua.engine.hooks import attachments
-from tests.auto.training import compressed_is_fast, nothing_is_faster, pretend, until_settled
+from tests.auto.training import FAST, compressed_is_fast, nothing_is_faster, pretend, until_settled
 from tests.autotune.training import WIDTH, Training, engine_of, make_model
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
@@ -29,8 +29,8 @@ def choose(team: Any, allow: str = "lossy", **options: Any) -> tuple[Any, str, s
 def test_a_compressed_setting_is_chosen_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, compressed_is_fast)
     (first, in_force, root, weights, kinds), *others = run_teams(3, choose)
-    assert first.chosen == "bytegrad"
-    assert in_force == repr(ByteGrad(hierarchical=False))
+    assert first.chosen == FAST
+    assert in_force == repr(ByteGrad(hierarchical=False, codec="eden:bits=2"))
     assert root == "Auto(allow='lossy', max_loss_gap=None, adapt=True)"
     assert first.step < 40
     assert kinds == [torch.optim.SGD]
@@ -115,7 +115,7 @@ def test_a_choice_that_was_not_made_yet_is_begun_anew(monkeypatch: pytest.Monkey
     pretend(monkeypatch, compressed_is_fast)
     for trying, explained in run_teams(2, resumed_early):
         assert "GradientAllReduce(hierarchical=False, average=True, codec='identity'" not in trying
-        assert explained.chosen == "bytegrad"
+        assert explained.chosen == FAST
 
 
 def other_options(team: Any) -> None:
@@ -252,7 +252,7 @@ def test_wrong_arguments_are_named(pool: RankPool) -> None:
         "max_loss_gap: expected a fraction >= 0 or None, got -1.0",
         "algorithm 'auto', option 'max_loss_gap': expected a float or None, got '2 %'",
         "algorithm 'auto' has no option 'codec'; it has: allow, max_loss_gap, adapt",
-        'autotune: not with algorithm "auto" yet; name the algorithm to tune',
+        'autotune: not with algorithm "auto" yet: each changes the steps that the other times; name an algorithm',
     ]
     for *named, last in pool.run(2, wrong):
         assert named == expected

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -11,13 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import bagua
 from bagua.backend import CompressedProcessGroup, Traffic
 from tests.rank_pool import RankPool
 
 WIDTH, STEPS = 192, 6
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def net() -> nn.Sequential:
@@ -114,3 +118,85 @@ def test_they_learn_as_over_gloo(wrapper: str, size: int, pool: RankPool) -> Non
         assert differences(weights, theirs) < 0.1
         if wrapper != "sharded":
             assert all(torch.equal(a, b) for a, b in zip(weights, found[0][1], strict=True))
+
+
+def reduced_bytes(policy: dict[str, Any]) -> tuple[Traffic, float]:
+    """On a rank: what one backward pass of HSDP compresses, and how far it moves the weights from those over gloo."""
+    mesh = {
+        name: init_device_mesh(
+            "cpu", (2, 1), mesh_dim_names=("replicate", "shard"), backend_override={"replicate": name}
+        )
+        for name in ("gloo", "bagua:uint8")
+    }
+    grads = {}
+    for name, each in mesh.items():
+        model = net()
+        fully_shard(model, mesh=each, mp_policy=MixedPrecisionPolicy(**policy))
+        model(torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))).float().sum().backward()
+        grads[name] = [param.grad.full_tensor() for param in model.parameters()]  # pyright: ignore
+    group = mesh["bagua:uint8"].get_group("replicate")
+    assert isinstance(group, CompressedProcessGroup)
+    exact, ours = (torch.cat([grad.flatten() for grad in grads[name]]) for name in mesh)
+    return group.traffic, float((ours - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(
+    ("reduce_dtype", "itemsize"),
+    [(None, 4 if TORCH >= (2, 15) else 2), (torch.bfloat16, 2), (torch.float32, 4)],
+)
+def test_hsdp_of_half_precision_weights(reduce_dtype: torch.dtype | None, itemsize: int, pool: RankPool) -> None:
+    """The dtype of FSDP's default changed in torch 2.15; the bytes of the codec do not depend on it."""
+    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
+    elements = sum(param.numel() for param in net().parameters())
+    for traffic, error in pool.run(2, reduced_bytes, policy, backend="gloo"):
+        assert traffic.operations == 1
+        assert traffic.bytes_exact == elements * itemsize
+        assert elements < traffic.bytes_sent < 1.05 * elements
+        assert 0 < error < 0.02
+
+
+class Counted(nn.Module):
+    """A matrix and, as large, a buffer that every rank has for itself and changes in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.randn(WIDTH, WIDTH) + dist.get_rank())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen += x.mean()
+        return self.inner(x)
+
+
+def buffers_of_ddp(options: dict[str, Any], hook: bool) -> tuple[Tensor, Tensor]:
+    """On a rank: the buffer after DDP's construction, and after two forward passes."""
+    torch.manual_seed(dist.get_rank())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers, from torch 2.15 on
+        model = DistributedDataParallel(Counted(), bucket_cap_mb=0.2, **options)
+    if hook:
+        model.register_comm_hook(None, bagua.interop.ddp_hook("bytegrad"))
+    first = model.module.seen.clone()
+    for step in range(2):
+        model(torch.full((4, WIDTH), float(1 + step + 2 * dist.get_rank()))).sum().backward()
+    return first, model.module.seen.clone()
+
+
+@pytest.mark.parametrize("each_pass", [True, False])
+@pytest.mark.parametrize("option", ["broadcast_buffers", "forward_sync_buffers"])
+@pytest.mark.parametrize("hook", [False, True], ids=["backend", "hook"])
+def test_buffers_are_ddps_own_bit_by_bit(hook: bool, option: str, each_pass: bool, pool: RankPool) -> None:
+    if option not in signature(DistributedDataParallel.__init__).parameters:
+        pytest.skip(f"{option}: from torch 2.15 on")
+    options = {option: each_pass}
+    found = pool.run(2, buffers_of_ddp, options, hook, backend="gloo" if hook else "bagua:uint8")
+    exact = pool.run(2, buffers_of_ddp, options, False, backend="gloo")
+    for mine, theirs in zip(found, exact, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    (first, last), (others_first, others_last) = found
+    if option == "forward_sync_buffers" or each_pass:
+        assert torch.equal(first, others_first)
+    assert not torch.equal(last, others_last)  # each rank has added the mean of its own batch
+    if each_pass:
+        torch.testing.assert_close(others_last - last, torch.full_like(last, 2.0))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bagua.bench import contenders
-from bagua.bench.conditions import Condition, parse
+from bagua.bench.conditions import Condition, Pair, parse
 from bagua.bench.main import main
 from bagua.lab.errors import LabError
 
@@ -24,6 +24,15 @@ def test_conditions() -> None:
     )
 
 
+def test_pairs_of_hosts() -> None:
+    found = parse("1gbit/2ms/0-1=50mbit+20ms/2-0=200mbit")
+    assert found.pairs == (Pair(0, 1, 50e6, 0.02), Pair(2, 0, 200e6, 0.0))
+    assert found.host_bits_per_s(3) == 250e6, "host 0 has these two links only"
+    assert found.host_bits_per_s(4) == 1e9, "and one to host 3, with the rate of a host"
+    assert found.least_latency_s(3) == 0.002
+    assert parse("1gbit/9ms/0-1=50mbit+2ms").least_latency_s(2) == 0.002
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -35,6 +44,11 @@ def test_conditions() -> None:
         (["tradeoff", "--conditions", "1gbit/1ms/wiretbf"], "use wirerelay"),
         (["tradeoff", "--conditions", "1gbit/wirebarbed"], "wirebarbed"),
         (["tradeoff", "--conditions", "0mbit"], "more than 0"),
+        (["tradeoff", "--conditions", "1gbit/0-0=50mbit"], "between two hosts"),
+        (["tradeoff", "--conditions", "1gbit/0-1=50mbit/1-0=60mbit"], "once for each pair"),
+        (["tradeoff", "--conditions", "1gbit/0-1=50"], "0-1=50mbit+20ms"),
+        (["tradeoff", "--conditions", "1gbit/wiretbf/0-1=50mbit"], "use wirerelay"),
+        (["tradeoff", "--hosts", "3", "--conditions", "1gbit/0-3=50mbit"], "0-3 needs more than 3 hosts"),
         (["tradeoff", "--conditions", ","], "conditions"),
         (["tradeoff", "--algorithms", "bytegrat"], "bytegrat"),
         (["tradeoff", "--algorithms", "bytegrad:lanes=2"], "lanes"),

@@ -174,7 +174,23 @@ def test_targets() -> None:
     assert report.fault_misses(row(**large, transfer_s=0.36)) == []
     assert report.fault_misses(row(**large, transfer_s=0.5)) == ["state at 51 % of the link"]
     assert report.fault_misses(row(trained_apart=5)) == ["5 steps made by hosts that were cut off"]
+    assert report.fault_misses(row(trained_apart=5, local_steps=15)) == []
     assert report.fault_misses(row(system="torchft", resumed_s=None)) == []
+    for fault in ("partition-minority-60", "stop-rank"):
+        assert len(report.fault_misses(row(fault=fault, resumed_s=1.5))) == 1, fault
+    assert len(report.fault_misses(row(fault="partition-halves-10", back_s=None))) == 1
+    unharmed = {"resumed_s": None, "back_s": None, "fault": "slow", "steps": 20}
+    assert report.fault_misses(row(**unharmed, named=2)) == []
+    assert report.fault_misses(row(**unharmed, named=0)) == ["the slow host was not named"]
+    assert report.fault_misses(row(**{**unharmed, "fault": "loss", "steps": 0})) == ["no step was made"]
+
+
+def test_a_fault_can_be_chosen_for_every_algorithm() -> None:
+    args = {"step_ms": 1.0, "seed": 0, "detect_s": 2.0, "torchft": "", "quick": False}
+    chosen = program.plans(Namespace(**args, algorithm=["bytegrad", "diloco"], only=["slow", "loss"]))
+    assert [(each.settings.algorithm, each.faults) for each in chosen] == [
+        ("bytegrad", ("slow", "loss")), ("diloco", ("slow", "loss")),
+    ]  # fmt: skip
 
 
 def test_a_system_that_cannot_run_is_in_the_table() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bagua.algorithms import DiLoCo, Warmup
-from benchmarks.convergence.one_bit import TASKS, ByteGPT
-from benchmarks.convergence.periodic import ROWS, Run, make_algorithm, make_optimizers, summarise, table, train
+from benchmarks.convergence.byte_gpt import TASKS, ByteGPT, Job, make_optimizers
+from benchmarks.convergence.periodic import ROWS, Run, make_algorithm, summarise, table, train
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -34,7 +34,7 @@ def test_muon_takes_the_matrices_of_the_blocks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
 def test_a_run(kind: str) -> None:
-    run = train(("small", kind, "sparse_loco:communication_interval=2", 1, 4))
+    run = train(Job("small", kind, "sparse_loco:communication_interval=2", 1, 4))
     assert 0 < run.loss < 10 and run.loss_rank0 > 0 and run.mb > 0
 
 

@@ -54,18 +54,11 @@ while not enough():
 """
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    made = ForkServer()
-    yield made
-    made.close()
-
-
 class Launchers:
     """Launchers of `RANK`, and what `bagua top` says of them."""
 
-    def __init__(self, server: ForkServer, folder: Path) -> None:
-        self._server, self._folder = server, folder
+    def __init__(self, fork_server: ForkServer, folder: Path) -> None:
+        self._server, self._folder = fork_server, folder
         self._pipes: list[Any] = []
         self._pids: list[int] = []
         self._steps = folder / "steps"
@@ -105,9 +98,9 @@ class Launchers:
 
 
 @pytest.fixture
-def launchers(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launchers]:
+def launchers(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launchers]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    made = Launchers(server, tmp_path)
+    made = Launchers(fork_server, tmp_path)
     yield made
     made.close()
 
@@ -115,6 +108,11 @@ def launchers(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def trains(num: int) -> Callable[[Any], bool]:
     """Rates are known of so many ranks."""
     return lambda picture: sum((rank.steps_per_s or 0) > 0 for rank in picture.ranks) == num
+
+
+def state_of(task: Path) -> str:
+    """Linux's letter for what a thread does."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.process
@@ -128,10 +126,15 @@ def test_two_ranks_of_one_host(launchers: Launchers, capsys: pytest.CaptureFixtu
     for rank in told["ranks"]:
         assert rank["algorithm"] == "bytegrad" and rank["steps_per_s"] > 0 and rank["bytes_sent"] > 0
         assert 0 <= rank["exposed"] <= 1 and rank["sent_per_s"] > 0
-    os.kill(told["ranks"][1]["pid"], signal.SIGSTOP)
+    stopped = told["ranks"][1]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    until = time.monotonic() + LIMIT_S
+    while any(state_of(task) != "T" for task in Path(f"/proc/{stopped}/task").iterdir()):  # its threads, one by one
+        assert time.monotonic() < until
+        time.sleep(0.01)
     assert main(["top", "--once", "--every", "0.1"]) == 0
     text = capsys.readouterr().out
-    os.kill(told["ranks"][1]["pid"], signal.SIGCONT)
+    os.kill(stopped, signal.SIGCONT)
     assert "does not answer" in text and text.startswith("job train."), text
     launchers.end()
     assert main(["top"]) == 1
@@ -184,6 +187,13 @@ def test_what_is_not_there(
     assert main(["top", "--once", *(word.format(port=port) for word in words)]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"bagua top: {says.format(port=port)}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("every", ["x", "0", "-1", "nan", "inf"])
+def test_seconds_that_are_none(every: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["top", "--every", every])
+    assert f"--every: must be a positive number of seconds, not '{every}'" in capsys.readouterr().err
 
 
 def test_one_of_several_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import pickle
+import re
 import threading
 
 import pytest
@@ -362,3 +363,17 @@ def test_the_suite_notices_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, make)
         x = make(3, 100)
         wrong = codec.decode(codec.encode(x), 100)
     assert not bool(((wrong.double() - x.double()).abs() <= bound(codec, x)).all())
+
+
+def test_a_name_may_carry_options():
+    assert codecs.get("eden:bits=2:block=64") == Eden(bits=2, block=64)
+    assert codecs.get("eden:bits=2", block=64) == Eden(bits=2, block=64)
+    for name, said in (
+        ("eden:2", "codec 'eden': expected OPTION=VALUE after a colon, got '2'"),
+        ("eden:bits=two", "codec 'eden': expected OPTION=VALUE after a colon, got 'bits=two'"),
+        ("eden:", "codec 'eden': expected OPTION=VALUE after a colon, got ''"),
+        ("eden:bits=7", "bits must be 1, 2, 3 or 4, got 7"),
+        ("edn:bits=2", "codec 'edn' is unknown"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            codecs.get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,11 +15,9 @@ from hypothesis.extra import numpy as hnp
 
 from bagua import codecs
 from bagua.codecs import Codec, Int4, Sign, TopK, top_k
+from tests.codecs.oracle_check import BACKENDS, check, numbers
 
-BACKENDS = codecs.available_backends()
-MAX = float(np.finfo(np.float32).max)
-
-Oracle = Callable[[np.ndarray, int], tuple[bytes, np.ndarray]]
+BlockOracle = Callable[[np.ndarray, int], tuple[bytes, np.ndarray]]
 
 
 def pad4(wire: bytes) -> bytes:
@@ -83,38 +82,11 @@ def top_k_oracle(row: np.ndarray, block: int, ratio: float = 0.1) -> tuple[bytes
     return index.astype(np.int32).tobytes() + row[index].tobytes(), decoded
 
 
-CASES: dict[str, tuple[Callable[[int], Codec], Oracle]] = {
+CASES: dict[str, tuple[Callable[[int], Codec], BlockOracle]] = {
     "sign": (lambda block: Sign(block=block), sign_oracle),
     "int4": (lambda block: Int4(block=block), int4_oracle),
     "top_k": (lambda block: TopK(ratio=0.1, block=block), top_k_oracle),
 }
-
-
-def check(codec: Codec, oracle: Oracle, x: np.ndarray, block: int) -> None:
-    """Wire, decoded rows and their weighted sum on every backend are what the oracle says, bit for bit."""
-    n = x.shape[1]
-    with np.errstate(all="ignore"):
-        expected = [oracle(row, block) for row in x]
-        total = np.zeros(n, np.float32)
-        for _, decoded in expected:
-            total += decoded
-        total *= np.float32(0.3)
-    for backend in BACKENDS:
-        with codecs.use_backend(backend):
-            wire = codec.encode(torch.from_numpy(x))
-            y = codec.decode(wire, n).numpy()
-            mean = codec.decode_mean(wire, n, torch.empty(n), 0.3).numpy()
-        for r, (bytes_, decoded) in enumerate(expected):
-            assert wire[r].numpy().tobytes() == bytes_, backend
-            np.testing.assert_array_equal(y[r], decoded, err_msg=backend)
-        np.testing.assert_array_equal(mean, total, err_msg=backend)
-
-
-def numbers() -> st.SearchStrategy[float]:
-    """All floats, with those that hurt more often."""
-    special = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0**-149, -(2.0**-149), 2.0**-126, 1e-37, 1e-30, MAX, -MAX])
-    odd = st.sampled_from([float("nan"), float("inf"), -float("inf")])
-    return st.one_of(st.floats(width=32), st.floats(-1, 1, width=32), special, special, odd)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,7 +95,8 @@ def numbers() -> st.SearchStrategy[float]:
 def test_all_backends_are_the_oracle(name: str, data: st.DataObject, rows: int, n: int, block: int):
     make, oracle = CASES[name]
     fill = st.sampled_from([0.0, 1.0, -2.5])
-    check(make(block), oracle, data.draw(hnp.arrays(np.float32, (rows, n), elements=numbers(), fill=fill)), block)
+    x = data.draw(hnp.arrays(np.float32, (rows, n), elements=numbers(), fill=fill))
+    check(make(block), partial(oracle, block=block), x)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,7 +106,7 @@ def test_rows_of_many_blocks(name: str, scale: float):
     rng = np.random.default_rng(5)
     for n, block in ((2051, 256), (5000, 2048), (385, 128)):
         x = (rng.standard_normal((2, n)) * 8 * scale).astype(np.float32)
-        check(make(block), oracle, x, block)
+        check(make(block), partial(oracle, block=block), x)
 
 
 @pytest.mark.parametrize("codec", [Sign(block=136), Int4(block=136)], ids=repr)

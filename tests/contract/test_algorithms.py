@@ -32,6 +32,10 @@ def slow_sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01)
 
 
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
 def qadam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return optim.QAdam(params, lr=0.01, warmup_steps=3)
 
@@ -57,6 +61,7 @@ SETTINGS: dict[str, Setting] = {
     "zero_one_adam": Setting(optimizer=zero_one, skip=("bytes",)),  # how often it sends is the optimizer's choice
 }
 VARIANTS: dict[str, tuple[str, Setting]] = {
+    "local_sgd, scaled": ("local_sgd", Setting({"communication_interval": 2, "scale_second_moment": True}, adamw)),
     "bytegrad, int4": ("bytegrad", Setting({"codec": "int4"})),
     "bytegrad, sign": ("bytegrad", Setting({"codec": "sign"})),
     "decentralized, ring": ("decentralized", Setting({"topology": "ring", "communication_interval": 2})),

@@ -61,6 +61,7 @@ NOT_MADE = {
     "bagua.exchanges.PayloadSource",
     "bagua.exchanges.Piece",
     "bagua.optim.TwoStage",
+    "bagua.optim.WarmedUp",
     "bagua.topologies.Topology",
     # Results of functions.
     "bagua.Quality",
@@ -81,6 +82,7 @@ NOT_MADE = {
     "bagua.interop.DDPHook",
     "bagua.lab.Host",
     "bagua.lab.HostReport",
+    "bagua.lab.PairReport",
     "bagua.lab.Report",
     "bagua.metrics.Report",
     "bagua.moe.Routing",

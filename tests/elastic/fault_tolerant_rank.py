@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import math
 import os
 import signal
 import socket
@@ -172,7 +173,7 @@ def open_seat(pipe: Connection, job: Line) -> tuple[LocalSeat, Any]:
     arrives = place >= len(members)  # to a job that is running
     agent = Agent(
         Record("job", f"n{place}", 0, mine[0]),
-        Options(detect_s=job["detect_s"]),
+        Options(job["detect_s"], job["max_wait_s"]),
         time.monotonic(),
         epoch=None if arrives else Epoch.first(members, tie_break=job["tie_break"]),
         contacts=[member.address for member in members] if arrives else [],
@@ -214,7 +215,9 @@ def train_steps(pipe: Connection, job: Line) -> None:
             last = stats.membership[-1].step if stats.membership else 0
             interval, offset = job["interval"]  # within an interval the ranks may be at different steps
             if rounds_of(model) >= job["rounds"] and stats.steps >= last - (last - offset) % interval + job["steps"]:
-                break
+                if not job["until_told"] or pipe.poll():
+                    break
+                pipe.send({"enough": place})
         x = torch.randn(8, 20, generator=generator)
         if [place, attempt] == job["holds_at"]:
             pipe.send({"holds": attempt})
@@ -256,6 +259,8 @@ def train_steps(pipe: Connection, job: Line) -> None:
         }
     )
     pipe.recv()  # the agent's vote may be needed until all have ended
+    if job["until_told"]:
+        pipe.recv()
     bagua.detach(model)
     seat.close()
     del server
@@ -323,6 +328,10 @@ class Job:
 
     def ends(self, places: list[int]) -> list[Line]:
         """What these ranks tell when all have trained."""
+        if self._job["until_told"]:
+            self.wait_for(places, lambda line: "enough" in line, "enough rounds")
+            for place in places:
+                self.go_on(place)
         self.wait_for(places, lambda line: "ended" in line, "end")
         for place in places:
             self._pipes[place].send("end")
@@ -351,15 +360,17 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
     Args:
         job: `train`: what each rank runs; `changes`: how often the members change, as each place sees it, before it
             ends; `steps`: that are made after the last change, from the beginning of an `interval` (length, first end)
-            of local steps on; `rounds`: of averaging in the background to be made after it; `at_commit`: arguments of
-            `watch_commit`; `dies_in_step`, `dies_in_exchange`, `holds_at`: place and attempt; `dies_in_distribute`:
-            place and argument of `die_in_distribute`, and ranks begin with weights of their own; `pull`: outputs are
-            drawn there, or away at odd places; `gossip`: tell weights and replicas at the end; others as in `Job`.
+            of local steps on; `rounds`: of averaging in the background to be made after it; `until_told`: all train
+            on until each has that; `at_commit`: arguments of `watch_commit`; `dies_in_step`, `dies_in_exchange`,
+            `holds_at`: place and attempt; `dies_in_distribute`: place and argument of `die_in_distribute`, and ranks
+            begin with weights of their own; `pull`: outputs are drawn there, or away at odd places; `gossip`: tell
+            weights and replicas at the end; others as in `Job`.
     """
     given = {
         "train": train_steps,
         "steps": 15,
         "detect_s": 60.0,
+        "max_wait_s": math.inf,
         "tie_break": False,
         "options": {},
         "pause_s": 0.01,
@@ -374,6 +385,7 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
         "gossip": False,
         "bucket_bytes": None,
         "rounds": 0,
+        "until_told": False,
         **job,
     }
     given.setdefault("options_of_arrival", {})

@@ -29,10 +29,16 @@ from pathlib import Path
 from bagua.membership import Verdict
 from bagua.membership.remote_seat import RemoteSeat
 assert "torch" not in sys.modules
-folder, seat, step, seen = Path(sys.argv[1]), RemoteSeat(), 0, None
+folder, seat, step, seen, fetched = Path(sys.argv[1]), RemoteSeat(), 0, None, 0
 environment = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")]
 while not (folder / "stop").exists():
     view = seat.view()
+    if view is not None and view.rank is None and (folder / "fetches").exists():
+        seat.wants_weights()
+        view = seat.view()
+        if view.rank is None and view.learns and seat.name in view.learners and view.epoch != fetched:
+            fetched = view.epoch if seat.weights_fetched(view.epoch, view.step).name == "GRANTED" else 0
+            step = view.step if fetched else step
     if view is not None and view.rank is not None:
         if step < view.step and seat.weights_fetched(view.epoch, view.step) is Verdict.GRANTED:
             step = view.step
@@ -95,6 +101,11 @@ class Launched:
             return Seen(pid, *json.loads((self.folder / f"{pid}.json").read_text()))
         return None
 
+    def all_seen(self) -> list[Seen]:
+        """What each rank that runs now has seen, by local rank."""
+        found = [Seen(pid, *json.loads((self.folder / f"{pid}.json").read_text())) for pid in self.ranks()]
+        return sorted(found, key=lambda each: each.environment[-1])
+
     def text(self) -> str:
         return (self.folder / "output").read_text()
 
@@ -149,13 +160,16 @@ class Hosts:
         """Let the ranks of these train up to a step, and wait until they have."""
         for each in those:
             write(each.folder / "target", target)
-        wait_for(lambda: all((s := each.seen()) is not None and s.step == target for each in those), "steps", self)
+        wait_for(lambda: all({s.step for s in each.all_seen()} == {target} for each in those), "steps", self)
 
     def await_members(self, names: list[str], those: list[Launched]) -> None:
-        """Wait until the ranks of these see just these hosts train."""
-        wait_for(
-            lambda: all((s := each.seen()) is not None and s.members == names for each in those), f"view {names}", self
-        )
+        """Wait until all ranks of these see just these train."""
+
+        def found() -> bool:
+            seen = [each.all_seen() for each in those]
+            return all(each and all(s.members == names for s in each) for each in seen)
+
+        wait_for(found, f"view {names}", self)
 
     def stop(self, those: list[Launched], code: int = 0) -> None:
         """Let the ranks of these end."""

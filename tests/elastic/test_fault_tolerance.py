@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,6 @@ from tests.fork_server import ForkServer
 
 pytestmark = pytest.mark.process
 ONCE = [1, 1, 1, 1]  # how often the members change, as each place sees it
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    made = ForkServer()
-    yield made
-    made.close()
 
 
 def moves(end: dict[str, Any]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -57,9 +49,11 @@ def check_survivors(job: Job, places: list[int], lost: str) -> None:
     ],
     ids=lambda value: value.name if isinstance(value, bagua.algorithms.Warmup) else None,
 )
-def test_a_killed_rank_is_left_out(server: ForkServer, place: int, algorithm: Any, options: dict[str, Any]) -> None:
+def test_a_killed_rank_is_left_out(
+    fork_server: ForkServer, place: int, algorithm: Any, options: dict[str, Any]
+) -> None:
     others = [each for each in range(3) if each != place]
-    with start_job(server, 3, algorithm=algorithm, options=options, changes=ONCE) as job:
+    with start_job(fork_server, 3, algorithm=algorithm, options=options, changes=ONCE) as job:
         job.signal_at(place, 10, signal.SIGKILL)
         check_survivors(job, others, f"n{place}")
 
@@ -80,14 +74,14 @@ def test_a_killed_rank_is_left_out(server: ForkServer, place: int, algorithm: An
     ],
 )
 def test_a_rank_is_lost_in_distribute(
-    server: ForkServer, place: int, point: str, algorithm: str, leads: int | None
+    fork_server: ForkServer, place: int, point: str, algorithm: str, leads: int | None
 ) -> None:
     """The others begin with the same weights: those of one rank, not a mix of two."""
     options = {"communication_interval": 2} if algorithm in ("local_sgd", "diloco") else {}
     gossip = algorithm == "low_precision_decentralized"
     others = [each for each in range(3) if each != place]
     with start_job(
-        server,
+        fork_server,
         3,
         algorithm=algorithm,
         options=options,
@@ -106,8 +100,8 @@ def test_a_rank_is_lost_in_distribute(
     assert begins[0]["digest"] in ([own[0], own[1]] if leads is None else [own[leads]])
 
 
-def test_a_stopped_rank_is_left_out_and_joins_again_when_it_wakes(server: ForkServer) -> None:
-    with start_job(server, 3, detect_s=4.0, algorithm="bytegrad", changes=[1, 2, 2]) as job:
+def test_a_stopped_rank_is_left_out_and_joins_again_when_it_wakes(fork_server: ForkServer) -> None:
+    with start_job(fork_server, 3, detect_s=4.0, algorithm="bytegrad", changes=[1, 2, 2]) as job:
         job.signal_at(0, 10, signal.SIGSTOP)
         job.wait_for([1, 2], lambda line: line.get("steps", 0) >= 20, "step without the stopped rank")
         job.resume(0)
@@ -121,8 +115,8 @@ def test_a_stopped_rank_is_left_out_and_joins_again_when_it_wakes(server: ForkSe
     ["gradient_allreduce", "power_sgd", "qadam", bagua.algorithms.Warmup(5, "gradient_allreduce", "bytegrad")],
     ids=lambda value: value.name if isinstance(value, bagua.algorithms.Warmup) else value,
 )
-def test_a_rank_that_arrives_trains_with_the_others(server: ForkServer, algorithm: Any) -> None:
-    with start_job(server, 2, algorithm=algorithm, changes=ONCE) as job:
+def test_a_rank_that_arrives_trains_with_the_others(fork_server: ForkServer, algorithm: Any) -> None:
+    with start_job(fork_server, 2, algorithm=algorithm, changes=ONCE) as job:
         job.wait_for([0, 1], lambda line: line.get("steps", 0) >= 10, "step 10")
         place = job.arrive()
         ends = job.ends([0, 1, place])
@@ -135,9 +129,9 @@ def test_a_rank_that_arrives_trains_with_the_others(server: ForkServer, algorith
     assert moves(ends[0]) == moves(ends[1]) == [((), ("n2",))]
 
 
-def test_a_rank_that_arrives_with_other_options_is_refused_and_disturbs_nobody(server: ForkServer) -> None:
+def test_a_rank_that_arrives_with_other_options_is_refused_and_disturbs_nobody(fork_server: ForkServer) -> None:
     with start_job(
-        server, 2, algorithm="bytegrad", options_of_arrival={"codec": "int4"}, changes=[1, 1, 1], detect_s=4.0
+        fork_server, 2, algorithm="bytegrad", options_of_arrival={"codec": "int4"}, changes=[1, 1, 1], detect_s=4.0
     ) as job:
         job.wait_for([0, 1], lambda line: line.get("steps", 0) >= 10, "step 10")
         wrong = job.arrive()
@@ -149,8 +143,8 @@ def test_a_rank_that_arrives_with_other_options_is_refused_and_disturbs_nobody(s
         job.wait_for([0, 1], lambda line: line.get("steps", 0) > seen + 5, "more steps")
 
 
-def test_a_lost_rank_is_replaced(server: ForkServer) -> None:
-    with start_job(server, 3, algorithm="bytegrad", options={"codec": "int4"}, changes=[2, 2, 2, 1]) as job:
+def test_a_lost_rank_is_replaced(fork_server: ForkServer) -> None:
+    with start_job(fork_server, 3, algorithm="bytegrad", options={"codec": "int4"}, changes=[2, 2, 2, 1]) as job:
         job.signal_at(0, 10, signal.SIGKILL)
         job.wait_for([1, 2], lambda line: line.get("steps", 0) >= 20, "step without the lost rank")
         place = job.arrive()
@@ -159,8 +153,8 @@ def test_a_lost_rank_is_replaced(server: ForkServer) -> None:
     assert moves(ends[0]) == moves(ends[1]) == [(("n0",), ()), ((), ("n3",))]
 
 
-def test_two_ranks_are_lost_one_after_the_other(server: ForkServer) -> None:
-    with start_job(server, 4, algorithm="gradient_allreduce", tie_break=True, changes=[2, 2, 2, 2]) as job:
+def test_two_ranks_are_lost_one_after_the_other(fork_server: ForkServer) -> None:
+    with start_job(fork_server, 4, algorithm="gradient_allreduce", tie_break=True, changes=[2, 2, 2, 2]) as job:
         job.signal_at(3, 5, signal.SIGKILL)
         job.signal_at(1, 20, signal.SIGKILL)
         ends = job.ends([0, 2])
@@ -168,15 +162,15 @@ def test_two_ranks_are_lost_one_after_the_other(server: ForkServer) -> None:
     assert moves(ends[0]) == moves(ends[1]) == [(("n3",), ()), (("n1",), ())]
 
 
-def test_of_two_ranks_one_trains_on_alone(server: ForkServer) -> None:
-    with start_job(server, 2, algorithm="gradient_allreduce", tie_break=True, changes=ONCE) as job:
+def test_of_two_ranks_one_trains_on_alone(fork_server: ForkServer) -> None:
+    with start_job(fork_server, 2, algorithm="gradient_allreduce", tie_break=True, changes=ONCE) as job:
         job.signal_at(1, 10, signal.SIGKILL)
         check_survivors(job, [0], "n1")
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "one_bit_lamb"])
-def test_a_rank_that_lacks_a_step_that_counts_gets_it_from_the_others(server: ForkServer, algorithm: str) -> None:
-    with start_job(server, 3, algorithm=algorithm, changes=ONCE, fails_at=[1, 7]) as job:
+def test_a_rank_that_lacks_a_step_that_counts_gets_it_from_the_others(fork_server: ForkServer, algorithm: str) -> None:
+    with start_job(fork_server, 3, algorithm=algorithm, changes=ONCE, fails_at=[1, 7]) as job:
         job.wait_for([1], lambda line: "holds" in line, "step 7")
         job.wait_for([0, 2], lambda line: line.get("attempt") == 7, "step 7")  # they have applied it
         job.go_on(1)

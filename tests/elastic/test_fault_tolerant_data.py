@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,16 +18,9 @@ pytestmark = pytest.mark.process
 Line = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    made = ForkServer()
-    yield made
-    made.close()
-
-
-def start(server: ForkServer, size: int, algorithm: str, **job: Any) -> Any:
+def start(fork_server: ForkServer, size: int, algorithm: str, **job: Any) -> Any:
     """Ranks that train on samples."""
-    return start_job(server, size, train=train_on_samples, algorithm=algorithm, **job)
+    return start_job(fork_server, size, train=train_on_samples, algorithm=algorithm, **job)
 
 
 def uses(job: Job, place: int) -> list[Line]:
@@ -71,9 +63,9 @@ def check_each_sample_once(job: Job, places: list[int]) -> list[Line]:
 
 
 @pytest.mark.parametrize(("algorithm", "place"), [("bytegrad", 0), ("gradient_allreduce", 2)])
-def test_a_rank_is_killed_and_another_one_joins(server: ForkServer, algorithm: str, place: int) -> None:
+def test_a_rank_is_killed_and_another_one_joins(fork_server: ForkServer, algorithm: str, place: int) -> None:
     others = [each for each in range(3) if each != place]
-    with start(server, 3, algorithm, changes=[2, 2, 2, 1]) as job:
+    with start(fork_server, 3, algorithm, changes=[2, 2, 2, 1]) as job:
         job.signal_at(place, 10, signal.SIGKILL)
         job.wait_for(others, lambda line: line.get("size") == 2, "step without the lost rank")
         came = job.arrive()
@@ -84,16 +76,16 @@ def test_a_rank_is_killed_and_another_one_joins(server: ForkServer, algorithm: s
     assert uses(job, came)[0]["counter"] > 0
 
 
-def test_a_rank_that_is_killed_before_it_applies_a_step(server: ForkServer) -> None:
+def test_a_rank_that_is_killed_before_it_applies_a_step(fork_server: ForkServer) -> None:
     """Its share is in the mean of the others already, or in none: they decide it alike."""
-    with start(server, 3, "gradient_allreduce", changes=[1, 1, 1], dies_in_step=[1, STEPS_PER_EPOCH + 3]) as job:
+    with start(fork_server, 3, "gradient_allreduce", changes=[1, 1, 1], dies_in_step=[1, STEPS_PER_EPOCH + 3]) as job:
         check_each_sample_once(job, [0, 2])
 
 
 @pytest.mark.parametrize("step", [STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH + 2])
-def test_a_rank_that_lacks_a_step_gets_the_place_after_it(server: ForkServer, step: int) -> None:
+def test_a_rank_that_lacks_a_step_gets_the_place_after_it(fork_server: ForkServer, step: int) -> None:
     """The first one is the last of an epoch: the others have begun the next epoch, and it has to follow them there."""
-    with start(server, 3, "gradient_allreduce", changes=[1, 1, 1], fails_at=[1, step]) as job:
+    with start(fork_server, 3, "gradient_allreduce", changes=[1, 1, 1], fails_at=[1, step]) as job:
         job.wait_for([1], lambda line: "holds" in line, "step")
         job.wait_for([0, 2], lambda line: line.get("attempt") == step + 1, "step")  # they have applied it
         job.go_on(1)
@@ -101,10 +93,10 @@ def test_a_rank_that_lacks_a_step_gets_the_place_after_it(server: ForkServer, st
     assert step + 1 in [line["step"] for line in uses(job, 1)]
 
 
-def test_ranks_that_train_apart_leave_out_only_the_share_of_the_lost_one(server: ForkServer) -> None:
+def test_ranks_that_train_apart_leave_out_only_the_share_of_the_lost_one(fork_server: ForkServer) -> None:
     """Others may be at different steps when it is lost; all end their epochs after as many steps."""
     options = {"communication_interval": 4}
-    with start(server, 3, "local_sgd", options=options, changes=[1, 1, 1]) as job:
+    with start(fork_server, 3, "local_sgd", options=options, changes=[1, 1, 1]) as job:
         job.signal_at(1, 10, signal.SIGKILL)
         ends = job.ends([0, 2])
         job.read_rest()

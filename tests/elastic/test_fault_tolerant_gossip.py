@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,17 +29,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 PULL, STEPS, APART = 10.0, 30, 0.03
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    made = ForkServer()
-    yield made
-    made.close()
-
-
-def start(server: ForkServer, kind: str, size: int, **job: Any) -> Any:
+def start(fork_server: ForkServer, kind: str, size: int, **job: Any) -> Any:
     algorithm, options = KINDS[kind]
     given = {"pull": PULL, "steps": STEPS, "gossip": True, "bucket_bytes": 8192, "options": options, **job}
-    return start_job(server, size, algorithm=algorithm, **given)
+    return start_job(fork_server, size, algorithm=algorithm, **given)
 
 
 def check_gossip(job: Job, places: list[int], returned: int | None = None) -> list[Line]:
@@ -76,24 +68,24 @@ def check_replicas(kept: list[Line]) -> None:
 @pytest.mark.parametrize(
     ("kind", "place"), [("all", 1), ("ring", 0), ("exponential", 2), ("low_precision", 1), ("overlap", 0)]
 )
-def test_a_killed_rank_is_left_out(server: ForkServer, kind: str, place: int) -> None:
+def test_a_killed_rank_is_left_out(fork_server: ForkServer, kind: str, place: int) -> None:
     others = [each for each in range(4) if each != place]
-    with start(server, kind, 4, changes=ONCE) as job:
+    with start(fork_server, kind, 4, changes=ONCE) as job:
         job.signal_at(place, 10, signal.SIGKILL)
         ends = check_gossip(job, others)
     assert [moves(end) for end in ends] == [[((f"n{place}",), ())]] * 3
 
 
-def check_death(server: ForkServer, kind: str, where: str) -> None:
+def check_death(fork_server: ForkServer, kind: str, where: str) -> None:
     """Rank 2 dies at a given point of step 12."""
-    with start(server, kind, 4, changes=ONCE, **{f"dies_in_{where}": [2, 12]}) as job:
+    with start(fork_server, kind, 4, changes=ONCE, **{f"dies_in_{where}": [2, 12]}) as job:
         ends = check_gossip(job, [0, 1, 3])
     assert [moves(end) for end in ends] == [[(("n2",), ())]] * 3
 
 
-def check_arrival(server: ForkServer, kind: str) -> None:
+def check_arrival(fork_server: ForkServer, kind: str) -> None:
     """A rank joins three that train. It begins with the weights of one of them, and the others keep theirs."""
-    with start(server, kind, 3, changes=ONCE) as job:
+    with start(fork_server, kind, 3, changes=ONCE) as job:
         job.wait_for([0, 1, 2], lambda line: line.get("steps", 0) >= 10, "step 10")
         place = job.arrive()
         ends = check_gossip(job, [0, 1, 2, place])
@@ -103,9 +95,9 @@ def check_arrival(server: ForkServer, kind: str) -> None:
     assert [moves(end) for end in ends[:3]] == [[((), ("n3",))]] * 3
 
 
-def check_lacking(server: ForkServer, kind: str) -> None:
+def check_lacking(fork_server: ForkServer, kind: str) -> None:
     """A rank that lacks a step that the others have made goes on without it, at their step, with its own weights."""
-    with start(server, kind, 3, changes=ONCE, fails_at=[1, 7]) as job:
+    with start(fork_server, kind, 3, changes=ONCE, fails_at=[1, 7]) as job:
         job.wait_for([1], lambda line: "holds" in line, "step 7")
         job.go_on(1)
         check_gossip(job, [0, 1, 2])
@@ -116,39 +108,39 @@ def check_lacking(server: ForkServer, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "where"), [("ring", "exchange"), ("low_precision", "exchange"), ("overlap", "step")])
-def test_a_rank_dies_in_the_middle_of_a_step(server: ForkServer, kind: str, where: str) -> None:
-    check_death(server, kind, where)
+def test_a_rank_dies_in_the_middle_of_a_step(fork_server: ForkServer, kind: str, where: str) -> None:
+    check_death(fork_server, kind, where)
 
 
 @pytest.mark.parametrize("kind", ["exponential", "low_precision"])
-def test_a_rank_arrives(server: ForkServer, kind: str) -> None:
-    check_arrival(server, kind)
+def test_a_rank_arrives(fork_server: ForkServer, kind: str) -> None:
+    check_arrival(fork_server, kind)
 
 
 @pytest.mark.parametrize("kind", ["all", "overlap"])
-def test_a_rank_lacks_a_step(server: ForkServer, kind: str) -> None:
-    check_lacking(server, kind)
+def test_a_rank_lacks_a_step(fork_server: ForkServer, kind: str) -> None:
+    check_lacking(fork_server, kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("event", ["exchange", "step", "arrival", "lacking", "stopped", "replaced"])
-def test_all_kinds_outlive_all_events(server: ForkServer, kind: str, event: str) -> None:
+def test_all_kinds_outlive_all_events(fork_server: ForkServer, kind: str, event: str) -> None:
     if event in ("exchange", "step"):
-        check_death(server, kind, event)
+        check_death(fork_server, kind, event)
     elif event == "arrival":
-        check_arrival(server, kind)
+        check_arrival(fork_server, kind)
     elif event == "lacking":
-        check_lacking(server, kind)
+        check_lacking(fork_server, kind)
     elif event == "stopped":
-        with start(server, kind, 4, changes=[1, 2, 2, 2], detect_s=4.0) as job:
+        with start(fork_server, kind, 4, changes=[1, 2, 2, 2], detect_s=4.0) as job:
             job.signal_at(0, 10, signal.SIGSTOP)
             job.wait_for([1, 2, 3], lambda line: line.get("steps", 0) >= 20, "step without the stopped rank")
             job.resume(0)
             ends = check_gossip(job, [1, 2, 3], returned=0)
         assert [moves(end) for end in ends[:3]] == [[(("n0",), ()), ((), ("n0",))]] * 3
     else:
-        with start(server, kind, 4, changes=[2, 2, 2, 2, 1]) as job:
+        with start(fork_server, kind, 4, changes=[2, 2, 2, 2, 1]) as job:
             job.signal_at(0, 10, signal.SIGKILL)
             job.wait_for([1, 2, 3], lambda line: line.get("steps", 0) >= 20, "step without the lost rank")
             place = job.arrive()

@@ -16,16 +16,9 @@ from tests.launch.launching import RUN, launch, script
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    made = ForkServer()
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def hosts(server: ForkServer, tmp_path: Path) -> Iterator[Hosts]:
-    made = Hosts(server, tmp_path, 3, "--nnodes", "3", "--detect-s", DEAF_S)
+def hosts(fork_server: ForkServer, tmp_path: Path) -> Iterator[Hosts]:
+    made = Hosts(fork_server, tmp_path, 3, "--nnodes", "3", "--detect-s", DEAF_S)
     yield made
     made.close()
 
@@ -95,7 +88,7 @@ def test_a_rank_that_fails_comes_back_as_a_learner(hosts: Hosts) -> None:
     wait_for(lambda: all_three[0].ranks() not in ([], [old]), "second rank", hosts)
     again = all_three[0].seen()
     assert again is not None and again.view is not None and again.view["rank"] is None and again.name == called[0]
-    assert "has ended with exit code 3; it is started again once this host is admitted" in all_three[0].text()
+    assert "has ended with exit code 3; it is started again once it has a place" in all_three[0].text()
     os.kill(again.pid, signal.SIGKILL)
     assert all_three[0].wait() == 128 + signal.SIGKILL
     hosts.stop(all_three[1:])
@@ -170,9 +163,9 @@ def test_all_ranks_fail(hosts: Hosts) -> None:
     assert any("no rank is left that has the weights: the job ends" in each.text() for each in all_three)
 
 
-def test_a_stopped_rank_is_killed(server: ForkServer, tmp_path: Path) -> None:
+def test_a_stopped_rank_is_killed(fork_server: ForkServer, tmp_path: Path) -> None:
     """Its launcher sees that it is stopped, where the others could only guess."""
-    hosts = Hosts(server, tmp_path, 3, "--nnodes", "3", "--detect-s", "3")
+    hosts = Hosts(fork_server, tmp_path, 3, "--nnodes", "3", "--detect-s", "3")
     try:
         all_three = hosts.start_all()
         called = names(all_three)
@@ -186,10 +179,55 @@ def test_a_stopped_rank_is_killed(server: ForkServer, tmp_path: Path) -> None:
         hosts.close()
 
 
+def test_ranks_of_a_host_are_lost_alone_and_together(hosts: Hosts) -> None:
+    """Six ranks on three hosts: one is killed and comes back, then a host, which comes back; one is killed for good."""
+    first, second, third = all_three = hosts.start_all("--nproc-per-node", "2", "--max-restarts", "1")
+    wait_for(lambda: all(len(each.ranks()) == 2 for each in all_three), "ranks", hosts)
+    hosts.await_step(3, all_three)
+    seen = [each for host in all_three for each in host.all_seen()]
+    port = str(hosts.ports[0])
+    assert [s.environment for s in seen] == [[str(i), "6", "127.0.0.1", port, str(i % 2)] for i in range(6)]
+    a, b, c = names(all_three)
+    everybody = [f"{host}/{local}" for host in (a, b, c) for local in (0, 1)]
+    assert seen[3].members == everybody and seen[3].view is not None and seen[3].view["rank"] == 3
+
+    for each in all_three:
+        (each.folder / "fetches").touch()
+    os.kill(seen[3].pid, signal.SIGKILL)
+    wait_for(lambda: len(second.ranks()) == 2 and seen[3].pid not in second.ranks(), "rank started again", hosts)
+    hosts.await_members(everybody, all_three)
+    hosts.await_step(6, all_three)
+    again = second.all_seen()
+    assert [s.pid for s in (*first.all_seen(), again[0], *third.all_seen())] == [
+        s.pid for s in seen if s.pid != seen[3].pid
+    ], "the others are the same processes"
+    assert again[1].environment == ["0", "1", "127.0.0.1", str(hosts.ports[1]), "1"]
+    assert f"3 hosts train with 5 ranks from step 3; lost {b}/1" in first.text()
+    assert f"3 hosts train with 6 ranks from step 3; joined {b}/1" in first.text()
+
+    third.kill()
+    hosts.await_members(everybody[:4], [first, second])
+    assert f"2 hosts train with 4 ranks from step 6; lost {c}/0, {c}/1" in first.text(), "in one change"
+    hosts.await_step(9, [first, second])
+    third = hosts.start("--nproc-per-node", "2")
+    (third.folder / "fetches").touch()
+    wait_for(lambda: len(third.ranks()) == 2, "ranks of the newcomer", hosts)
+    d = names([third])[0]
+    hosts.await_members([*everybody[:4], f"{d}/0", f"{d}/1"], [first, second, third])
+    assert f"3 hosts train with 6 ranks from step 9; joined {d}/0, {d}/1" in first.text(), "in one change"
+
+    os.kill(second.all_seen()[1].pid, signal.SIGKILL)
+    hosts.await_members([*everybody[:3], f"{d}/0", f"{d}/1"], [first, second, third])
+    hosts.await_step(12, [first, second, third])
+    assert "rank 1 of this host has been killed by SIGKILL; the others of this host go on" in second.text()
+    hosts.stop([first, second, third])
+    assert [each.wait() for each in (first, second, third)] == [0, 128 + signal.SIGKILL, 0]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--nproc-per-node", "2"), "--fault-tolerant: one rank per host for now, not --nproc-per-node 2"),
+        (("--nproc-per-node", "33"), "--nproc-per-node 33: 1 to 32 with --fault-tolerant, not 33"),
         (("--nnodes", "2"), "--fault-tolerant needs --rdzv-endpoint HOST:PORT,HOST:PORT,... with the hosts of the job"),
         (("--nnodes", "3:2"), "--nnodes 3:2: expected N, or MIN:MAX with 0 < MIN <= MAX"),
         (("--rdzv-endpoint", "a"), "--rdzv-endpoint: 'a' is not HOST:PORT"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,6 @@ CYCLES = 4  # a rank comes and is killed
 FOUNDERS = [0, 1, 2]
 COUNTS = ("threads", "descriptors", "sockets", "prefixes")
 WATCHED = 40  # steps in which what is held for a moment only is let go
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    made = ForkServer()
-    yield made
-    made.close()
 
 
 def held(store: Any) -> Line:
@@ -109,8 +101,8 @@ def come_and_go(job: Job) -> int:
         *(pytest.param(each, {}, marks=pytest.mark.slow) for each in ("decentralized", "low_precision_decentralized")),
     ],
 )
-def test_nothing_is_left_of_former_groups(server: ForkServer, algorithm: str, options: dict[str, Any]) -> None:
-    with start_job(server, len(FOUNDERS), train=train_and_count, algorithm=algorithm, options=options) as job:
+def test_nothing_is_left_of_former_groups(fork_server: ForkServer, algorithm: str, options: dict[str, Any]) -> None:
+    with start_job(fork_server, len(FOUNDERS), train=train_and_count, algorithm=algorithm, options=options) as job:
         epoch = come_and_go(job)
         job.wait_for(FOUNDERS, lambda line: line.get("epoch") == epoch and line["watched"], "settled counts")
         first = [job.lines[place][-1] for place in FOUNDERS]

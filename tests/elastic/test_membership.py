@@ -316,6 +316,67 @@ def test_steps_that_are_shorter_than_the_time_between_heartbeats_make_nobody_slo
         assert not agent.suspected and not [a for a in agent.take() if isinstance(a, Slow)]
 
 
+def test_of_those_that_have_begun_a_step_only_who_has_not_arrived_is_slow() -> None:
+    """As in an interval of local steps, which all begin, and at whose end all wait for one."""
+    agent = an_agent(first(3), detect_s=2.0, max_wait_s=10.0)
+    assert agent.start_step(1, 0) is Verdict.GRANTED
+    slow: list[tuple[str, float]] = []
+    now = 0.0
+    while not agent.suspected:
+        now += 0.5
+        if now == 5.0:
+            assert not slow, "nobody waits yet"
+            agent.arrived(now, 1, 0)
+        agent.receive(now, from_("n1", Heartbeat(1, 1, arrived=True)))
+        agent.receive(now, from_("n2", Heartbeat(1, 1)))
+        agent.tick(now)
+        slow += [(a.name, a.waited_s) for a in agent.take() if isinstance(a, Slow)]
+    assert [name for name, _ in slow] == ["n2"] and slow[0][1] < 3.0
+    assert list(agent.suspected) == ["n2"] and 15.0 < now < 17.0
+
+
+@pytest.mark.parametrize(("waits_s", "named"), [(0.9, True), (0.1, False)])
+def test_who_is_waited_for_in_each_step_is_slow_though_no_wait_is_long(waits_s: float, named: bool) -> None:
+    agent = an_agent(first(3), detect_s=2.0, max_wait_s=5.0)
+    slow: list[str] = []
+    for tenth in range(300):
+        now, step = tenth / 10, tenth // 10
+        if tenth % 10 == 0:
+            assert agent.start_step(1, step) is Verdict.GRANTED
+        waits = tenth % 10 >= 10 - 10 * waits_s
+        if waits:
+            agent.arrived(now, 1, step)
+        if tenth % 5 == 4:
+            agent.receive(now, from_("n1", Heartbeat(1, step + 1, arrived=waits)))
+            agent.receive(now, from_("n2", Heartbeat(1, step + 1)))
+        if tenth % 10 == 9:
+            assert agent.finish_step(1, step) is Verdict.GRANTED
+        agent.tick(now)
+        assert not agent.suspected
+        slow += [each.name for each in agent.take() if isinstance(each, Slow)]
+    assert set(slow) == ({"n2"} if named else set()) and len(slow) <= 2
+
+
+def test_nobody_waits_after_a_step_is_completed() -> None:
+    """The last one to arrive did not have to wait, and says so in no exchange."""
+    agent, last = an_agent(first(2), detect_s=2.0), an_agent(first(2), "n1", detect_s=2.0)
+    for each in (agent, last):
+        assert each.start_step(1, 0) is Verdict.GRANTED
+    agent.arrived(0.1, 1, 0)
+    for each in (agent, last):
+        assert each.finish_step(1, 0) is Verdict.GRANTED
+    for tick in range(1, 40):
+        last.tick(tick / 2)
+        (beat,) = sent(last, Heartbeat)
+        agent.receive(tick / 2, beat.envelope)
+        agent.tick(tick / 2)
+        actions = agent.take()
+        assert not [each for each in actions if isinstance(each, Slow)]
+        for each in actions:
+            if isinstance(each, Send):
+                last.receive(tick / 2, each.envelope)
+
+
 def test_a_closed_connection_is_a_loss_at_once_unless_heard_again() -> None:
     agent = an_agent(first(3))
     agent.closed(0.1, "n2")

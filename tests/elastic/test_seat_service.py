@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from bagua.membership import MessageError, Verdict
+from bagua.membership.epoch import NO_MODEL
 from bagua.membership.remote_seat import LauncherLost, RemoteSeat
 from bagua.membership.seat import View
 from bagua.membership.seat_frames import MAX_SEAT_FRAME, SeatFrames, pack, view_from_wire, view_to_wire
@@ -60,20 +61,46 @@ def test_an_answer_never_overtakes_the_view_it_was_given_in(hosts: Hosts) -> Non
     assert group_of(seat) > 1
 
 
-def test_ranks_that_have_ended_are_cut_off(hosts: Hosts) -> None:
-    """A request that a killed rank had sent must not count after `weights_lost`."""
+def test_a_rank_that_has_ended_asks_in_vain(hosts: Hosts) -> None:
+    """A request that a killed rank had sent must not count, whenever it is read."""
     first, second = hosts.seats[0], RemoteSeat(str(hosts.services[0].path))
-    hosts.services[0].disconnect()
+    hosts.transports[0].call(lambda agent, now: agent.rank_ended(now, 0))
+    assert first.start_step(1, 0) is Verdict.DENIED and second.finish_step(1, 0) is Verdict.DENIED
+    first.wants_weights()
+    assert hosts.transports[0].call(lambda agent, _: agent.held) == NO_MODEL
+    hosts.services[0].close()
     for seat in (first, second):
         with pytest.raises(LauncherLost, match="the launcher of host n0 has ended"):
-            while True:
-                seat.start_step(1, 0)
+            seat.start_step(1, 0)
     second.close()
-    later = RemoteSeat(str(hosts.services[0].path))
-    assert later.start_step(1, 0) is Verdict.GRANTED
-    later.close()
+
+
+def test_a_seat_that_was_closed(hosts: Hosts) -> None:
+    hosts.seats[0].close()
     with pytest.raises(LauncherLost, match="this seat was closed"):
-        later.view()
+        hosts.seats[0].view()
+
+
+def test_each_rank_of_a_host_has_a_seat_of_its_own(hosts: Hosts, tmp_path: Path) -> None:
+    """The second one arrives while the first trains, and gets a place beside it. Each is granted its own steps."""
+    transport, first = hosts.transports[0], hosts.seats[0]
+    service = SeatService(transport, tmp_path / "0", 1)
+    transport.call(lambda agent, _: agent.rank_started(1))
+    second = RemoteSeat(str(service.path))
+    view = second.view()
+    assert view is not None and view.rank is None and view.lists("n0") and not view.learns
+    assert first.start_step(1, 0) is Verdict.GRANTED and second.start_step(1, 0) is Verdict.DENIED
+    second.wants_weights()
+    wait_for(lambda: group_of(first) > 1, "a group with both")
+    service.refresh()
+    wait_for(lambda: group_of(second) == group_of(first), "the view of both")
+    view, group = second.view(), group_of(first)
+    assert view is not None and view.rank is not None and len(view.members) == len(hosts.seats) + 1
+    assert second.start_step(group, 0) is Verdict.DENIED  # it has no weights yet
+    assert second.weights_fetched(view.epoch, 0) is Verdict.GRANTED
+    assert second.start_step(group, 0) is Verdict.GRANTED
+    second.close()
+    service.close()
 
 
 def test_the_end_of_the_launcher_is_an_error_of_every_call(hosts: Hosts) -> None:

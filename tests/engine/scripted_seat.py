@@ -25,10 +25,12 @@ class ScriptedSeat:
 
     Attributes:
         asked: name and arguments of each call but `view`.
+        then: what `view` returns once the rank has said that it wants weights, and has looked; None: the same.
     """
 
     def __init__(self, now: View | None, answers: Sequence[Verdict] = (), repeats: bool = False) -> None:
         self.name, self.now = "n0", now
+        self.then: View | None = None
         self.asked: list[tuple[Any, ...]] = []
         self._answers, self._repeats = list(answers), repeats
 
@@ -40,7 +42,14 @@ class ScriptedSeat:
 
     def view(self) -> View | None:
         """See `Seat`."""
-        return self.now
+        now = self.now
+        if self.then is not None and ("wants_weights",) in self.asked:
+            self.now, self.then = self.then, None
+        return now
+
+    def wants_weights(self) -> None:
+        """See `Seat`."""
+        self.asked.append(("wants_weights",))
 
     def await_group(self, after: int, timeout_s: float) -> View:
         """See `Seat`."""
@@ -55,6 +64,10 @@ class ScriptedSeat:
     def finish_step(self, group: int, step: int) -> Verdict:
         """See `Seat`."""
         return self._answer("finish", group, step)
+
+    def arrived(self, group: int, step: int) -> None:
+        """See `Seat`."""
+        self.asked.append(("arrived", group, step))
 
     def weights_fetched(self, epoch: int, step: int) -> Verdict:
         """See `Seat`."""

@@ -216,11 +216,23 @@ def test_a_host_that_is_left_out_fetches_the_weights_until_it_has_them(caplog: p
         now = manager.await_view(learn)
     assert (now.group, now.rank) == (7, 2) and manager.newcomer
     assert learn.seen == [4, 4, 6]
-    assert seat.asked == [("fetched", 6, 40)]
+    assert seat.asked == [("wants_weights",), ("wants_weights",), ("fetched", 6, 40)], "once in each epoch"
     assert caplog.text.count("host n0 was left out of membership epoch 4 (n0 is silent)") == 1
     manager.view, before = now, manager.view
     manager.recovered(before, 41)
     assert not manager.newcomer
+
+
+def test_a_rank_whose_host_is_served_by_another_one_takes_the_weights_over_when_it_trains() -> None:
+    seat, manager, _ = in_group(3)
+    manager.newcomer = True
+    seat.now = replace(learning(4), learns=False)
+    seat.then = view(5, "n1", "n2", "n0/0", "n0/1", rank=3)
+    now = manager.await_view(never)
+    assert now.rank == 3 and manager.blank and not manager.replicated, "whatever its round"
+    manager.view = now
+    manager.weights_fetched(40)
+    assert not manager.blank, "another attempt to open groups counts on its weights"
 
 
 def test_a_host_that_has_the_weights_waits_until_it_trains() -> None:

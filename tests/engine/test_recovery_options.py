@@ -74,6 +74,7 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "guard": lambda: {"guard": bagua.Guard()},
     "broadcast_buffers": lambda: {"broadcast_buffers": True},
     "autotune": lambda: {"autotune": True},
+    "rank_order": lambda: {"rank_order": [0]},
 }
 
 
@@ -175,12 +176,21 @@ class Mine(algorithms.GradientAllReduce):
     lost_step: ClassVar[LostStep | None] = None
 
 
-@pytest.mark.parametrize(("algorithm", "name"), [(Mine(), "mine"), ("auto", "auto")], ids=["mine", "auto"])
+@pytest.mark.parametrize(
+    ("algorithm", "refusal"),
+    [
+        (
+            Mine(),
+            "^fault_tolerant: 'mine' has no rule for a lost step yet; these have one: async, .*gradient_allreduce",
+        ),
+        ("auto", '^fault_tolerant: not with algorithm "auto" yet: a newcomer would know neither what .* name an algo'),
+    ],
+    ids=["mine", "auto"],
+)
 def test_an_algorithm_without_a_rule_for_a_lost_step(
-    store: tuple[str, dist.TCPStore], algorithm: Any, name: str
+    store: tuple[str, dist.TCPStore], algorithm: Any, refusal: str
 ) -> None:
     model, optimizer = small()
-    refusal = f"^fault_tolerant: '{name}' has no rule for a lost step yet; these have one: async, .*gradient_allreduce"
     with pytest.raises(ValueError, match=refusal):
         bagua.distribute(model, optimizer, algorithm, fault_tolerant=tolerance(store[0])[1])
     assert model not in attachments
@@ -189,9 +199,11 @@ def test_an_algorithm_without_a_rule_for_a_lost_step(
 def test_a_warm_up_to_an_algorithm_with_state_of_its_own(store: tuple[str, dist.TCPStore]) -> None:
     model, optimizer = small()
     with pytest.raises(
-        ValueError, match=r"^fault_tolerant: Warmup needs two algorithms that skip a lost step, such as"
+        ValueError, match=r"^fault_tolerant: Warmup needs a first algorithm that skips a lost step, such as"
     ):
-        bagua.distribute(model, optimizer, algorithms.Warmup(5, then="diloco"), fault_tolerant=tolerance(store[0])[1])
+        bagua.distribute(
+            model, optimizer, algorithms.Warmup(5, then="decentralized"), fault_tolerant=tolerance(store[0])[1]
+        )
     assert model not in attachments
 
 

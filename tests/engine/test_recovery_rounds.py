@@ -234,6 +234,21 @@ def test_a_rank_is_lost(monkeypatch: pytest.MonkeyPatch, store: str, dies: int, 
     check_sums(script, ends)
 
 
+@pytest.mark.parametrize(("dies", "holds"), CHOSEN[1:3])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+def test_a_rank_is_lost_with_second_moments(
+    monkeypatch: pytest.MonkeyPatch, store: str, name: str, dies: int, holds: int | None
+) -> None:
+    """A rank that takes over another one's optimizer takes over the second moments from which it was corrected, too."""
+    algorithm = bagua.algorithms.get(name, communication_interval=INTERVAL, scale_second_moment=True)
+    script, ends = run(monkeypatch, store, algorithm, 2, dies, holds, lambda params: torch.optim.AdamW(params, lr=0.1))
+    for end in ends:
+        seconds, steps = ([t for key, t in end["kept"].items() if key[0] == n] for n in ("second_moment", "adam_steps"))
+        assert [each.tolist() for each in steps] == [[ROUNDS * INTERVAL]] and seconds[0].isfinite().all()
+        end["kept"] = {key: t for key, t in end["kept"].items() if key[0] not in ("second_moment", "adam_steps")}
+    check(script, ends)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dies", "holds"), points())
 @pytest.mark.parametrize(("name", "place"), [("local_sgd", 0), ("diloco", 2)])

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import bagua
+from bagua.algorithms import ByteGrad
 from bagua.engine.hooks import attachments
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.transfer import WeightServer, fetch_weights
@@ -39,12 +40,25 @@ def served() -> tuple[Any, str]:
     return store, f"127.0.0.1:{store.port}"
 
 
-def test_the_request_of_a_rank_that_was_killed_is_not_waited_for(served: tuple[Any, str]) -> None:
-    """A rank that is started again on the same host asks anew; what it asked for before may still be in the store."""
+@pytest.mark.parametrize("nodes", [(), ((0, 1), (2, 3))])
+def test_the_request_of_a_rank_that_was_killed_is_not_waited_for(
+    served: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, nodes: tuple[tuple[int, ...], ...]
+) -> None:
+    """A rank that is started again on the same host asks anew; what it asked for before may still be in the store.
+
+    The others may have a hierarchy of several ranks on each host, of which the rank that is alone knows nothing yet.
+    """
     store, address = served
     (theirs, giver), (mine, taker) = make(1.0), make(2.0)
     dist.PrefixStore("bagua/weights/n1", store).set("request", "of a rank that was killed")
     manager = RecoveryManager(ScriptedSeat(view(1, "n0"), ()), bagua.FaultTolerance())
+    if nodes:
+        manager.algorithm = ByteGrad()
+        fitted, _ = manager.algorithm.for_nodes(nodes)
+        assert repr(fitted) != repr(taker.state.root)
+        monkeypatch.setattr(giver.state, "root", fitted)
+        for engine in (giver, taker):
+            monkeypatch.setattr(engine.failures, "recovery", manager)
     before = store.num_keys()
     stopped, fetched = threading.Event(), threading.Event()
     server = WeightServer("n1", address, TRANSFER_S, stopped)
@@ -73,6 +87,7 @@ def test_the_request_of_a_rank_that_was_killed_is_not_waited_for(served: tuple[A
         stopped.set()
         ended.set()
         learner.join(LIMIT_S)
+        monkeypatch.undo()
         for module in (theirs, mine):
             bagua.detach(module)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from bagua import codecs, topologies
 from bagua.comm.groups import Groups
-from bagua.exchanges import AllReduce, DifferenceGossip, Exchange, Gossip, Hierarchical, ScatterGather, mix
+from bagua.exchanges import AllGather, AllReduce, DifferenceGossip, Exchange, Gossip, Hierarchical, ScatterGather, mix
 from tests.rank_threads import run_threads
 
 SIZES = [1, 2, 3, 4]
@@ -237,3 +240,18 @@ def test_parts_refuse_each_other_without_mix_too() -> None:
         ScatterGather(codecs.get("identity"), error_feedback=True)
     with pytest.raises(ValueError, match="Hierarchical"):
         Hierarchical(Hierarchical(AllReduce()))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "make"),
+    {
+        "AllGather": AllGather,
+        "AllReduce": AllReduce,
+        "ScatterGather": ScatterGather,
+        "Gossip": lambda codec: Gossip(topologies.get("ring"), codec),
+        "DifferenceGossip": lambda codec: DifferenceGossip(topologies.get("ring"), codec),
+    }.items(),
+)
+def test_a_name_is_no_codec(exchange: str, make: Callable[[Any], Exchange]) -> None:
+    with pytest.raises(TypeError, match=rf"^{exchange}: codec: .*'sign'; bagua.codecs.get"):
+        make("sign")

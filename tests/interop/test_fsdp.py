@@ -22,6 +22,7 @@ from tests.engine.training import batch, equal
 from tests.rank_pool import RankPool
 
 Options = dict[str, Any]
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def slow(*values: Any) -> Any:
@@ -156,6 +157,45 @@ def test_resuming_through_dcp_is_bit_identical(
     layout: str, size: int, more: Options, pool: RankPool, tmp_path: Any
 ) -> None:
     assert all(pool.run(size, interrupted, layout, str(tmp_path / "dcp"), {"reduce_scatter": "int4", **more}))
+
+
+def residuals(policy: Options, saved: Any) -> tuple[Any, bool]:
+    """On a rank: one step under `policy` from the states `saved`, if any; its own after it, and whether ranks agree."""
+    model, state = make(
+        "hybrid", {"reduce_scatter": "int4", "replica": bagua.algorithms.ByteGrad(codec="int4")}, policy
+    )
+    assert state is not None
+    if saved is not None:
+        state.load_state_dict(saved[dist.get_rank()])
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
+    weights = [param.full_tensor() for param in model.parameters()]  # pyright: ignore
+    first = [weight.clone() for weight in weights]
+    for weight in first:
+        dist.broadcast(weight, 0)
+    return state.state_dict(), all(torch.equal(a, b) for a, b in zip(weights, first, strict=True))
+
+
+def residual_dtypes(state: Any) -> set[torch.dtype]:
+    scatters = [each for sizes in state["residuals"].values() for each in sizes.values()]
+    replicas = [each["residual"] for sizes in state["replicas"].values() for each in sizes.values()]
+    assert scatters and replicas
+    return {each.dtype for each in (*scatters, *replicas)}
+
+
+def test_error_feedback_follows_the_dtype_that_fsdp_reduces_in(pool: RankPool) -> None:
+    """By default `param_dtype`, but from torch 2.15 on the parameters' own; a checkpoint may be of the other one."""
+    half, default = torch.bfloat16, torch.float32 if TORCH >= (2, 15) else torch.bfloat16
+    saved = None
+    for policy, expected in (
+        ({"param_dtype": half}, default),
+        ({"param_dtype": half, "reduce_dtype": torch.float32}, torch.float32),
+        ({"param_dtype": half, "reduce_dtype": half}, half),
+        ({"param_dtype": half}, default),
+    ):
+        done = pool.run(4, residuals, policy, saved)
+        saved = [state for state, _ in done]
+        assert all(residual_dtypes(state) == {expected} for state in saved)
+        assert all(alike for _, alike in done)
 
 
 def refuse(path: str) -> list[str]:

@@ -64,6 +64,8 @@ def test_events_and_timeout(capfd: pytest.CaptureFixture[str], tmp_path: Path) -
         (["--hosts", "0", "--", "true"], "hosts must be 1 to 64"),
         (["--only", "2", "--", "true"], "--only must be a host"),
         (["--at", "5s:explode:0", "--", "true"], "the action must be one of"),
+        (["--at", "5s:kill-rank:0", "--", "true"], "kill-rank needs =VALUE"),
+        (["--at", "5s:kill-rank:0=x", "--", "true"], "kill-rank needs a local rank"),
         (["--nproc-per-node", "2", "--", "true"], "nproc_per_node needs"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from bagua.lab import Cluster, Link
 from bagua.lab.events import Event, parse_event
 from bagua.lab.link import bits_per_second, num_bytes, seconds
+from bagua.lab.pairs import both_ways, parse_pairs
 from bagua.lab.rendezvous import command_for
 
 
@@ -131,7 +132,8 @@ C10D = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29500", "--rdzv-i
         (["sh", "-c", "true"], ["sh", "-c", "true"]),
     ],
 )
-def test_commands_get_the_rendezvous(words: list[str], expected: list[str]) -> None:
+def test_commands_get_the_rendezvous(words: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # where there is no `bagua`, this interpreter's is meant
     assert command_for(words, 3, 1, "10.0.0.1", 29500) == expected
 
 
@@ -140,3 +142,37 @@ def test_ranks_per_host() -> None:
     assert "2" not in command_for(["torchrun", "--nproc_per_node=4", "a.py"], 1, 0, "h", 1, 2)
     with pytest.raises(ValueError, match="nproc_per_node needs"):
         command_for(["sh"], 1, 0, "h", 1, 2)
+
+
+def test_links_of_pairs() -> None:
+    found = parse_pairs(["0-1=50mbit/20ms", "2-0=1gbit", "0-2=10mbit"], 3)
+    assert found == {(0, 1): Link("50mbit", "20ms"), (2, 0): Link("1gbit"), (0, 2): Link("10mbit")}
+    assert both_ways(found, 3) == {**found, (1, 0): Link("50mbit", "20ms")}, "unless the way back is given too"
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["0-1"], "--link must be A-B=RATE"),
+        (["0-1=50mbit/2ms/3"], "--link must be A-B=RATE"),
+        (["0-1=fast"], "--link 0-1=fast: bandwidth must be"),
+        (["0-1=1gbit/2"], "--link 0-1=1gbit/2: latency must be"),
+        (["0-3=1gbit"], r"\(0, 3\) must be two hosts from 0 to 2"),
+        (["1-1=1gbit"], "two different hosts"),
+        (["0-1=1gbit", "0-1=2gbit"], "from host 0 to host 1 is given twice"),
+    ],
+)
+def test_wrong_links_of_pairs(texts: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_pairs(texts, 3)
+
+
+def test_clusters_refuse_what_a_pair_cannot_have() -> None:
+    with pytest.raises(ValueError, match="a pair has a bandwidth, a latency and a queue"):
+        Cluster(2, pairs={(0, 1): Link(loss=0.1)})
+    with pytest.raises(ValueError, match='wire="tbf" cannot emulate pairs'):
+        Cluster(2, pairs={(0, 1): Link("1gbit")}, wire="tbf")
+    with pytest.raises(ValueError, match='mode="pacing"'):
+        Cluster(2, pairs={(0, 1): Link("1gbit")}, mode="pacing")
+    with pytest.raises(TypeError, match="must be a bagua.lab.Link, not str"):
+        Cluster(2, pairs={(0, 1): "1gbit"})  # type: ignore[dict-item]

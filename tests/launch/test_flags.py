@@ -137,6 +137,7 @@ def test_both_spellings(module: object, underscored: str) -> None:
         (["--autotune-level", "2", "x.py"], "--autotune-level 2: expected 0 (no tuning) or 1"),
         (["--autotune-level", "1", "--autotune-max-samples", "0", "x.py"], "must be positive, not 0"),
         (["--autotune-level", "1", "--autotune-warmup-time", "-1", "x.py"], "must be a number of seconds >= 0, not -1"),
+        (["--rank-order", "0,2", "x.py"], "must be measured, or each rank from 0 on once"),
         (["--default-bucket-size", "0", "x.py"], "must be a positive number of bytes, not 0"),
         (["--no-such-flag", "x.py"], "unrecognized arguments: --no-such-flag"),
         ([], "training_script"),

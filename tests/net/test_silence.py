@@ -32,7 +32,7 @@ def moving(seconds: float = 60) -> Iterator[tuple[Namespaces, Process, Process]]
         sender = Process(env=env, prefix=hosts.prefixes[0], role="send", **options)
         try:
             sender.give_handles(receiver.read_handles(1))
-            time.sleep(0.5)
+            receiver.await_transfer()
             yield hosts, sender, receiver
         finally:
             for process in (sender, receiver):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -81,7 +80,8 @@ def test_a_killed_peer_is_an_error_without_a_timeout(killed: str) -> None:
     env = {**LOOPBACK, **ALL_FLOWS, "BAGUA_NET_TIMEOUT_S": "0"}  # silence alone would never be one
     roles = {role: Process(env=env, role=role, mode="rate", seconds=100, bytes=1 << 20) for role in ("recv", "send")}
     roles["send"].give_handles(roles["recv"].read_handles(1))
-    time.sleep(0.5)
+    for process in roles.values():
+        process.await_transfer()
     os.kill(roles[killed].pid, signal.SIGKILL)
     survivor = roles["send" if killed == "recv" else "recv"].wait(60)
     assert roles[killed].wait(60).status == -signal.SIGKILL

@@ -82,7 +82,7 @@ def test_the_wheel_holds_the_modules_and_the_libraries(dist: Dist) -> None:
     with tarfile.open(dist.sdist) as tar:
         sources = {member.name.split("/", 1)[1] for member in tar}
     modules = {name for name in sources if re.fullmatch(r"(bagua|lightning_bagua)/.*\.(py|pyi)|\w+/py\.typed", name)}
-    libraries = {"codecs/_native", "lab/_relay", "lab/_pacing", "net/libnccl-net-bagua", "net/_driver"}
+    libraries = {"codecs/_native", "comm/_mesh", "lab/_relay", "lab/_pacing", "net/libnccl-net-bagua", "net/_driver"}
     assert names == modules | {f"bagua/{library}.so" for library in libraries}
 
 

@@ -41,6 +41,7 @@ class Run:
         """Exchange."""
         if self.alone:
             return
+        self.groups.begin(self.key[0])
         if self.source is not None:
             self.exchange.run_from(self.source, self.state, self.groups, self.step)
         elif self.probe is None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bagua.comm.gloo_connections import GlooConnections
 from bagua.comm.groups import Groups
+from bagua.comm.mesh import Mesh
 from bagua.comm.own_threads import start_thread
 from bagua.engine.lanes.gate import Gate
 from bagua.engine.lanes.label import Label, span
@@ -182,7 +183,7 @@ class ThreadLane(Lane):
         self._running: list[Ticket] = []
         self._cut: float | None = None
         self._left: CommunicationError | None = None
-        free = partial(_free, self._queue, gate, groups.world.connections)
+        free = partial(_free, self._queue, gate, groups.world.connections, groups.world.mesh)
         self._thread = start_thread(partial(_work, self._queue, self._running, gate), "bagua-lane", free)
         # The thread holds the queue, not the lane: a lane nobody holds is collected, and its thread ends.
         self._finalizer = weakref.finalize(self, _end, self._queue, gate)
@@ -215,7 +216,7 @@ class ThreadLane(Lane):
         """Let the thread end. One that is stuck in a collective keeps its groups: to free them would wait too."""
         self._finalizer()
         self._thread.join(timeout_s)
-        if self._thread.is_alive() and self.groups.world.connections is not None:
+        if self._thread.is_alive() and (self.groups.world.connections is not None or self.groups.native):
             self.sever()  # a thread that returned while the interpreter ends would abort the process
             self._thread.join(_STUCK_S)
         if not self._thread.is_alive():
@@ -253,9 +254,11 @@ def _end(jobs: _Jobs, gate: Gate | None) -> None:
     jobs.put(None)
 
 
-def _free(jobs: _Jobs, gate: Gate | None, connections: GlooConnections | None) -> None:
+def _free(jobs: _Jobs, gate: Gate | None, connections: GlooConnections | None, mesh: Mesh | None) -> None:
     """At exit, of a lane that nobody holds any more and whose thread is in a collective."""
     _end(jobs, gate)
+    if mesh is not None:
+        mesh.abort()
     if connections is not None:
         connections.shut_down()
 

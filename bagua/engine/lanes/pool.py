@@ -80,7 +80,7 @@ class LanePool:
     def side_groups(self) -> Groups:
         """Groups for collectives of the training thread; opened when first used, so by all ranks at once."""
         if self._side is None:
-            self._side = InlineLane(self._open_groups())
+            self._side = InlineLane(self._open_groups(native=False))
         return self._side.groups
 
     def width(self, exchange: Exchange) -> int:
@@ -184,10 +184,11 @@ class LanePool:
         for lane in self.all:
             lane.stop(timeout_s)
 
-    def _open_groups(self) -> Groups:
+    def _open_groups(self, native: bool | None = None) -> Groups:
         self.num_opened += 1
         name = f"lane/{self._key}/{self.num_opened}"
-        groups = self._team.open(name, self.groups.intra is not None, self.groups.nodes)
+        native = self.groups.native if native is None else native
+        groups = self._team.open(name, self.groups.intra is not None, self.groups.nodes, native)
         self._watch(groups.meters)
         return groups
 

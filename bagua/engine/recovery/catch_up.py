@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bagua.algorithms.base import Algorithm
 from bagua.comm.team import Team
 from bagua.engine.engine import Engine
 from bagua.engine.recovery.interruptible import run_interruptibly
@@ -30,8 +31,10 @@ def position_of(manager: RecoveryManager, engine: Engine) -> dict[str, Any]:
 
     Keys: "round": exchanges that count; "step": steps completed; "ending": the optimizers have made one more, whose
     exchange is to be repeated; "attempts": steps begun; "newcomer", "replicated": see `RecoveryManager`; "lost_step":
-    the rule of the algorithm in force.
+    the rule of the algorithm in force; "loss_scale": see `LossScale`; "kept": name, bucket, shape and type of each of
+    `kept_tensors`.
     """
+    rule = _in_force(engine).lost_step
     return {
         "round": manager.round,
         "step": engine.step,
@@ -39,7 +42,12 @@ def position_of(manager: RecoveryManager, engine: Engine) -> dict[str, Any]:
         "attempts": manager.attempts,
         "newcomer": manager.newcomer,
         "replicated": manager.replicated,
-        "lost_step": engine.algorithm.lost_step.value if engine.algorithm.lost_step is not None else None,
+        "lost_step": None if rule is None else rule.value,
+        "loss_scale": manager.loss_scale.report(),
+        "kept": [
+            [*key, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+            for key, tensor in kept_tensors(engine).items()
+        ],
     }
 
 
@@ -47,6 +55,24 @@ def kept_tensors(engine: Engine) -> dict[tuple[str, int], Tensor]:
     """Tensors of the algorithm that outlive a change of the members, by name and bucket."""
     tensors, names = engine.memory.tensors, engine.algorithm.kept
     return {key: tensors[key] for key in sorted(tensors) if key[0] in names}
+
+
+def _in_force(engine: Engine) -> Algorithm:
+    """The algorithm of the step at which this rank is, which it has not bound yet if it has just been taken there."""
+    root = engine.state.root
+    scheduled = root.at_step(engine.step)
+    return engine.algorithm if scheduled is root else scheduled
+
+
+def _kept_like(engine: Engine, described: Sequence[Sequence[Any]]) -> dict[tuple[str, int], Tensor]:
+    """Those of `kept_tensors` that another rank describes: this rank's own, or new ones."""
+    mine, device = kept_tensors(engine), engine.inventory.device
+    found: dict[tuple[str, int], Tensor] = {}
+    for name, index, shape, dtype in described:
+        tensor, kind = mine.get((name, index)), getattr(torch, dtype)
+        fits = tensor is not None and list(tensor.shape) == shape and tensor.dtype is kind
+        found[name, index] = tensor if tensor is not None and fits else torch.empty(shape, dtype=kind, device=device)
+    return found
 
 
 def catch_up(
@@ -82,21 +108,24 @@ def catch_up(
     groups = part.open("state")
     inventory, device = engine.inventory, engine.inventory.device
     everything = {**inventory.parameters, **inventory.frozen}
+    # Of a rank that is before the switch of a `Warmup`, or new, none may be there yet.
+    kept = _kept_like(engine, ranks[source]["kept"]) if place else kept_tensors(engine)
 
     def replicate() -> None:
-        tensors = [*everything.values(), *inventory.buffers.values(), *kept_tensors(engine).values()]
+        tensors = [*everything.values(), *inventory.buffers.values(), *kept.values()]
         replicate_tensors(tensors, groups.world, device)
         replicate_optimizers(engine.optimizers, everything, part, groups.world, device)
 
     try:
-        mine = partial(unless_interrupted, inventory, engine.optimizers, kept_tensors(engine).values())
+        mine = partial(unless_interrupted, inventory, engine.optimizers, kept.values())
         with mine() if place else nullcontext():
             run_interruptibly(groups, replicate, manager.check_group)
-            if place and manager.round < ranks[source]["round"]:
+            if place and (manager.blank or manager.round < ranks[source]["round"]):
                 manager.weights_fetched(ranks[source]["round"])
         if place:  # also if these groups are never used
             lead = ranks[source]
             manager.round, engine.state.step, engine.tracker.ending = lead["round"], lead["step"], lead["ending"]
+            engine.binding.go_on_with(_in_force(engine), kept)
             manager.progress.receive(progress)
             manager.replicated = True
             team.store.set(_key(team.rank), b"1")

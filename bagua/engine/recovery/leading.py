@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,13 @@ def who_leads(ranks: list[dict[str, Any]]) -> tuple[int, list[int], list[int]]:
     candidates = [rank for rank, each in enumerate(ranks) if not each["newcomer"]] or list(range(len(ranks)))
     # A rank that was lost in `distribute` may have given its weights to some only: they count, once one rank has them.
     candidates = [rank for rank in candidates if ranks[rank]["replicated"]] or candidates
-    source = max(candidates, key=lambda rank: (ranks[rank]["round"], begun(ranks[rank]), -rank))
+    # Of ranks that are as far, the one with most of those that need its state beside it on its host.
+    needs = Counter(each.get("node") for each in ranks if each["newcomer"] or each["round"] < newest)
+    near = [needs[each.get("node")] for each in ranks]
+    source = max(candidates, key=lambda rank: (ranks[rank]["round"], begun(ranks[rank]), near[rank], -rank))
     alike = ranks[source]["lost_step"] in (LostStep.SKIP.value, LostStep.FREE.value)
     if alike:  # then a newcomer leads that alone holds a step of a rank that has been lost
-        source = max(range(len(ranks)), key=lambda rank: (ranks[rank]["round"], rank in candidates, -rank))
+        source = max(range(len(ranks)), key=lambda rank: (ranks[rank]["round"], rank in candidates, near[rank], -rank))
     behind: list[int] = []
     without: list[int] = []
     for rank, each in enumerate(ranks):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 
+from bagua.algorithms.auto import Auto
+from bagua.algorithms.base import Algorithm
+from bagua.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from bagua.algorithms.registry import registry
 from bagua.algorithms.warmup import Warmup
 from bagua.engine.startup.request import Request
 from bagua.membership.seat import Seat
 
-__all__ = ["check_tolerates", "take_seat"]
+__all__ = ["check_tolerates", "take_seat", "without_mixed_halves"]
 
 _taken: weakref.WeakSet[Seat] = weakref.WeakSet()
 
@@ -27,13 +32,23 @@ def check_tolerates(request: Request, module: object, has_group: bool, seat: Sea
     algorithm = request.algorithm
     if isinstance(algorithm, Warmup) and not algorithm.lost_step:
         return ValueError(
-            "fault_tolerant: Warmup needs two algorithms that skip a lost step, such as gradient_allreduce, bytegrad "
-            "or power_sgd; others would hand over state that the first one does not have"
+            "fault_tolerant: Warmup needs a first algorithm that skips a lost step, such as gradient_allreduce, "
+            "bytegrad or power_sgd, and then one of these or of local_sgd, diloco and sparse_loco"
+        )
+    if isinstance(algorithm, Auto):
+        return ValueError(
+            'fault_tolerant: not with algorithm "auto" yet: a newcomer would know neither what the others have measured'
+            " nor whose turn it is, and a lost step would count as a slow one; name an algorithm"
         )
     if algorithm is not None and not algorithm.lost_step:
         known = ", ".join(sorted(name for name in registry.builtin() if registry[name].lost_step is not None))
         return ValueError(
             f"fault_tolerant: {algorithm.name!r} has no rule for a lost step yet; these have one: {known}"
+        )
+    if _sums_weights_in_place(algorithm) and algorithm.hierarchical:
+        return ValueError(
+            f"hierarchical: {algorithm.name!r} sums weights in place, so a lost rank would leave sums instead of "
+            "weights; with fault_tolerant leave it out, or pass overlap=True"
         )
     if algorithm is not None and not request.optimizers:
         return ValueError(f"optimizers: {algorithm.name!r} needs them with fault_tolerant: a step ends with theirs")
@@ -44,6 +59,8 @@ def check_tolerates(request: Request, module: object, has_group: bool, seat: Sea
         "guard": request.guard is not None,
         "broadcast_buffers": request.broadcast_buffers,
         "autotune": request.tune is not None,
+        "rank_order": request.rank_order is not None,
+        "transport": request.transport == "native",
     }
     for name, given in refused.items():
         if given:
@@ -57,6 +74,18 @@ def check_tolerates(request: Request, module: object, has_group: bool, seat: Sea
     if any(isinstance(each, torch.optim.LBFGS) for each in request.optimizers):
         return ValueError("optimizers: LBFGS evaluates the model within its step; not with fault_tolerant")
     return None
+
+
+def without_mixed_halves(algorithm: Algorithm | None) -> Algorithm | None:
+    """`algorithm`, without a hierarchy by default if that would leave half a sum in place of weights after a loss."""
+    if _sums_weights_in_place(algorithm) and algorithm.hierarchical is None:
+        return replace(algorithm, hierarchical=False)
+    return algorithm
+
+
+def _sums_weights_in_place(algorithm: Algorithm | None) -> TypeGuard[LowPrecisionDecentralized]:
+    """Whether the sum within a node works on the weights themselves, and not on a copy that is dropped."""
+    return isinstance(algorithm, LowPrecisionDecentralized) and not algorithm.overlap
 
 
 def take_seat(seat: Seat) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,10 +11,12 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms.base import Algorithm
 from bagua.comm.remote_store import connect_store
 from bagua.comm.team import Team
 from bagua.engine.lanes.pool import LanePool
 from bagua.engine.recovery.change import MembershipChange
+from bagua.engine.recovery.loss_scale import LossScale
 from bagua.engine.recovery.old_keys import prefix_of_group
 from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.options import FaultTolerance
@@ -47,6 +50,7 @@ class RecoveryManager:
     Attributes:
         view: the members whose groups are in use.
         lost: why the step in progress is lost; "" if it is not.
+        dropped: the last step that has ended was lost.
         round: exchanges that count, as the agent knows them: those of gradients, or at the end of a step.
         attempts: steps that this rank has begun, lost ones included.
         to_skip: steps that this rank skips because others have already begun as many more.
@@ -57,12 +61,16 @@ class RecoveryManager:
         waited_s: time that training has waited for them.
         recover: opens the groups of the next epoch within a step, and ends this step there.
         progress: of the user's loop.
+        loss_scale: of the user's loop.
+        thread: the training thread.
+        algorithm: as given to `distribute`, not fitted to any nodes yet: those change with the members.
     """
 
     def __init__(self, seat: Seat, options: FaultTolerance) -> None:
         self.seat, self.options = seat, options
         self.view: View | None = None
         self.lost = ""
+        self.dropped = False
         self.round = self.attempts = self.to_skip = 0
         self.newcomer = False
         self.replicated = True
@@ -71,9 +79,18 @@ class RecoveryManager:
         self.waited_s = 0.0
         self.recover: Callable[[], None] = _cannot_recover
         self.progress = Progress()
+        self.loss_scale = LossScale()
+        self.thread = threading.get_ident()
+        self.algorithm: Algorithm | None = None
         self._pool: LanePool | None = None
         self._severed = self._fetched = self._stopped = False
         self._noticed = 0.0
+        self._arrived = 0, 0  # group and round of the exchange in which this rank has said that it waits
+
+    @property
+    def blank(self) -> bool:
+        """Whether this rank arrives without weights: another one of its host has fetched them, or has them."""
+        return self.newcomer and not self._fetched
 
     @property
     def group(self) -> int:
@@ -83,13 +100,13 @@ class RecoveryManager:
     # -- groups --------------------------------------------------------------------------------------------------
 
     def await_member(self) -> View:
-        """Wait until this host is a member of the job, with or without its weights.
+        """Wait until this host is a member of the job, with or without the weights.
 
         Raises:
             CommunicationError: it was not within `max_blocked_s`.
         """
         deadline = time.monotonic() + self.options.max_blocked_s
-        while (view := self.seat.view()) is None or not (view.rank is not None or self.seat.name in view.learners):
+        while (view := self.seat.view()) is None or not (view.rank is not None or view.lists(self.seat.name)):
             if time.monotonic() > deadline:
                 raise CommunicationError(
                     f"host {self.seat.name} was not let into the job within {self.options.max_blocked_s:g} s"
@@ -98,15 +115,16 @@ class RecoveryManager:
         return view
 
     def await_view(self, learn: Callable[[View], None]) -> View:
-        """Wait for groups other than those in use, in which this host trains.
+        """Wait for groups other than those in use, in which this rank trains.
 
         Args:
-            learn: fetches the weights from those that train; called while this host has none.
+            learn: fetches the weights from those that train; called while this host has none and this rank is to.
 
         Raises:
             CommunicationError: there were none within `max_blocked_s`.
         """
         deadline = time.monotonic() + self.options.max_blocked_s
+        announced = 0
         while True:
             self._check_wanted()
             view = self.seat.view()
@@ -117,10 +135,18 @@ class RecoveryManager:
                         "count; it joins again", self.seat.name, view.epoch, view.reason,
                     )  # fmt: skip
                     self.newcomer, self._fetched = True, False
-                if self.newcomer and not self._fetched and self.seat.name in view.learners:
+                if self.newcomer and view.epoch != announced:
+                    announced = view.epoch
+                    self.seat.wants_weights()
+                    continue  # the answer comes with the view
+                is_learner = self.seat.name in view.learners
+                self._fetched &= is_learner  # else it has been left out since
+                if self.newcomer and is_learner and view.learns and not self._fetched:
                     learn(view)
                     deadline = time.monotonic() + self.options.max_blocked_s
             elif view is not None and view.group > self.group:
+                if self.blank:
+                    self.replicated = False  # it takes over those of another rank, whatever its round
                 return view
             if time.monotonic() > deadline:
                 raise CommunicationError(
@@ -173,10 +199,17 @@ class RecoveryManager:
 
     # -- within a step -------------------------------------------------------------------------------------------
 
-    def poll(self) -> None:
-        """While this rank waits for an exchange: free it if the members have changed."""
+    def poll(self, waits: bool = True) -> None:
+        """While this rank waits for an exchange: say so, and free it if the members have changed.
+
+        Args:
+            waits: for one that all make together.
+        """
         if self.out_of_use:
             self.sever()
+        elif waits and self._arrived != (self.group, self.round):
+            self._arrived = self.group, self.round
+            self.seat.arrived(self.group, self.round)
         if self._severed and self._pool is not None:
             self._pool.leave_stuck()
 
@@ -249,6 +282,7 @@ class RecoveryManager:
         assert view is not None
         if not self._granted(lambda: self.seat.weights_fetched(view.epoch, step)):
             raise CommunicationError(f"the weights of step {step} came too late for group {self.group}")
+        self._fetched = True
 
     def may_begin(self, step: int) -> bool:
         """Whether step `step` can begin with the groups in use. Waits while the next epoch is being decided.
@@ -319,6 +353,7 @@ class RecoveryManager:
         self.attempts += 1
         self.progress.begun = False
         counts = not self.lost
+        self.dropped = not counts
         if self.to_skip:
             self.to_skip -= 1
             self.lost = "other ranks have begun more steps" if self.to_skip else ""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua.algorithms.base import LostStep, Payload
+from bagua.algorithms.base import Algorithm, LostStep, Payload
 from bagua.comm.team import Team, decode, encode
 from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments
@@ -227,12 +227,14 @@ class _Opened:
 
     Attributes:
         before: the members before.
+        algorithm: fitted to their nodes.
         ranks: what the ranks have told each other.
         source, behind, without: see `who_leads`.
         progress: see `_progress_of`.
     """
 
     before: View | None
+    algorithm: Algorithm
     team: Team
     key: str
     lane: Lane
@@ -257,7 +259,7 @@ def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | Non
         CommunicationError: a member is lost, or the members have changed.
         RankMismatchError: another rank trains another module or with other options.
     """
-    inventory, config, root = old.inventory, old.config, old.state.root
+    inventory, config = old.inventory, old.config
     mine = {
         **position_of(manager, old),
         "lanes": old.pool.num_opened,
@@ -283,16 +285,17 @@ def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | Non
         go_on_without(manager, old, ranks[source], progress)
     key = team.next_lane()
     nodes = team.discover_nodes([each["node"] for each in ranks])
-    groups = team.open(f"lane/{key}", root.hierarchical_groups, nodes)
+    algorithm, _ = (manager.algorithm or old.state.root).for_nodes(nodes)
+    groups = team.open(f"lane/{key}", algorithm.hierarchical_groups, nodes)
     try:
         if ranks[source]["lost_step"] == LostStep.FREE.value:  # an engine is then made without waiting for the others
             names = [f"lane/{key}/{number + 1}" for number in range(ranks[source]["lanes"])]
-            team.prepare(names, root.hierarchical_groups, nodes)
+            team.prepare(names, algorithm.hierarchical_groups, nodes)
         lane = make_lane(groups, inventory.device)
     except BaseException:
         groups.leave(abort=True)
         raise
-    return _Opened(before, team, key, lane, ranks, source, behind, without, progress)
+    return _Opened(before, algorithm, team, key, lane, ranks, source, behind, without, progress)
 
 
 def _install(manager: RecoveryManager, attachment: Attachment, opened: _Opened) -> Engine:
@@ -302,14 +305,14 @@ def _install(manager: RecoveryManager, attachment: Attachment, opened: _Opened) 
         CommunicationError: a member is lost, or the members have changed.
     """
     old, team, lane, ranks, source = attachment.engine, opened.team, opened.lane, opened.ranks, opened.source
-    inventory, config, root = old.inventory, old.config, old.state.root
+    inventory, config = old.inventory, old.config
     old.binding.release_buckets()
     config = replace(config, lanes_of_sums=ranks[source]["lanes_of_sums"])
     with unless_it_fails(inventory.trainable.values(), lane, remember=False):
         order, notices = ranks[source]["order"], old.state.notices
         engine = Engine(
             config,
-            root,
+            opened.algorithm,
             inventory,
             old.optimizers,
             team,
@@ -334,6 +337,8 @@ def _install(manager: RecoveryManager, attachment: Attachment, opened: _Opened) 
     align(manager, ranks, source, {*opened.behind, *opened.without}, team.rank)
     if manager.newcomer:
         manager.progress.receive(opened.progress)
+    if manager.newcomer or engine.algorithm.payload is Payload.GRAD:
+        manager.loss_scale.receive(ranks[source]["loss_scale"])
     free = ranks[source]["lost_step"] == LostStep.FREE.value
     begins = engine.step if free else begun(ranks[source])
     manager.progress.divide(begins, team.rank, team.size)

@@ -277,7 +277,10 @@ def fetch_weights(
 def fingerprint(engine: Engine) -> str:
     """Equal for engines that train the same module with the same options."""
     options = repr(replace(engine.config, lanes_of_sums=None))
-    return hashlib.sha256(encode([engine.inventory.signature(), repr(engine.state.root), options])).hexdigest()
+    recovery = engine.failures.recovery
+    given = recovery.algorithm if recovery is not None else None
+    algorithm = repr(given or engine.state.root)  # the latter is fitted to the nodes, of which a newcomer has one
+    return hashlib.sha256(encode([engine.inventory.signature(), algorithm, options])).hexdigest()
 
 
 def _team(rank: int, store: str, learner: str, nonce: str, timeout_s: float, alert: Callable[[], object]) -> Team:

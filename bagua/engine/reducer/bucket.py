@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bagua.algorithms.base import Payload
 from bagua.exchanges import ElementwiseHook, PayloadSource, Piece
+from bagua.held import hold
 
 __all__ = ["Bucket", "part_ranges", "raise_moved"]
 
@@ -37,6 +38,7 @@ class Bucket:
         first = self.params[0]
         self.numel = sum(param.numel() for param in self.params)
         self._flat = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
+        hold(self._flat)
         self._away: dict[int, Tensor] = {}  # gradients that are not in `_flat` yet, by position
         # autograd gives gradients the strides of a dense parameter; equal strides make the copy a plain one
         self._strides = [param.stride() if _is_dense(param) else None for param in self.params]

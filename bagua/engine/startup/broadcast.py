@@ -19,12 +19,13 @@ _CHUNK_BYTES = 32 * 2**20
 
 @torch.no_grad()
 def replicate_tensors(tensors: Sequence[Tensor], group: Group, device: torch.device, src: int = 0) -> None:
-    """Overwrite `tensors`, in place, with those of rank `src`. All ranks hold the same shapes and dtypes.
+    """Overwrite `tensors`, in place, with those of rank `src` of the team. All ranks hold the same shapes and dtypes.
 
     Packed as bytes into pieces of 32 MiB, so any dtype goes, and CPU tensors go over a GPU backend.
     """
     if group.size == 1:
         return
+    src = group.ranks.index(src)
     pack: list[Tensor] = []
     nbytes = 0
     for tensor in tensors:

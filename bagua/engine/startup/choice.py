@@ -30,7 +30,9 @@ def why_no_choice(request: Request, team: Team) -> ValueError | None:
     if not request.optimizers:
         return ValueError(f'optimizers: "auto" measures steps, which end with theirs; pass them, or {instead}')
     if request.tune is not None:
-        return ValueError('autotune: not with algorithm "auto" yet; name the algorithm to tune')
+        return ValueError(
+            'autotune: not with algorithm "auto" yet: each changes the steps that the other times; name an algorithm'
+        )
     return None
 
 

@@ -28,7 +28,9 @@ from bagua.engine.reducer.sparse import check_sparse
 from bagua.engine.startup.conflicts import check_shared, check_wrapped
 from bagua.engine.startup.inventory import Inventory, as_optimizers, take_inventory
 from bagua.engine.startup.optimizer_outline import subclasses
+from bagua.engine.startup.rank_order import check_rank_order
 from bagua.engine.startup.sharded import check_sharded
+from bagua.engine.startup.transport import chosen_transport
 
 __all__ = ["Request"]
 
@@ -38,6 +40,8 @@ class Request:
     """What one rank asks for. `check` fills the other attributes in; those behind a wrong argument stay as they are.
 
     Attributes:
+        rank_order: as `check_rank_order` returns it.
+        order_is_default: the user left `rank_order` open.
         chooses_lanes: the user left `num_lanes` open.
         algorithm: what exchanges.
         optimizers: checked.
@@ -52,6 +56,9 @@ class Request:
     broadcast_buffers: bool
     static_graph: bool
     gradient_as_bucket_view: bool
+    rank_order: Any = None
+    order_is_default: bool = True
+    transport: str | None = None
     chooses_lanes: bool = False
     algorithm: Algorithm | None = None
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -78,6 +85,9 @@ class Request:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name}: expected True or False, got {value!r}")
+        self.order_is_default = self.rank_order is None
+        self.rank_order = check_rank_order(self.rank_order)
+        self.transport = chosen_transport(self.transport)
         self.tune = as_options(autotune)
         if self.broadcast_buffers:
             check_broadcast(chosen)
@@ -112,6 +122,8 @@ class Request:
             "broadcast_buffers": str(self.broadcast_buffers),
             "static_graph": str(self.static_graph),
             "gradient_as_bucket_view": str(self.gradient_as_bucket_view),
+            "rank_order": repr(self.rank_order),
+            "transport": str(self.transport),
             "autotune": repr(self.tune),
             "optimizers": ", ".join(
                 f"{type(item).__name__} of {len(item.param_groups)} groups" for item in self.optimizers

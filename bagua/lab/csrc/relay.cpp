@@ -5,7 +5,8 @@
 // of 64 KB. A frame is copied once in (read) and once out (write).
 //
 // A frame's way, in virtual time: [flow cap] -> uplink of the sender, flows served in turn (start-time fair
-// queueing) -> latency and jitter -> downlink of the receiver, first in first out, bounded -> port. Each stage
+// queueing) -> [path of the pair of hosts, first in first out, bounded] -> latency and jitter -> downlink of the
+// receiver, first in first out, bounded -> port. Each stage
 // acts at the time of its event and not at the time at which the machine came to it, so a late wake-up
 // costs punctuality and no throughput. The downlink starts with a frame's first byte: a large frame is
 // not serialised twice.
@@ -30,6 +31,7 @@ namespace {
 constexpr uint64_t kAbi = 1;
 constexpr int kHeaderWords = 16;
 constexpr int kPortWords = 24;
+constexpr int kPairWords = 5;
 constexpr size_t kVnetHeader = 10;
 constexpr size_t kStride = 17 * 4096;  // a frame of 64 KB with its headers
 constexpr size_t kFrames = 16384;      // untouched ones take no memory
@@ -39,10 +41,13 @@ constexpr int64_t kLate = 1000000;          // ns
 constexpr double kBitsNs = 8e9;             // bits in a byte times ns in a second
 constexpr uint8_t kMac[4] = {0x02, 0xba, 0x67, 0x75};
 
-enum Header { H_ABI, H_PORTS, H_CPU_NS, H_FRAMES, H_LATE, H_LATE_MAX_NS, H_LATE_SUM_NS, H_WAKES, H_STARVED };
+enum Header { H_ABI, H_PORTS, H_CPU_NS, H_FRAMES, H_LATE, H_LATE_MAX_NS, H_LATE_SUM_NS, H_WAKES, H_STARVED,
+              H_PAIRS };
 enum Setting { UP_BPS, DOWN_BPS, LATENCY_NS, JITTER_NS, LOSS, FLOW_BPS, QUEUE_BYTES, CUT };
 enum Counter { SENT_BYTES = 8, RECEIVED_BYTES, SENT_FRAMES, RECEIVED_FRAMES, QUEUE_DROPS, LOSS_DROPS, CUT_DROPS,
                PORT_DROPS };
+// Of a path from one host to another. 0: no limit, the latency of the hosts' links, an endless queue.
+enum Pair { PAIR_BPS, PAIR_LATENCY_NS, PAIR_QUEUE_BYTES, PAIR_BYTES, PAIR_DROPS };
 enum Kind : uint32_t { FLOW_READY, UPLINK_FREE, ARRIVE, DELIVER };
 
 struct Frame {
@@ -91,7 +96,7 @@ class Relay {
  public:
   Relay(int ports, const int* fds, volatile uint64_t* words, uint64_t seed)
       : ports_(ports), fds_(fds, fds + ports), words_(words), random_(seed * 2654435769u + 88172645463325252u),
-        flows_(kFlows), uplinks_(ports), down_free_(ports, 0) {}
+        flows_(kFlows), uplinks_(ports), down_free_(ports, 0), path_free_(size_t(ports) * ports, 0) {}
 
   bool allocate() {
     void* memory = mmap(nullptr, kFrames * kStride, PROT_READ | PROT_WRITE,
@@ -140,7 +145,21 @@ class Relay {
  private:
   volatile uint64_t& header(int i) { return words_[i]; }
   volatile uint64_t& word(int port, int i) { return words_[kHeaderWords + port * kPortWords + i]; }
+  volatile uint64_t& pair(int src, int dst, int i) {
+    return words_[kHeaderWords + ports_ * kPortWords + (src * ports_ + dst) * kPairWords + i];
+  }
   int64_t half_latency(int port) { return int64_t(word(port, LATENCY_NS) / 2); }
+  int64_t latency(int src, int dst) {
+    const uint64_t own = pair(src, dst, PAIR_LATENCY_NS);
+    return int64_t(own ? own : (word(src, LATENCY_NS) + word(dst, LATENCY_NS)) / 2);
+  }
+  // No frame of `src` can reach a downlink sooner.
+  int64_t least_latency(int src) {
+    int64_t least = half_latency(src);
+    if (!header(H_PAIRS)) return least;
+    for (int dst = 0; dst < ports_; dst++) least = std::min(least, latency(src, dst));
+    return least;
+  }
   double loss(int port) {
     const uint64_t bits = word(port, LOSS);
     double value;
@@ -235,7 +254,7 @@ class Relay {
     const int64_t start = std::max(now_, flow.free);
     flow.free = f.last = start + int64_t(bytes(f) * kBitsNs / double(cap));
     if (start <= now_) return enter_uplink(index, now_);
-    schedule(start, FLOW_READY, index, start + half_latency(f.src));
+    schedule(start, FLOW_READY, index, start + least_latency(f.src));
   }
 
   // 5-tuple of TCP and UDP over IPv4 and IPv6, else the two addresses on the wire.
@@ -292,16 +311,29 @@ class Relay {
     const uint64_t bps = word(f.src, UP_BPS);
     const int64_t end = bps ? time + int64_t(bytes(f) * kBitsNs / double(bps)) : time;
     uplinks_[f.src].busy = true;
-    schedule(end, UPLINK_FREE, f.src, end + half_latency(f.src));
+    schedule(end, UPLINK_FREE, f.src, end + least_latency(f.src));
     cross(index, time, std::max(end, f.last));
   }
 
-  // The first byte leaves the uplink at `first`, the last one at `last`. Each of the two links has half the latency.
+  // The first byte leaves the uplink at `first`, the last one at `last`.
   void cross(uint32_t index, int64_t first, int64_t last) {
     Frame& f = frames_[index];
+    if (const uint64_t bps = pair(f.src, f.dst, PAIR_BPS)) {
+      int64_t& free = path_free_[size_t(f.src) * ports_ + f.dst];
+      const double backlog = double(std::max<int64_t>(free - first, 0)) * double(bps) / kBitsNs;
+      const uint64_t limit = pair(f.src, f.dst, PAIR_QUEUE_BYTES);
+      if (limit && backlog > 0 && backlog + bytes(f) > double(limit)) {
+        pair(f.src, f.dst, PAIR_DROPS) = pair(f.src, f.dst, PAIR_DROPS) + 1;
+        return drop(index, f.dst, QUEUE_DROPS);
+      }
+      first = std::max(first, free);
+      free = first + int64_t(bytes(f) * kBitsNs / double(bps));
+      last = std::max(last, free);
+    }
+    if (header(H_PAIRS)) pair(f.src, f.dst, PAIR_BYTES) = pair(f.src, f.dst, PAIR_BYTES) + f.length - kVnetHeader;
     const double kept = (1 - loss(f.src)) * (1 - loss(f.dst));
     if (kept < 1 && random() >= sqrt(kept)) return drop(index, f.src, LOSS_DROPS);
-    int64_t delay = int64_t((word(f.src, LATENCY_NS) + word(f.dst, LATENCY_NS)) / 2);
+    int64_t delay = latency(f.src, f.dst);
     const uint64_t jitter = (word(f.src, JITTER_NS) + word(f.dst, JITTER_NS)) / 2;
     if (jitter) delay += int64_t(random() * double(jitter));
     Flow& flow = flows_[f.flow];
@@ -348,6 +380,7 @@ class Relay {
   std::vector<Flow> flows_;
   std::vector<Uplink> uplinks_;
   std::vector<int64_t> down_free_;
+  std::vector<int64_t> path_free_;
   std::vector<Event> events_;
   std::vector<Frame> frames_;
   std::vector<uint32_t> free_;  // last in first out: what was touched last is in the cache
@@ -361,6 +394,9 @@ class Relay {
 extern "C" {
 
 __attribute__((visibility("default"))) uint64_t bagua_lab_abi(void) { return kAbi; }
+
+// Words of a pair of hosts, behind those of the ports.
+__attribute__((visibility("default"))) int bagua_lab_pair_words(void) { return kPairWords; }
 
 // Runs until `life_fd` has something to read or is hung up. Returns 0, or an errno.
 __attribute__((visibility("default"))) int bagua_lab_relay(int ports, const int* fds, int life_fd, uint64_t* words,

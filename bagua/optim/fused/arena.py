@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bagua.optim.fused.memory import is_part
+from bagua.optim.fused.memory import is_bound
 from bagua.optim.fused.slots import Slot, is_scalar, same_scalars
 from bagua.optim.fused.unit import Unit, cut
 
@@ -88,7 +88,7 @@ class Arena:
         Args:
             grads: of all the optimizer's parameters.
             adopt: make `param.grad` our view where a gradient is kept from step to step (`set_to_none=False`), so
-                that it need not be copied again; unless it is part of somebody's bucket.
+                that it need not be copied again; unless one lies in somebody's bucket.
 
         Returns:
             False if the gradients do not lie as they should; nothing has been changed then.
@@ -125,7 +125,8 @@ class Arena:
         fresh = [grad for grad in now if grad is not None]
         _check_layouts(fresh)
         torch._foreach_copy_(views, fresh)
-        if adopt and self._before is not None and self._before() is fresh[0] and not is_part(fresh[0]):
+        kept = self._before is not None and self._before() is fresh[0]
+        if adopt and kept and not any(map(is_bound, fresh)):
             self._before = None
             for param, view in zip(params, views, strict=True):
                 param.grad = view

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["dense_view", "is_dense", "is_part"]
+from bagua.held import is_held
+
+__all__ = ["dense_view", "is_bound", "is_dense", "is_part"]
 
 
 def is_part(tensor: Tensor) -> bool:
     """Whether its storage holds more than this tensor."""
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+def is_bound(tensor: Tensor) -> bool:
+    """Whether a strided tensor is part of something larger, or all of what somebody uses as a whole."""
+    return is_part(tensor) or is_held(tensor)
 
 
 def dense_view(param: Tensor) -> Tensor:

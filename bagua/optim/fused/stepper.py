@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bagua.optim.fused.arena import Arena
 from bagua.optim.fused.layout import Limits, Place, can_be_flat, lay_out
-from bagua.optim.fused.memory import is_part
+from bagua.optim.fused.memory import is_bound, is_part
 from bagua.optim.fused.parts import PartWatch
 from bagua.optim.fused.slots import Slot, is_elementwise, same_value
 from bagua.optim.fused.state import StateView
@@ -162,7 +162,7 @@ class Stepper:
 
     def _place(self, position: int, param: nn.Parameter, grad: Tensor | None, follow: bool) -> Place:
         ours = param.untyped_storage().data_ptr() in self._our_memory
-        fixed = not self._move or (is_part(param) and not ours)
+        fixed = not self._move or (is_bound(param) and not ours)
         if not follow or grad is None or not self._is_foreign_part(grad) or grad.stride() != param.stride():
             grad = None
         return Place(position, param, grad, fixed)

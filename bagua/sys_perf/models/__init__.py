@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bagua.sys_perf.models.bert import Bert, BertConfig, BertForPreTraining, BertForQuestionAnswering
+from bagua.sys_perf.models.bert import Bert, BertConfig, BertForPreTraining
 from bagua.sys_perf.models.resnet import ResNet
 from bagua.sys_perf.models.vgg import VGG16
 
-__all__ = ["VGG16", "Bert", "BertConfig", "BertForPreTraining", "BertForQuestionAnswering", "ResNet"]
+__all__ = ["VGG16", "Bert", "BertConfig", "BertForPreTraining", "ResNet"]

@@ -1,4 +1,4 @@
-"""BERT: an encoder of text, its pre-training heads and its question-answering head.
+"""BERT: an encoder of text and its pre-training heads.
 
 Legend: B sequences, T tokens, H width.
 """
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from bagua.sys_perf.models.width import scaled
 
-__all__ = ["Bert", "BertConfig", "BertForPreTraining", "BertForQuestionAnswering"]
+__all__ = ["Bert", "BertConfig", "BertForPreTraining"]
 
 HEAD = 64  # width of an attention head in all published sizes
 
@@ -99,10 +99,9 @@ class Bert(nn.Module):
 
     Args:
         config: its sizes.
-        pooler: whether there is a layer for the first token's vector.
     """
 
-    def __init__(self, config: BertConfig, pooler: bool = True) -> None:
+    def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.config = config
         width = config.hidden_size
@@ -110,7 +109,7 @@ class Bert(nn.Module):
         self.positions, self.types = nn.Embedding(config.max_positions, width), nn.Embedding(config.num_types, width)
         self.norm = nn.LayerNorm(width, eps=1e-12)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
-        self.pooler = nn.Linear(width, width) if pooler else None
+        self.pooler = nn.Linear(width, width)
         self.apply(_initialise)
 
     def forward(self, tokens: Tensor, types: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -152,25 +151,9 @@ class BertForPreTraining(nn.Module):
     def forward(self, tokens: Tensor, types: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return logits of each word [B, T, vocab_size], and of "the second segment follows the first" [B, 2]."""
         x = self.bert(tokens, types, mask)
-        assert self.bert.pooler is not None
         pooled = torch.tanh(self.bert.pooler(x[:, 0]))
         words = self.norm(F.gelu(self.transform(x)))
         return F.linear(words, self.bert.words.weight, self.bias), self.follows(pooled)
-
-
-class BertForQuestionAnswering(nn.Module):
-    """The encoder without pooler and a layer that marks where an answer starts and ends; 334,094,338 as BERT-Large."""
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.bert = Bert(config, pooler=False)
-        self.span = nn.Linear(config.hidden_size, 2)
-        _initialise(self.span)
-
-    def forward(self, tokens: Tensor, types: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return logits of the first and of the last token of the answer, [B, T] each."""
-        start, end = self.span(self.bert(tokens, types, mask)).unbind(-1)
-        return start, end
 
 
 def _initialise(module: nn.Module) -> None:

@@ -29,8 +29,8 @@ class QAdamAlgorithm(Algorithm):
         self._core = bagua.algorithms.get("qadam", hierarchical=hierarchical)
 
     @property
-    def warmup_steps(self) -> int:
-        """The optimizer's."""
+    def warmup_steps(self) -> int | str:
+        """The optimizer's: a number, or "auto"."""
         return self.optimizer.warmup_steps
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bagua.membership import (
     Action,
@@ -20,13 +20,14 @@ from bagua.membership import (
     Persist,
     Record,
     Send,
+    Slow,
     decode,
     encode,
 )
 from bagua.membership.epoch import NO_MODEL, is_quorum
 from bagua.membership.messages import MAX_FRAME
 from tests.elastic.protocol_simulation.faults import FAULTS_END_S, Faults
-from tests.elastic.protocol_simulation.host import Host
+from tests.elastic.protocol_simulation.host import Host, Rank
 from tests.elastic.protocol_simulation.invariants import Invariants, Violation, describe
 from tests.elastic.protocol_simulation.network import Network
 from tests.elastic.protocol_simulation.training import Training
@@ -42,26 +43,48 @@ class Cluster:
         seed: decides everything.
         faults: False for a quiet run.
         ambush: chance of a fault at each of the worst moments; drawn from the seed if None.
+        compute_s: of a step, on the slowest rank of each host; none if empty.
+        ranks: of each host; drawn from the seed if 0.
+        options: of all agents.
+
+    Attributes:
+        slow: who was named, with the time, and by whom.
     """
 
-    def __init__(self, seed: int, *, faults: bool = True, ambush: float | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        faults: bool = True,
+        ambush: float | None = None,
+        compute_s: Sequence[float] = (),
+        ranks: int = 0,
+        options: Options = OPTIONS,
+    ) -> None:
+        self._options = options
+        self.slow: list[tuple[float, str, str]] = []
         self._random = random.Random(seed)
         self._seed, self._faulty = seed, faults
         drawn = self._random.choice((0.0, 0.1, 0.3)) if faults else 0.0
         self.network = Network(self._random, faults)
-        size = self._random.randint(2, 5)
-        self.hosts = [Host(f"h{i}", durable=self._random.random() < 0.5) for i in range(size + 2)]
+        size = len(compute_s) or self._random.randint(2, 5)
+        self.hosts = [
+            Host(f"h{i}", ranks or self._random.choice((1, 2)), durable=self._random.random() < 0.5)
+            for i in range(size + 2)
+        ]
         self.names: dict[str, Host] = {}
         self._due: dict[Agent, float] = {}  # when each agent's next tick is
         self._invariants = Invariants()
-        self._training = Training(self, self._invariants)
+        for host, seconds in zip(self.hosts, compute_s, strict=False):
+            host.compute_s = seconds
+        # A connection to a slow host stays: the agents alone give it up.
+        self._training = Training(self, self._invariants, *([math.inf] if compute_s else []))
         self._faults = Faults(self, drawn if ambush is None else ambush)
-        founders = [Member(f"h{i}.0", 0, f"h{i}") for i in range(size)]
+        founders = [Member(f"h{i}.0", 0, f"h{i}", seats=tuple(range(self.hosts[i].size))) for i in range(size)]
         first = Epoch.first(founders, tie_break=self._random.random() < 0.25)
         self.names.update({member.name: host for host, member in zip(self.hosts, founders, strict=False)})
         for host, member in zip(self.hosts, founders, strict=False):
             host.starts = 1
-            host.log = ("initial",)
             self.boot(host, Record("job", member.name, 0, host.address), first)
         if faults:
             self._faults.plan(size)
@@ -84,9 +107,22 @@ class Cluster:
     def boot(self, host: Host, record: Record, epoch: Epoch | None) -> None:
         """Start an agent on a host."""
         contacts = [h.address for h in self.hosts]
-        host.agent = Agent(record, OPTIONS, self.network.now, epoch=epoch, contacts=contacts, seed=self._seed)
+        seats = range(host.size) if epoch is not None else ()
+        host.agent = agent = Agent(
+            record, self._options, self.network.now, epoch=epoch, contacts=contacts, seed=self._seed, seats=seats
+        )
+        host.ranks = {}
+        for number in range(host.size):
+            host.add_rank(number, ("initial",) if epoch is not None else (f"fresh {record.name}.{record.incarnation}",))
+            if epoch is None:
+                agent.rank_started(number)
         self.names[record.name] = host
         self.act(host, lambda agent: agent.tick(self.network.now))
+
+    def train(self, rank: Rank) -> None:
+        """A rank has started on a host that is a member."""
+        assert rank.host.agent is not None and rank.host.agent.epoch is not None
+        self._training.enter_rank(rank, rank.host.agent.epoch)
 
     def act(self, host: Host, what: Callable[[Agent], None]) -> None:
         """Give an agent an input, and carry out what it asks for. The host may be killed between two actions."""
@@ -141,10 +177,13 @@ class Cluster:
             self._training.enter(host, action.epoch)
         elif isinstance(action, Excluded):
             self.network.note(f"{agent.name} is excluded by {describe(action.epoch)}")
-            host.drop_training((f"fresh {agent.name}, excluded",))
+            for rank in host.ranks.values():
+                rank.drop_training((f"fresh {agent.name}, excluded",))
         elif isinstance(action, Left):
             self._invariants.check_left(host, action.epoch)
             self._faults.kill(host, told=False)
+        elif isinstance(action, Slow):
+            self.slow.append((self.network.now, action.name, agent.name))
         elif isinstance(action, Blocked):
             self.network.note(f"{agent.name} is blocked: {action.reason}")
 
@@ -203,7 +242,12 @@ def _can_go_on(live: list[Host]) -> bool:
 def _together(live: list[Host]) -> bool:
     agents = [h.agent for h in live if h.agent is not None and not h.leaving]
     numbers = {a.epoch.number if a.epoch is not None else 0 for a in agents}
-    return len(numbers) == 1 and all(a.member is not None and a.member.trains and not a.behind for a in agents)
+    return len(numbers) == 1 and all(_all_train(h) for h in live if not h.leaving)
+
+
+def _all_train(host: Host) -> bool:
+    found = [rank.progress for rank in host.ranks.values()]
+    return bool(found) and all(each is not None and each.trains and not each.behind for each in found)
 
 
 def _state(hosts: list[Host]) -> str:

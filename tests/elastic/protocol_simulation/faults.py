@@ -7,6 +7,7 @@ from bagua.membership.messages import Accepted
 from tests.elastic.protocol_simulation.host import Host, Run
 
 FAULTS_END_S = 8.0
+_KINDS = ("kill", "kill", "stop", "partition", "one-way", "mute", "leave", "ranks", "rank", "rank", "link")
 
 
 class Faults:
@@ -30,9 +31,7 @@ class Faults:
                 self._network.at(when, lambda h=late: self.start(h), f"start {late.address}")
         for _ in range(self._random.randint(1, 5)):
             when, host = self._random.uniform(0.0, FAULTS_END_S), self._random.choice(self._run.hosts)
-            kind = self._random.choice(
-                ("kill", "kill", "kill", "stop", "partition", "one-way", "mute", "leave", "ranks", "link")
-            )
+            kind = self._random.choice(_KINDS)
             self._network.at(when, lambda k=kind, h=host: self._fault(k, h), f"{kind} {host.address}")
 
     def _fault(self, kind: str, host: Host) -> None:
@@ -51,10 +50,14 @@ class Faults:
         elif kind == "leave" and host.agent is not None and sum(h.up and not h.leaving for h in hosts) > 2:
             host.leaving = True
             self._run.act(host, lambda agent: agent.leave(network.now))
-        elif kind == "ranks" and host.agent is not None:  # the host's ranks are killed and started again
-            self._run.act(host, lambda agent: self._lose_ranks(host, agent))
+        elif kind in ("rank", "ranks") and host.ranks:  # ranks are killed and started again
+            some = sorted(host.ranks) if kind == "ranks" else [self._random.choice(sorted(host.ranks))]
+            for number in some:
+                self._run.act(host, lambda agent, n=number: self._lose_rank(host, agent, n))
         elif kind == "link" and host.agent is not None:
-            self._run.act(host, lambda agent: agent.exchange_failed(network.now, host.group))
+            self._run.act(
+                host, lambda agent: agent.exchange_failed(network.now, agent.epoch.group if agent.epoch else 0)
+            )
 
     def _links(self, both_ways: bool) -> set[tuple[str, str]]:
         """Links from some of the hosts to the others."""
@@ -67,9 +70,26 @@ class Faults:
             return {link for link in sorted(links) if self._random.random() < 0.5}
         return links
 
-    def _lose_ranks(self, host: Host, agent: Agent) -> None:
-        host.drop_training((f"fresh {agent.name}",))
-        agent.weights_lost(self._network.now, f"again at {self._network.now:.3f}")
+    def _lose_rank(self, host: Host, agent: Agent, number: int) -> None:
+        if host.ranks.pop(number, None) is None:
+            return
+        self._network.note(f"kill {agent.name}/{number}")
+        agent.rank_ended(self._network.now, number)
+
+        def start(now: Agent) -> None:
+            """As a launcher does: once no group counts on the one before it."""
+            if now is not agent or (self._random.random() < 0.1 and host.ranks):
+                return  # it stays away
+            if now.member is None or number in now.member.seats:
+                self._network.after(0.2, lambda: self._run.act(host, start))
+                return
+            later = number + host.size
+            self._network.note(f"start {agent.name}/{later}")
+            now.rank_started(later)
+            host.add_rank(later, (f"fresh {agent.name}/{later}",))
+            self._run.train(host.ranks[later])
+
+        self._network.after(self._random.uniform(0.05, 1.0), lambda: self._run.act(host, start))
 
     def ambushed(self, host: Host, action: Action) -> bool:
         """Strike where it hurts most: who has decided is cut off before it tells; who has accepted is restarted."""
@@ -92,8 +112,7 @@ class Faults:
             return
         network = self._network
         network.note(f"kill {agent.name}")
-        host.agent, host.inbox = None, {}
-        host.drop_training(())
+        host.agent, host.ranks = None, {}
         for other in self._run.hosts if told else ():
             if other is not host and network.linked(host.address, other.address):
                 network.after(
@@ -111,5 +130,4 @@ class Faults:
             record = Record("job", f"{host.address}.{host.starts}", 0, host.address)
             host.starts += 1
         host.stopped_until = 0.0
-        host.log = (f"fresh {record.name}.{record.incarnation}",)
         self._run.boot(host, record, None)

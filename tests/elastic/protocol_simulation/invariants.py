@@ -5,7 +5,7 @@ from __future__ import annotations
 from bagua.membership import Agent, Epoch, Member
 from bagua.membership.epoch import NO_MODEL, is_quorum
 from bagua.membership.record import MAX_RECORD
-from tests.elastic.protocol_simulation.host import Host, Log
+from tests.elastic.protocol_simulation.host import Host, Log, Rank
 
 
 class Violation(AssertionError):
@@ -46,22 +46,17 @@ class Invariants:
             raise Violation(f"{host.address} leaves, but only {sorted(know)} know of {describe(epoch)}")
 
     def check_lineage(self, host: Host, epoch: Epoch, me: Member) -> None:
-        """Who trains holds what the epoch says, and it is the job's."""
-        self.check_held(host)
-        if me.trains and host.agent is not None and host.agent.held not in (me.held, NO_MODEL):
+        """Who trains holds what the epoch says, and it is the job's. A rank that has ended since may have held more."""
+        for rank in host.ranks.values():
+            self.check_held(rank)
+        if host.agent is not None and host.agent.held > me.held:
             raise Violation(f"{me.name} holds {host.agent.held}, epoch {epoch.number} says {me.held}")
 
-    def check_held(self, host: Host) -> None:
-        """A host's weights have completed as many steps as its agent says."""
-        agent = host.agent
-        if (
-            agent is not None
-            and agent.held != NO_MODEL
-            and (len(host.log) != agent.held + 1 or host.log[0] != "initial")
-        ):
-            raise Violation(
-                f"{agent.name} holds step {agent.held}, but its weights are {host.log[:1]} + {len(host.log) - 1}"
-            )
+    def check_held(self, rank: Rank) -> None:
+        """A rank's weights have completed as many steps as its agent says."""
+        held = NO_MODEL if rank.progress is None else rank.progress.held
+        if held != NO_MODEL and (len(rank.log) != held + 1 or rank.log[0] != "initial"):
+            raise Violation(f"{rank.name} holds step {held}, but its weights are {rank.log[:1]} + {len(rank.log) - 1}")
 
     def check_start(self, agent: Agent, group: int, step: int, log: Log) -> None:
         """All that begin a step begin it with the same weights, and those are the job's."""

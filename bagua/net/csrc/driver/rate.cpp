@@ -131,6 +131,8 @@ class Transfer {
   void start_time() {
     span_.first_us = clock_us();
     bins_.push_back(0);
+    printf("moving\n");
+    fflush(stdout);
   }
 
   void keep_time(int64_t now) {

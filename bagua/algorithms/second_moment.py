@@ -1,0 +1,97 @@
+"""The second moment of Adam in algorithms that take local steps: as if the gradients had been averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bagua.algorithms.base import Context
+
+__all__ = ["check_scalable", "rescale_second_moments", "set_up_second_moments"]
+
+EVERY = 8  # training steps between two corrections; the momentum of Adam reaches back about as far
+
+
+def check_scalable(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Check that an optimizer has Adam's second moment.
+
+    Raises:
+        ValueError: none has, or one keeps the largest second moment (AMSGrad), which cannot be corrected.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(group.get("amsgrad") for group in groups):
+        raise ValueError("scale_second_moment: amsgrad keeps the largest second moment, which cannot be corrected")
+    if not any("betas" in group for group in groups):
+        given = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+        raise ValueError(f"scale_second_moment: needs an optimizer with Adam's second moment, got {given}")
+
+
+def set_up_second_moments(ctx: Context) -> None:
+    """Take what the optimizers hold as second moments of the mean gradient: after a warm-up that is what it is."""
+    held = _slots(ctx)
+    for bucket in ctx.buckets:
+        seconds = bucket.split(ctx.tensor("second_moment", bucket).zero_())
+        steps = ctx.tensor("adam_steps", bucket, torch.zeros(len(bucket.params), dtype=torch.int64))
+        steps.copy_(torch.tensor(_steps(held, bucket.params), dtype=torch.int64))
+        for param, second in zip(bucket.params, seconds, strict=True):
+            if param in held:
+                second.copy_(held[param][0]["exp_avg_sq"])
+
+
+@torch.no_grad()
+def rescale_second_moments(ctx: Context) -> None:
+    """Every `EVERY` steps, correct what the local gradients have added to v since; nothing is exchanged.
+
+    With R ranks, v_0 the corrected v of k steps ago, n = v - b2^k v_0 and the momentum m of this rank:
+
+        v = b2^k v_0 + n / R + (1 - 1/R) min((1 - b2^k) m^2, n)
+
+    n is what squares of local gradients have added. These are the square of the true gradient and the variance of a
+    small batch; the mean gradient has 1/R of that variance. m stands for the true gradient. k is counted for each
+    parameter; where it is not in 1 to `EVERY` (state was loaded, or the parameter is not used), v is taken as it is.
+    """
+    size = ctx.groups.world.size
+    if size == 1 or (ctx.step + 1) % EVERY:
+        return
+    held = _slots(ctx)
+    for bucket in ctx.buckets:
+        before, now = ctx.tensor("adam_steps", bucket), _steps(held, bucket.params)
+        seconds = bucket.split(ctx.tensor("second_moment", bucket))
+        for param, old, begun, step in zip(bucket.params, seconds, before.tolist(), now, strict=True):
+            if param not in held:
+                continue
+            slot, beta2 = held[param]
+            v: Tensor = slot["exp_avg_sq"]
+            if 0 < step - begun <= EVERY:
+                kept = beta2 ** (step - begun)
+                base = old * kept
+                added = v.sub(base).clamp_min_(0)
+                signal = slot["exp_avg"].square().mul_(1 - kept)
+                torch.minimum(signal, added, out=signal)
+                v.copy_(base.add_(added, alpha=1 / size).add_(signal, alpha=1 - 1 / size))
+            old.copy_(v)
+        before.copy_(torch.tensor(now, dtype=torch.int64))
+
+
+def _slots(ctx: Context) -> dict[nn.Parameter, tuple[dict[str, Any], float]]:
+    """State and b2 of the parameters that have both of Adam's moments."""
+    found: dict[nn.Parameter, tuple[dict[str, Any], float]] = {}
+    for optimizer in ctx.optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                slot = optimizer.state.get(param, {})
+                if "betas" in group and {"step", "exp_avg", "exp_avg_sq"} <= slot.keys():
+                    found[param] = slot, float(group["betas"][1])
+    return found
+
+
+def _steps(held: dict[nn.Parameter, tuple[dict[str, Any], float]], params: Sequence[nn.Parameter]) -> list[int]:
+    """Steps of the parameters, 0 without state; one wait for the device instead of one per parameter."""
+    counts = [torch.as_tensor(held[param][0]["step"]) if param in held else torch.zeros(()) for param in params]
+    devices = {each.device for each in counts}
+    if len(devices) == 1:
+        return [int(each) for each in torch.stack([each.reshape(()).double() for each in counts]).tolist()]
+    return [int(each) for each in counts]

@@ -1,0 +1,83 @@
+// C ABI of the native transport: an exchange of rows between all ranks, over sockets that are connected already.
+//
+// A mesh is used by one thread at a time; abort may come from any other. No function throws or needs an interpreter.
+#pragma once
+
+#include <stdint.h>
+
+#define BAGUA_MESH_ABI 1
+#define BAGUA_API extern "C" __attribute__((visibility("default")))
+
+struct Mesh;
+
+// What an exchange does between transfers. A result that is not 0 ends it.
+struct Steps {
+  int32_t (*write)(void* self, int64_t row, uint8_t* out);  // what goes to rank `row`
+  int32_t (*combine)(void* self);                           // of all that has come for this rank, makes its own row
+  int32_t (*read)(void* self, int64_t row);                 // a row that is final
+  void* self;
+};
+
+// Where rows are. Row r of `rows` goes to rank r, and ends as what rank r has made of its rows. Row r of `peers`
+// becomes what rank r sent to this rank, and is as long as this rank's own row.
+struct Rows {
+  uint8_t* const* rows;
+  uint8_t* const* peers;
+  const int64_t* bytes;
+};
+
+struct Limits {
+  uint32_t bucket;     // travels in each frame, and must be the same at both ends
+  int64_t timeout_ms;  // without a byte from, or room at, the ranks that are waited for
+};
+
+struct Problem {
+  char text[240];
+  int32_t failed_step;  // not 0: a step's result
+};
+
+// A run of the payload that lies in one place, and the tensor to mix in, or null.
+struct Piece {
+  int64_t lo, hi;
+  const float* x;
+  const float* other;
+};
+
+// The kernels of a codec (bagua/codecs/csrc/abi.h) and their layout; a lerp without kernels is null.
+struct Kernels {
+  const void *encode, *encode_feedback, *encode_lerp, *decode, *decode_lerp, *decode_mean_encode;
+  int64_t header_bytes, code_bits, block;
+  int64_t stream_from;  // bytes of a range from which it is written past the caches
+};
+
+// Mean or sum with encoded rows: the steps of an exchange without an interpreter. fp32 throughout.
+struct Encoded {
+  Kernels kernels;
+  float* x;  // the payload of n elements
+  int64_t n, c, row_bytes;
+  int64_t code_end;  // of a row; zeros follow
+  const Piece* pieces;
+  int64_t num_pieces;
+  float enter, leave;     // weights of the lerps, where pieces have `other`
+  float* residual;        // of n elements, or null
+  float* chunk_residual;  // of c elements, or null
+  float weight;           // of the sum over ranks
+  uint8_t* rows;          // size rows each, contiguous
+  uint8_t* peers;
+};
+
+BAGUA_API int32_t bagua_mesh_abi();
+// Takes the descriptors over, fds[rank] is ignored. Null if there is no memory.
+BAGUA_API Mesh* bagua_mesh_new(int32_t rank, int32_t size, const int32_t* fds);
+// 0, or -1 with a `problem`; after that the mesh is of no use, and its connections are shut down.
+BAGUA_API int32_t bagua_mesh_exchange(Mesh* mesh, const Rows* rows, const Steps* steps, const Limits* limits,
+                                      Problem* problem);
+BAGUA_API int32_t bagua_mesh_exchange_encoded(Mesh* mesh, const Encoded* encoded, const Limits* limits,
+                                              Problem* problem);
+// Shuts the connections down: an exchange in flight fails, here and at the peers.
+BAGUA_API void bagua_mesh_abort(Mesh* mesh);
+// Aborts, and closes once no exchange is in flight. The mesh itself remains.
+BAGUA_API void bagua_mesh_close(Mesh* mesh);
+// In a forked child: closes the copies of the descriptors, and leaves the parent's connections alone.
+BAGUA_API void bagua_mesh_close_copies(Mesh* mesh);
+BAGUA_API void bagua_mesh_free(Mesh* mesh);

@@ -1,0 +1,44 @@
+"""The benchmark of the native transport runs and writes what it says. Its figures are not judged here."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bagua.comm.mesh import why_no_mesh
+from benchmarks.native_lane import SYSTEMS, summarise
+from tests.benchmarks.quick_run import run_quickly
+from tests.ports import free_ports
+
+
+@pytest.mark.process
+@pytest.mark.skipif(bool(why_no_mesh()), reason=why_no_mesh() or "there is one")
+def test_quick_run(tmp_path: Path) -> None:
+    report, printed = run_quickly("native_lane", tmp_path, "--only", "int4", "--port", str(free_ports(1)[0]))
+    (row,) = report["rows"]
+    assert (row["system"], row["ranks"]) == ("int4", 2)
+    assert row["gloo_sent_mb"] == row["native_sent_mb"] > 0
+    assert all(math.isfinite(value) for value in row.values() if not isinstance(value, str))
+    assert "int4" in printed
+
+
+def test_cpu_of_steps_without_an_exchange_is_taken_off() -> None:
+    def turn(step_s: float, cpu_s: float, sent: float) -> dict[str, float]:
+        return {"step_s": step_s, "cpu_s": cpu_s, "sent_bytes": sent}
+
+    rank: dict[str, Any] = {
+        "None": [turn(0.01, 0.1, 0)] * 3,
+        "gloo": [turn(0.4, 0.5, 1e8)] * 3,
+        "native": [turn(0.2, 0.3, 1e8)] * 3,
+    }
+    args = Namespace(rounds=3, lab=True, elements=16 * 100**2, compute_ms=0.0, bandwidth="1gbit")
+    row = summarise("sign", 2, [{"sign": rank}] * 2, args)
+    assert (row["gloo_cpu_s_per_gb"], row["native_cpu_s_per_gb"]) == pytest.approx((4.0, 2.0))
+    assert (row["cpu_ratio"], row["step_ratio"]) == pytest.approx((0.5, 0.5))
+    bits = SYSTEMS["sign"][2]
+    assert row["bound_ms"] == pytest.approx(10 + 1000 * 160_000 * bits / 1e9)
+    assert row["native_share"] == pytest.approx(row["bound_ms"] / 200)

@@ -1,0 +1,40 @@
+"""The benchmark of unequal sites: its bounds by hand, and that the figures of its result file follow from the steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.sites import bound_s, fastest_ring, rate_of, rows_of
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/2026-11-23-sites"
+
+
+def test_rings_and_bounds() -> None:
+    assert fastest_ring() in ([0, 2, 1, 3], [0, 3, 1, 2])
+    assert rate_of([0, 2, 1, 3]) == 400e6 and rate_of([0, 1, 2, 3]) == 50e6 and rate_of([0, 1, 3, 2]) == 50e6
+    # 6 M elements, 3/4 of them twice, 32 bits each, at 400 Mbit/s, after a third of 150 ms
+    assert bound_s("ring all-reduce", [0, 2, 1, 3], 6_000_000, 0.15) == pytest.approx(0.05 + 0.72)
+    assert bound_s("ring all-reduce", [0, 2, 1, 3], 1000, 0.15) == 0.15
+    assert bound_s("ring gossip, 8 bits", [0, 1, 2, 3], 6_000_000, 0.15) == pytest.approx(0.15 + 0.96)
+
+
+@pytest.mark.parametrize("name", ["sites.json", "sites_2.json"])
+def test_rows_follow_from_the_steps(name: str) -> None:
+    report = json.loads((RESULTS / name).read_text())
+    settings = report["settings"]
+    rows = rows_of(report["measured"], settings["num_elements"], settings["compute_ms"] / 1000)
+    assert rows == report["rows"]
+    assert [row["system"] for row in rows] == ["ring all-reduce", "ring gossip, 8 bits"]
+    for each in report["measured"]:
+        assert all(len(turns) == settings["rounds"] for turns in each["times_s"].values())
+
+
+def test_pairs_are_of_neighbouring_turns() -> None:
+    times = {"ranks": [[4.0, 4.0], [2.0, 2.0], [9.0, 9.0]], "measured": [[1.0, 1.0], [1.0, 1.0], [3.0, 3.0]]}
+    found = [{"system": "ring all-reduce", "times_s": times, "notices": {"measured": ["told"]}}]
+    (row,) = rows_of(found, 1000, 0.5)
+    assert row["paired"] == 3.0 and row["ordered_ms"] == 1000 and row["plain_ms"] == 4000
+    assert row["efficiency"] == 0.5 and row["notices"] == ["told"]

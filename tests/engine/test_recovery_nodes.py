@@ -1,0 +1,138 @@
+"""Hosts with two ranks: the leader of one is lost and comes back, and the hierarchy follows the members."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bagua
+from bagua.engine.hooks import attachments
+from tests.engine.shared_membership import SharedMembership
+from tests.rank_threads import run_teams
+
+RANKS, LEAVES, RETURNS, TOTAL = 2, 3, 6, 10  # ranks of a host; steps of the lost rank; and of the others
+LIMIT_S = 60.0
+
+
+class Killed(BaseException):
+    """This rank is lost."""
+
+
+class Script:
+    """Four ranks, of which the first of a host is lost at its step `LEAVES` and comes back as another one.
+
+    Args:
+        store: host:port of the store in which groups meet.
+        host: of the rank that is lost.
+        within: it is lost in the step, when its exchange has ended; else before.
+    """
+
+    def __init__(self, store: str, host: int, within: bool) -> None:
+        self.names, self.host, self.within = ["a", "b"], host, within
+        self.members = SharedMembership(self.names, store, self.called, RANKS)
+        self.here = threading.local()
+        self.at: dict[int, int] = {}  # the step that each rank has come to
+
+    def called(self, name: str, what: str) -> None:
+        """A rank asks its agent: that it may begin a step, or apply it."""
+        here, members = self.here, self.members
+        if here.lost and here.step == LEAVES and what == ("finish" if self.within else "start"):
+            raise Killed
+        with members.changed:
+            self.at[threading.get_ident()] = here.step
+            members.changed.notify_all()
+            if here.step == RETURNS and what == "start":  # the others do not get to the end without it
+                back = members.changed.wait_for(lambda: (self.names[self.host], RANKS) in members.progress, LIMIT_S)
+                assert back
+
+    def train(self, team: Any, algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
+        """One rank of the four; the one that is lost comes back in the same thread."""
+        here, (host, seat) = self.here, divmod(team.rank, RANKS)
+        here.lost = host == self.host and seat == 0
+        try:
+            return self.run(host, seat, algorithm, options)
+        except Killed:
+            self.members.lose(self.names[host], seat)
+        here.lost = False
+        with self.members.changed:
+            del self.at[threading.get_ident()]
+            went_on = self.members.changed.wait_for(lambda: min(self.at.values()) == RETURNS, LIMIT_S)
+            assert went_on
+        return self.run(host, seat + RANKS, algorithm, options)
+
+    def run(self, host: int, seat: int, algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
+        here = self.here
+        here.step = 0
+        torch.manual_seed(0 if seat < RANKS else 99)  # one that comes back has other weights
+        model = nn.Linear(40, 30, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        tolerance = bagua.FaultTolerance(seat=self.members.seat(self.names[host], seat), open_timeout_s=600)
+        bagua.distribute(model, optimizer, algorithm, fault_tolerant=tolerance, **options)
+        inputs = torch.Generator().manual_seed(RANKS * host + seat)
+        layouts: list[Any] = []
+        try:
+            while (now := bagua.stats(model)).steps < TOTAL:
+                here.step = now.steps
+                model(torch.randn(4, 40, generator=inputs)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                layout = attachments[model].engine.pool.groups.nodes
+                if layout not in layouts[-1:]:
+                    layouts.append(layout)
+        except Killed:
+            failures = attachments[model].engine.failures
+            assert failures.recovery is not None
+            failures.recovery.sever()
+            failures.give_up()
+            raise
+        root = attachments[model].engine.state.root
+        ended = {"weights": model.weight.detach().clone(), "layouts": layouts, "root": root}
+        ended["changes"] = [(each.lost, each.joined) for each in bagua.stats(model).membership]
+        bagua.detach(model)
+        return ended
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    """As of a launcher."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    served = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    yield f"127.0.0.1:{port}"
+    del served
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "host", "within"),
+    [
+        ("bytegrad", {}, 0, True),
+        pytest.param("local_sgd", {"hierarchical": True, "communication_interval": 1}, 1, True, marks=pytest.mark.slow),
+        ("decentralized", {}, 0, False),
+        pytest.param("low_precision_decentralized", {}, 1, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_leader_is_lost_and_comes_back(
+    store: str, algorithm: str, options: dict[str, Any], host: int, within: bool
+) -> None:
+    script = Script(store, host, within)
+    ends = run_teams(2 * RANKS, script.train, algorithm, options)
+    lost = f"{script.names[host]}/0"
+    uneven = ((0,), (1, 2)) if host == 0 else ((0, 1), (2,))
+    whole = ((0, 1), (2, 3))
+    for rank, end in enumerate(ends):
+        returned = rank == RANKS * host
+        assert end["layouts"][-1] == whole and (returned or uneven in end["layouts"])
+        changes = [change for change in end["changes"] if change != ((), ())]
+        assert changes == ([] if returned else [((lost,), ()), ((), (lost,))])
+        assert end["root"].hierarchical is (algorithm != "low_precision_decentralized")
+    if algorithm not in ("decentralized", "low_precision_decentralized"):
+        assert all(torch.equal(end["weights"], ends[0]["weights"]) for end in ends)

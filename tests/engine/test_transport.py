@@ -1,0 +1,203 @@
+"""`bagua.distribute(transport="native")`: the same training over other sockets, and the same failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import bagua
+from bagua.comm import mesh
+from bagua.comm.mesh import Mesh, why_no_mesh
+from bagua.comm.team import Team
+from bagua.engine.distributed_module import attachment_of
+from bagua.engine.startup.transport import chosen_transport, why_no_transport
+from tests.rank_pool import RankPool
+from tests.rank_threads import run_teams
+
+_making = threading.Lock()
+there = pytest.mark.skipif(bool(why_no_mesh()), reason=why_no_mesh() or "there is one")
+SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bytegrad": ("bytegrad", {}),
+    "int4": ("gradient_allreduce", {"codec": "int4"}),
+    "sign": ("gradient_allreduce", {"codec": "sign"}),
+    "eden": ("gradient_allreduce", {"codec": "eden"}),
+    "full precision": ("gradient_allreduce", {}),
+    "gossip": ("low_precision_decentralized", {}),
+    "hierarchical": ("bytegrad", {"hierarchical": True}),
+}
+
+
+def make_model() -> nn.Module:
+    with _making:  # ranks that are threads share torch's generator
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 10))
+
+
+def train(team: Team, transport: str, system: str, steps: int = 4, qadam: bool = False) -> Any:
+    """Weights, and what was counted."""
+    model = make_model()
+    algorithm, options = SYSTEMS[system]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if qadam:
+        algorithm, options = "qadam", {}
+        optimizer = bagua.optim.QAdam(model.parameters(), lr=0.01, warmup_steps=2)
+    model = bagua.distribute(
+        model, optimizer, algorithm, process_group=team, transport=transport, num_lanes=2, bucket_bytes=9000, **options
+    )
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * team.rank + step))
+        model(x).square().mean().backward()
+        optimizer.step()
+    total = bagua.stats(model).total
+    native = [lane.groups.native for lane in attachment_of(model).engine.pool.shared]
+    bagua.detach(model)
+    return [param.detach().clone() for param in model.parameters()], total.bytes_sent, total.launches, native
+
+
+@there
+@pytest.mark.parametrize("system", [*SYSTEMS, "qadam"])
+def test_training_has_the_bits_and_the_statistics_that_it_has_over_gloo(system: str) -> None:
+    nodes = [0, 0, 1] if system == "hierarchical" else [0, 1, 2]
+    name = "bytegrad" if system == "qadam" else system
+    args = name, 4, system == "qadam"
+    over_gloo = run_teams(3, train, "gloo", *args, nodes=nodes)
+    for first, second in zip(over_gloo, run_teams(3, train, "native", *args, nodes=nodes), strict=True):
+        assert all(map(torch.equal, first[0], second[0]))
+        assert first[1:3] == second[1:3] and first[1] > 0
+        assert first[3] == [False, False] and second[3] == [True, True]
+
+
+@there
+def test_sockets_and_threads_end_with_the_module() -> None:
+    def counts() -> tuple[int, int]:
+        links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_there(name)]
+        return sum(link.startswith("socket:") for link in links), threading.active_count()
+
+    def _is_there(name: str) -> bool:
+        return os.path.lexists(f"/proc/self/fd/{name}")
+
+    run_teams(2, train, "native", "int4", 1)
+    before = counts()
+    for _ in range(2):
+        run_teams(2, train, "native", "int4", 1)
+    after = counts()
+    assert after[0] <= before[0] and after[1] <= before[1]
+
+
+@there
+def test_a_rank_that_leaves_is_named_and_all_others_fail_too() -> None:
+    failed: dict[int, str] = {}
+
+    def work(team: Team) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.distribute(model, optimizer, "bytegrad", process_group=team, transport="native")
+        try:
+            for step in range(3):
+                if step == 1 and team.rank == 2:
+                    attachment_of(model).engine.failures.give_up()  # as at its end: closes the connections
+                    return
+                model(torch.randn(4, 40)).square().mean().backward()
+                optimizer.step()
+        except bagua.CommunicationError as error:
+            failed[team.rank] = str(error)
+        finally:
+            bagua.detach(model)
+
+    run_teams(3, work)
+    assert sorted(failed) == [0, 1]
+    assert all("no response from rank 2" in text and "minmax_uint8" in text for text in failed.values()), failed
+
+
+def die_in_step(victim: int) -> str:
+    """On a rank: what its training ended with."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.distribute(model, optimizer, "gradient_allreduce", codec="int4", transport="native")
+    for step in range(100):
+        if step == 2 and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            model(torch.randn(4, 40)).square().mean().backward()
+            optimizer.step()
+        except bagua.CommunicationError as error:
+            return str(error)
+    return "nothing failed"
+
+
+def train_in_process(system: str, transport: str) -> list[Tensor]:
+    """On a rank process: weights in the end."""
+    return train(Team.of(None, torch.device("cpu")), transport, system)[0]
+
+
+@there
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_named_by_all_others(pool: RankPool) -> None:
+    found = pool.run(3, die_in_step, 2, dies=[2])
+    assert all("no response from rank 2" in found[rank] for rank in (0, 1)), found
+
+
+@there
+@pytest.mark.process
+def test_processes_train_alike(pool: RankPool) -> None:
+    over_gloo = pool.run(2, train_in_process, "int4", "gloo")
+    native = pool.run(2, train_in_process, "int4", "native")
+    for first, second in zip(over_gloo, native, strict=True):
+        assert all(map(torch.equal, first, second))
+
+
+def test_bad_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BAGUA_TRANSPORT", raising=False)
+    assert chosen_transport(None) == "gloo" and chosen_transport("native") == "native"
+    with pytest.raises(ValueError, match=r"transport: expected one of 'gloo', 'native', got 'tcp'"):
+        chosen_transport("tcp")
+    monkeypatch.setenv("BAGUA_TRANSPORT", "native")
+    assert chosen_transport(None) == "native" and chosen_transport("gloo") == "gloo"
+    monkeypatch.setenv("BAGUA_TRANSPORT", "mpi")
+    with pytest.raises(ValueError, match=r"BAGUA_TRANSPORT: expected .* got 'mpi'"):
+        chosen_transport(None)
+
+
+def test_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(team: Team, device: str) -> str:
+        return str(why_no_transport("native", team, torch.device(device)))
+
+    team = Team(0, 2, None, Team.alone().timeout)
+    assert "CPU tensors" in why(team, "cuda")
+    team.backend = "nccl"
+    assert "not for cuda tensors over nccl" in why(team, "cuda")
+    team.backend = "gloo"
+    monkeypatch.setattr("bagua.engine.startup.transport.why_no_mesh", lambda: "_mesh.so was not built")
+    assert '"native" here: _mesh.so was not built' in why(team, "cpu")
+    assert why_no_transport("gloo", team, torch.device("cuda")) is None
+    assert why_no_transport("native", Team.alone(), torch.device("cuda")) is None  # a single rank sends nothing
+
+
+def test_without_the_library_all_ranks_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(mesh, "LIBRARY", tmp_path / "_mesh.so")
+    mesh._load.cache_clear()
+    try:
+        with pytest.raises(AssertionError) as failed:
+            run_teams(2, train, "native", "bytegrad")
+        assert str(failed.value).count('ValueError: transport: there is no "native" here: _mesh.so was not built') == 2
+        with pytest.raises(RuntimeError, match="was not built"):
+            Mesh(0, [-1], 1.0)
+    finally:
+        mesh._load.cache_clear()
+
+
+def test_ranks_must_choose_alike() -> None:
+    def work(team: Team) -> None:
+        train(team, "native" if team.rank else "gloo", "bytegrad")
+
+    with pytest.raises(AssertionError, match="transport differs: rank 1 has native, rank 0 has gloo"):
+        run_teams(2, work)

@@ -1,0 +1,45 @@
+"""One rank of a host is killed; its launcher and the other ranks are not."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import ExitStack
+
+import pytest
+
+from bagua.lab import Cluster, LabError
+
+RUN = {"rank 0 runs\n", "rank 1 runs\n"}
+RANKS = """
+for rank in 0 1; do
+    LOCAL_RANK=$rank sh -c 'echo rank $LOCAL_RANK runs; while sleep 0.1; do :; done' &
+    eval "pid$rank=$!"
+done
+wait $pid1; echo rank 1: $?
+wait $pid0; echo rank 0: $?
+"""
+
+
+@pytest.mark.parametrize("mode", ["namespaces", "pacing"])
+def test_one_rank_is_killed(mode: str, request: pytest.FixtureRequest) -> None:
+    if mode == "namespaces":
+        request.getfixturevalue("namespaces")
+    with Cluster(2, mode=mode) as cluster:
+        first, second = cluster.hosts
+        with ExitStack() as kept:
+            started = [
+                kept.enter_context(host.popen(["sh", "-c", RANKS], stdout=subprocess.PIPE, text=True))
+                for host in (first, second)
+            ]
+            (one, other) = (each.stdout for each in started)
+            assert one is not None and other is not None
+            assert {one.readline(), one.readline()} == {other.readline(), other.readline()} == RUN
+            first.kill_rank(1)
+            assert one.readline() == "rank 1: 137\n"
+            with pytest.raises(LabError, match="no process has LOCAL_RANK=1"):
+                first.kill_rank(1)
+            first.kill_rank(0)
+            assert one.readline() == "rank 0: 137\n"
+            second.kill_rank(1)  # it has been left alone until now
+            assert other.readline() == "rank 1: 137\n"
+            second.kill_rank(0)
