@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import bagua
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.errors import CommunicationError
 from bagua.membership.actions import Verdict
 from bagua.membership.seat import View
+from tests.engine.membership_store import serve_store
 from tests.engine.scripted_seat import ScriptedSeat, view
 
 CPU = torch.device("cpu")
@@ -130,14 +130,10 @@ def test_an_epoch_with_the_same_groups_changes_nothing() -> None:
 
 
 def test_a_team_meets_in_the_store_of_the_view() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    server = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    store, server = serve_store()
     seat, manager, lanes = in_group(3, open_timeout_s=61.0)
     manager.exchange_failed("a test")
-    now = seat.now = view(5, "n0", store=f"127.0.0.1:{port}")
+    now = seat.now = view(5, "n0", store=store)
     team = manager.open_team(now, CPU)
     assert (team.rank, team.size, team.timeout.total_seconds()) == (0, 1, 61.0)
     assert manager.view is now and manager.group == 5 and not manager.out_of_use

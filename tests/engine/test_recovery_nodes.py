@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import bagua
 from bagua.engine.hooks import attachments
+from tests.engine.membership_store import Killed, drop_rank
 from tests.engine.shared_membership import SharedMembership
 from tests.rank_threads import run_teams
 
 RANKS, LEAVES, RETURNS, TOTAL = 2, 3, 6, 10  # ranks of a host; steps of the lost rank; and of the others
 LIMIT_S = 60.0
-
-
-class Killed(BaseException):
-    """This rank is lost."""
 
 
 class Script:
@@ -87,28 +81,13 @@ class Script:
                 if layout not in layouts[-1:]:
                     layouts.append(layout)
         except Killed:
-            failures = attachments[model].engine.failures
-            assert failures.recovery is not None
-            failures.recovery.sever()
-            failures.give_up()
+            drop_rank(model)
             raise
         root = attachments[model].engine.state.root
         ended = {"weights": model.weight.detach().clone(), "layouts": layouts, "root": root}
         ended["changes"] = [(each.lost, each.joined) for each in bagua.stats(model).membership]
         bagua.detach(model)
         return ended
-
-
-@pytest.fixture
-def store() -> Iterator[str]:
-    """As of a launcher."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    served = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    yield f"127.0.0.1:{port}"
-    del served
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ from bagua import algorithms
 from bagua.algorithms import LostStep
 from bagua.engine.hooks import attachments
 from bagua.errors import RankMismatchError
+from tests.engine.membership_store import serve_store
 from tests.engine.scripted_seat import ScriptedSeat, view
 from tests.rank_threads import run_teams, teams
 
@@ -27,12 +27,7 @@ LIMIT_S = 60.0
 @pytest.fixture
 def store() -> tuple[str, dist.TCPStore]:
     """As of a launcher, and its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    served = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return f"127.0.0.1:{port}", served
+    return serve_store()
 
 
 def tolerance(store: str, members: int = 1, rank: int = 0) -> tuple[ScriptedSeat, bagua.FaultTolerance]:

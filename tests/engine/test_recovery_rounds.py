@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import bagua
@@ -18,6 +15,7 @@ from bagua.engine.context import EngineContext
 from bagua.engine.distributed_module import add_step_listener
 from bagua.engine.hooks import attachments
 from bagua.engine.recovery.catch_up import kept_tensors
+from tests.engine.membership_store import Killed, drop_rank
 from tests.engine.shared_membership import SharedMembership
 from tests.rank_threads import run_teams
 
@@ -25,22 +23,6 @@ SIZE, INTERVAL, ROUNDS = 3, 2, 4
 #: What a rank does in an interval: at "launched" its part is on its way, at "exchanged" it has the mean.
 ROUND = ["start"] * INTERVAL + ["launched", "exchanged", "finish", "committed"]
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False}  # the outer step takes the mean of the weights
-
-
-@pytest.fixture
-def store() -> Iterator[str]:
-    """As of a launcher; another one for each job, since the numbers of epochs are parts of keys."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    served = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    yield f"127.0.0.1:{port}"
-    del served
-
-
-class Killed(BaseException):
-    """This rank is lost."""
 
 
 class Counts:
@@ -116,10 +98,7 @@ class Script:
                 optimizer.zero_grad()
         except Killed:
             self.members.lose(name)
-            failures = attachments[model].engine.failures
-            assert failures.recovery is not None
-            failures.recovery.sever()
-            failures.give_up()
+            drop_rank(model)
             return None
         stats, kept = bagua.stats(model), kept_tensors(attachments[model].engine)
         ended = {

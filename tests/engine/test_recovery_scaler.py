@@ -12,11 +12,9 @@ from torch import nn
 
 import bagua
 from bagua.engine.hooks import attachments
+from tests.engine.membership_store import Killed, drop_rank
 from tests.engine.shared_membership import SharedMembership
-from tests.engine.test_recovery_rounds import Killed, store
 from tests.rank_threads import run_teams
-
-__all__ = ["store"]
 
 SIZE, STEPS, FIRST = 3, 6, 8.0
 LIMIT_S = 60
@@ -81,10 +79,7 @@ class Ranks:
                 ended["scales"].append(scaler.get_scale())
         except Killed:
             self.members.lose(name)
-            failures = attachments[model].engine.failures
-            assert failures.recovery is not None
-            failures.recovery.sever()
-            failures.give_up()
+            drop_rank(model)
             return None
         stats = bagua.stats(model)
         ended |= {"weights": model.weight.detach().clone(), "state": scaler.state_dict(), "changes": stats.membership}

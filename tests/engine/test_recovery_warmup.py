@@ -8,9 +8,7 @@ import pytest
 
 import bagua
 from bagua.algorithms import DiLoCo, LocalSGD, SparseLoCo, Warmup
-from tests.engine.test_recovery_rounds import INTERVAL, ROUNDS, SIZE, check, run, store
-
-__all__ = ["store"]
+from tests.engine.test_recovery_rounds import INTERVAL, ROUNDS, SIZE, check, run
 
 #: What a rank does: two steps of the warm-up, of which "apply" asks whether the mean gradients count; then intervals.
 WARM = ["start", "apply"] * INTERVAL
