@@ -191,6 +191,8 @@ def train_steps(pipe: Connection, job: Line) -> None:
     arrives = place >= job["size"]
     model = make_model()
     optimizer = make_optimizer(job["algorithm"], model)
+    if job["lr"] is not None:
+        optimizer.param_groups[0]["lr"] = job["lr"]
     options = {**job["options"], **(job["options_of_arrival"] if arrives else {})}
     tolerance = bagua.FaultTolerance(seat=seat, max_blocked_s=90.0)
     if job["at_commit"] is not None and job["at_commit"][0] == place:
@@ -360,11 +362,11 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
     Args:
         job: `train`: what each rank runs; `changes`: how often the members change, as each place sees it, before it
             ends; `steps`: that are made after the last change, from the beginning of an `interval` (length, first end)
-            of local steps on; `rounds`: of averaging in the background to be made after it; `until_told`: all train
-            on until each has that; `at_commit`: arguments of `watch_commit`; `dies_in_step`, `dies_in_exchange`,
+            of local steps on; `rounds`: of averaging in the background to be made after it; `until_told`: all train on
+            until each has that; `at_commit`: arguments of `watch_commit`; `dies_in_step`, `dies_in_exchange`,
             `holds_at`: place and attempt; `dies_in_distribute`: place and argument of `die_in_distribute`, and ranks
-            begin with weights of their own; `pull`: outputs are drawn there, or away at odd places; `gossip`: tell
-            weights and replicas at the end; others as in `Job`.
+            begin with weights of their own; `lr`: of the optimizer; `pull`: outputs are drawn there, or away at odd
+            places; `gossip`: tell weights and replicas at the end; others as in `Job`.
     """
     given = {
         "train": train_steps,
@@ -384,6 +386,7 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
         "pull": 0.0,
         "gossip": False,
         "bucket_bytes": None,
+        "lr": None,
         "rounds": 0,
         "until_told": False,
         **job,

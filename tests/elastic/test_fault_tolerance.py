@@ -78,13 +78,14 @@ def test_a_rank_is_lost_in_distribute(
 ) -> None:
     """The others begin with the same weights: those of one rank, not a mix of two."""
     options = {"communication_interval": 2} if algorithm in ("local_sgd", "diloco") else {}
-    gossip = algorithm == "low_precision_decentralized"
     others = [each for each in range(3) if each != place]
     with start_job(
         fork_server,
         3,
         algorithm=algorithm,
         options=options,
+        # Who fetches weights may get them after a step of the other rank, so here steps of gossip change nothing.
+        lr=0.0 if leads is None else None,
         dies_in_distribute=[place, point],
         changes=ONCE,
         interval=[2, 0] if options else [1, 0],
@@ -95,7 +96,7 @@ def test_a_rank_is_lost_in_distribute(
         own = [next(line["own"] for line in lines if "own" in line) for lines in job.lines]
         begins = [next(line for line in job.lines[each] if "begins" in line) for each in others]
     assert moves(ends[0]) == moves(ends[1]) == [((f"n{place}",), ())]
-    assert algorithm == "async" or gossip or ends[0]["digest"] == ends[1]["digest"]
+    assert algorithm == "async" or ends[0]["digest"] == ends[1]["digest"]
     assert begins[0]["digest"] == begins[1]["digest"]
     assert begins[0]["digest"] in ([own[0], own[1]] if leads is None else [own[leads]])
 
