@@ -27,12 +27,12 @@ _C = TypeVar("_C", bound=type[Codec])
 
 def _option(codec: str, word: str) -> tuple[str, Any]:
     option, equals, value = word.partition("=")
+    if not equals or not option.isidentifier():
+        raise ValueError(f"codec {codec!r}: expected OPTION=VALUE after a colon, got {word!r}")
     try:
-        if not equals or not option.isidentifier():
-            raise ValueError
         return option, ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        raise ValueError(f"codec {codec!r}: expected OPTION=VALUE after a colon, got {word!r}") from None
+        raise ValueError(f"codec {codec!r}: the value of {option} is no number, True or False: {value!r}") from None
 
 
 @overload

@@ -370,7 +370,7 @@ def test_a_name_may_carry_options():
     assert codecs.get("eden:bits=2", block=64) == Eden(bits=2, block=64)
     for name, said in (
         ("eden:2", "codec 'eden': expected OPTION=VALUE after a colon, got '2'"),
-        ("eden:bits=two", "codec 'eden': expected OPTION=VALUE after a colon, got 'bits=two'"),
+        ("eden:bits=two", "codec 'eden': the value of bits is no number, True or False: 'two'"),
         ("eden:", "codec 'eden': expected OPTION=VALUE after a colon, got ''"),
         ("eden:bits=7", "bits must be 1, 2, 3 or 4, got 7"),
         ("edn:bits=2", "codec 'edn' is unknown"),
