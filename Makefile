@@ -16,6 +16,8 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 # Test files that run at once: most tests wait for other processes or threads. 0 runs all in one process.
 TEST_JOBS ?= 4
+# A worker that dies is replaced, and its test runs again; not for ever.
+TEST_FLAGS := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 # For `make gpu`: parts to run (all), a folder for the results (dated), and 1 for a dry run on a CPU.
 PART ?=
 OUT ?=
@@ -56,10 +58,10 @@ demo: $(STAMP)  ## train, compare and plot on this machine; writes out/demo
 	$(BIN)/python examples/demo.py --out out/demo
 
 test: $(STAMP)  ## the everyday tests
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q $(TEST_FLAGS) tests $(PYTEST_ARGS)
 
 test-fast: $(STAMP)  ## the tests that start no process (the unit tier)
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "unit and not slow" tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q $(TEST_FLAGS) -m "unit and not slow" tests $(PYTEST_ARGS)
 
 # Bagua is installed as well, so that `.venv-interop/bin/bagua run examples/hf_trainer.py` works.
 $(INTEROP_STAMP): pyproject.toml constraints-dev.txt
