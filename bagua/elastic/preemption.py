@@ -119,6 +119,6 @@ def shield(worker_id: int = 0) -> None:
 
     Examples:
         >>> from torch.utils.data import DataLoader
-        >>> loader = DataLoader(inputs, num_workers=2, worker_init_fn=bagua.elastic.shield)
+        >>> loader = DataLoader(inputs, num_workers=1, worker_init_fn=bagua.elastic.shield)
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
