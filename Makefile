@@ -16,7 +16,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 # Test files that run at once: most tests wait for other processes or threads. 0 runs all in one process.
 TEST_JOBS ?= 4
-# A worker that dies is replaced, and its test runs again; not for ever.
+# A worker that dies is replaced, and its other tests run (tests/scheduling.py); not for ever.
 TEST_FLAGS := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 # For `make gpu`: parts to run (all), a folder for the results (dated), and 1 for a dry run on a CPU.
 PART ?=

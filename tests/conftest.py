@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import bounds
 from tests.fork_server import ForkServer
 from tests.rank_pool import RankPool
 from tests.tiers import assign_tier, holds_no_unit_test, install_guard, running, tier_of, wants_unit_tests_only
@@ -17,9 +19,12 @@ from tests.tiers import assign_tier, holds_no_unit_test, install_guard, running,
 torch.set_num_threads(1)
 
 
-def pytest_configure() -> None:
-    """Keep unit tests from starting processes."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep unit tests from starting processes, end tests that wait without end, and outlive the loss of a worker."""
     install_guard()
+    config.pluginmanager.register(bounds)
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(import_module("tests.scheduling"))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -72,21 +72,22 @@ class RankPool:
         """
         if fresh:
             self._kill()
-        while len(self._workers) < size:
-            self._workers.append(_Worker(self._server.port, self._next_server()))
-        for worker in self._workers[:size]:
-            worker.wait_until_ready()
-        if backend is None and 0 < torch.cuda.device_count() < size:
-            backend = "gloo"
-        job = next(self._jobs)
-        for rank, worker in enumerate(self._workers[:size]):
-            extra = {"GROUP_RANK": str(nodes[rank])} if nodes else {}
-            worker.send((job, rank, size, {**(env or {}), **extra}, group_timeout_s, init, backend, function, args))
-        deadline = time.monotonic() + timeout_s
-        found = {rank: self._workers[rank].receive(deadline) for rank in range(size) if rank not in stops}
-        for rank in stops:
-            self._workers[rank].go_on()
-            found[rank] = self._workers[rank].receive(deadline)
+        with self._killed_unless_done():
+            while len(self._workers) < size:
+                self._workers.append(_Worker(self._server.port, self._next_server()))
+            for worker in self._workers[:size]:
+                worker.wait_until_ready()
+            if backend is None and 0 < torch.cuda.device_count() < size:
+                backend = "gloo"
+            job = next(self._jobs)
+            for rank, worker in enumerate(self._workers[:size]):
+                extra = {"GROUP_RANK": str(nodes[rank])} if nodes else {}
+                worker.send((job, rank, size, {**(env or {}), **extra}, group_timeout_s, init, backend, function, args))
+            deadline = time.monotonic() + timeout_s
+            found = {rank: self._workers[rank].receive(deadline) for rank in range(size) if rank not in stops}
+            for rank in stops:
+                self._workers[rank].go_on()
+                found[rank] = self._workers[rank].receive(deadline)
         outcomes = [found[rank] for rank in range(size)]
         problems = [
             f"rank {rank}: {outcome[1]}"
@@ -98,6 +99,15 @@ class RankPool:
         if problems:
             raise AssertionError("\n".join(problems))
         return [outcome[1] if outcome[0] == "ok" else None for outcome in outcomes]
+
+    @contextlib.contextmanager
+    def _killed_unless_done(self) -> Iterator[None]:
+        """Whatever ends the wait, such as the end of the test's time: ranks that are not done get no other job."""
+        try:
+            yield
+        except BaseException:
+            self._kill()
+            raise
 
     def close(self) -> None:
         """End all processes."""
@@ -137,8 +147,8 @@ class _Worker:
     def wait_until_ready(self) -> None:
         """Ranks that still import torch would eat up the group's timeout."""
         if not self._pid:
-            if not self._pipe.poll(120):
-                raise AssertionError("a rank process did not start")
+            if not self._pipe.poll(60):
+                raise AssertionError("a rank process did not start within 60 s")
             self._pid = self._pipe.recv()
 
     def send(self, job: Any) -> None:

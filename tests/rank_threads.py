@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -64,8 +65,9 @@ def _run(members: Sequence[Team], function: Callable[..., Any], args: Sequence[A
     threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(len(members))]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + timeout_s
     for thread in threads:
-        thread.join(timeout_s)
+        thread.join(max(deadline - time.monotonic(), 0))
     stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if errors or stuck:
         raise AssertionError("\n".join([f"stuck ranks: {stuck}", *(f"rank {r}:\n{e}" for r, e in errors.items())]))

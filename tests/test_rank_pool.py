@@ -36,6 +36,19 @@ def test_a_rank_that_is_stuck_is_killed_and_its_stack_shown_and_no_file_left_ope
     gc.collect()
 
 
+def test_ranks_whose_test_has_ended_before_them_get_no_other_job(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pids = pool.run(2, os.getpid, init=False)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(pool._workers[0]), "receive", ends)
+        pool.run(2, time.sleep, 1000, init=False)
+    assert not set(pool.run(2, os.getpid, init=False)) & set(pids)
+
+
 def leave_a_thread() -> None:
     threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 
