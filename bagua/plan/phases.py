@@ -21,13 +21,36 @@ from bagua.exchanges import (
 )
 from bagua.plan.cluster import Cluster, Costs
 
-__all__ = ["Phase", "UnknownCourseError", "phases_of", "slow_start_s", "total_sent"]
+__all__ = ["Phase", "TorchPowerSGD", "UnknownCourseError", "phases_of", "slow_start_s", "total_sent"]
 
 _FEW = 2.0  # peers, whose ways limit as those of a ring
 # Passes over a tensor that a randomized Hadamard rotation costs, there and back: `python -m benchmarks.codecs`.
 _ROTATION, _ROTATION_BACK = 1.0, 0.4
 _RECEIVERS: dict[tuple[str, int], float] = {}
 _INITIAL_WINDOW = 14_600.0  # bytes that TCP sends on a connection before the first acknowledgement: RFC 6928
+
+
+class TorchPowerSGD(PowerSGD):
+    """PowerSGD as DDP's hook computes it."""
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Arithmetic of PowerSGD before the mean of left factors, before that of right factors, and after it.
+
+    Attributes:
+        products: matrix products.
+        passes: over the matrices, to add, subtract or copy them.
+    """
+
+    products: tuple[int, int, int]
+    passes: tuple[int, int, int]
+
+
+# Residuals are added as gradients are read; what is left of them and the result are products.
+_OWN_STEPS = _Steps(products=(1, 2, 1), passes=(1, 0, 0))
+# Residuals are added, gradients copied and results subtracted one by one. The passes are fitted, as the constants are.
+_TORCH_STEPS = _Steps(products=(1, 1, 1), passes=(3, 0, 4))
 
 
 class UnknownCourseError(ValueError):
@@ -192,13 +215,16 @@ def _low_rank(exchange: PowerSGD, cluster: Cluster, costs: Costs) -> list[Phase]
             left, right, compressed, flops = left + n * r, right + m * r, compressed + n * m, flops + 2.0 * n * m * r
         else:
             rest += n * m
-    dense = compressed * costs.element_s
+    steps = _TORCH_STEPS if isinstance(exchange, TorchPowerSGD) else _OWN_STEPS
+    first, second, last = (
+        Phase(before_s=products * flops * costs.matmul_s_per_flop + passes * compressed * costs.element_s)
+        for products, passes in zip(steps.products, steps.passes, strict=True)
+    )
     mean = AllReduce()
     found: list[Phase] = []
-    for elements in (left, right + rest):
-        product = Phase(before_s=flops * costs.matmul_s_per_flop + dense)
-        found += [product, *(phases_of(mean, elements, cluster, costs) if elements else [])]
-    return [*found, Phase(before_s=flops * costs.matmul_s_per_flop + dense)]
+    for arithmetic, elements in ((first, left), (second, right + rest)):
+        found += [arithmetic, *(phases_of(mean, elements, cluster, costs) if elements else [])]
+    return [*found, last]
 
 
 def _away(sent: float, cluster: Cluster, costs: Costs, efficiency: float) -> tuple[tuple[float, float], float]:

@@ -24,7 +24,7 @@ from bagua.engine.reducer.bucketing import (
 )
 from bagua.exchanges import AllReduce, Exchange, Hierarchical, PowerSGD
 from bagua.plan.cluster import Cluster
-from bagua.plan.phases import UnknownCourseError
+from bagua.plan.phases import TorchPowerSGD, UnknownCourseError
 
 __all__ = ["DEFAULT_NAMES", "Bucket", "Recipe", "recipe_of"]
 
@@ -172,7 +172,7 @@ def _of_torch(name: str, moment: Moment, every: int, model: Model) -> Recipe:
     """DDP: a first bucket of 1 MiB, then 25 MiB, whole parameters; PowerSGD in one bucket, as its hook is used."""
     if name == "ddp_powersgd":
         shapes = [shape for layer in model.layers for shape in layer.shapes]
-        whole = PowerSGD(_matrices(shapes), _POWER_RANK)
+        whole = TorchPowerSGD(_matrices(shapes), _POWER_RANK)
         return Recipe(name, moment, (Bucket(model.num_elements, len(model.layers) - 1, whole),), 1)
     codec = {"ddp_fp16": "fp16", "ddp_bf16": "bf16"}.get(name)
     exchange = AllReduce(direct_bytes=0) if codec is None else AllReduce(bagua.codecs.get(codec), direct_bytes=0)

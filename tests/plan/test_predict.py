@@ -11,9 +11,9 @@ import pytest
 from bagua.bench import contenders
 from bagua.bench.bounds import Timing, bound_s
 from bagua.codecs import Eden, Int4
-from bagua.exchanges import ScatterGather
+from bagua.exchanges import AllReduce, PowerSGD, ScatterGather
 from bagua.plan import CPU, GPU, Cluster, Workload, load_model, predict
-from bagua.plan.phases import phases_of
+from bagua.plan.phases import TorchPowerSGD, phases_of
 from bagua.plan.recipe import DEFAULT_NAMES, recipe_of
 from benchmarks import plan
 
@@ -139,3 +139,25 @@ def test_a_rotated_code_costs_more_on_both_ways() -> None:
     for rotated, plain in list(zip(*phases, strict=True))[:2]:
         more = rotated.before_s + rotated.beside_s - plain.before_s - plain.beside_s
         assert 0.5 < more / (n * CPU.element_s) < 1.5
+
+
+def test_power_sgd_costs_products_and_one_pass_and_more_passes_in_the_hook_of_ddp() -> None:
+    n, m, rank = 512, 256, 4
+    cluster, free = Cluster(4), replace(CPU, element_s=0.0, matmul_s_per_flop=0.0)
+
+    def arithmetic(exchange: PowerSGD) -> float:
+        """Without what the means of the factors cost."""
+        busy, idle = (
+            sum(each.before_s for each in phases_of(exchange, n * m, cluster, costs)) for costs in (CPU, free)
+        )
+        means = sum(
+            each.before_s
+            for elements in (n * rank, m * rank)
+            for each in phases_of(AllReduce(), elements, cluster, CPU)
+        )
+        assert idle == 0.0
+        return busy - means
+
+    product, one_pass = 2 * n * m * rank * CPU.matmul_s_per_flop, n * m * CPU.element_s
+    assert arithmetic(PowerSGD(((n, m),), rank)) == pytest.approx(4 * product + one_pass)
+    assert arithmetic(TorchPowerSGD(((n, m),), rank)) == pytest.approx(3 * product + 7 * one_pass)
