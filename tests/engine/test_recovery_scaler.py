@@ -26,7 +26,7 @@ class Ranks:
 
     Args:
         act: called with the rank, a point and the number of the attempt. Points: "start" and "finish", when the agent
-            is asked; "backward" and "stepped", after a backward pass and after a step.
+            is asked; "forward", "backward" and "stepped", after a pass and after a step.
         overflows: attempts at which rank 1 has an infinite loss.
     """
 
@@ -65,6 +65,7 @@ class Ranks:
         try:
             while bagua.stats(model).steps < STEPS:
                 loss = model(torch.randn(5, 4, generator=batches)).square().mean()
+                self.at(rank, "forward")
                 if rank == 1 and self._attempts[name] in self._overflows:
                     loss = loss * float("inf")
                 scaler.scale(loss).backward()
@@ -110,6 +111,8 @@ def test_a_lost_step_leaves_the_scale(store: str, point: str, algorithm: str) ->
     def act(ranks: Ranks, rank: int, where: str, attempt: int) -> None:
         if attempt != 3:
             return
+        if point == "start" and where == ("start" if rank == 2 else "forward"):
+            ranks.together.wait(LIMIT_S)  # the others have begun the step
         if rank == 2 and where == point:
             raise Killed
         if rank != 2 and where == "finish" and point != "start":
