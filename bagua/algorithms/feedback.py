@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bagua.codecs import Codec
 
-__all__ = ["fit_feedback", "fit_running_scale"]
+__all__ = ["fit_feedback", "fit_momentum_feedback", "fit_running_scale"]
 
 
 def fit_feedback(wanted: bool | None, codec: Codec) -> bool:
@@ -17,6 +17,19 @@ def fit_feedback(wanted: bool | None, codec: Codec) -> bool:
         return wanted
     many = 1 << 20
     return not (codec.linear or codec.lossless or codec.unbiased) and codec.wire_bytes(many) < many
+
+
+def fit_momentum_feedback(wanted: bool | None, codec: Codec) -> bool:
+    """Resolve `error_feedback` of momenta: None becomes true below 8 bits per fp32 element, unbiased codecs included.
+
+    A momentum that was quantised is quantised again in the next step. The error of an unbiased codec is uncorrelated
+    with what it encodes and adds to its square: with 1 bit of `eden` the square grows by 1.57 b1^2 in each step, which
+    is more than 1 for the usual b1. Feedback takes errors back instead.
+    """
+    if wanted is not None:
+        return wanted
+    many = 1 << 20
+    return not (codec.linear or codec.lossless) and codec.wire_bytes(many) < many
 
 
 def fit_running_scale(wanted: bool | None, codec: Codec, feedback: bool) -> bool:

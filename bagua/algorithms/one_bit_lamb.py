@@ -26,8 +26,8 @@ class OneBitLamb(MomentumAverage):
         hierarchical: full precision within a node, quantised between nodes. None (default) does so where it has
             an effect, that is with several nodes of which one has several ranks.
         codec: the codec of the momenta; "sign" by default, "minmax_uint8" for 8 bits.
-        error_feedback: add the compression error of one step to the next. None (default) does so for biased codecs with
-            less than 8 bits per element, which do not converge without.
+        error_feedback: add the compression error of one step to the next. None (default) does so for codecs with less
+            than 8 bits per element, which do not converge without: `eden` too, unlike with gradients.
 
     Bytes: after the warm-up about 2 (R-1)/(8 R) bytes per element sent; an all-reduce in fp32 before.
     Source: arXiv:2104.06069 (1-bit LAMB), algorithm 2.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep
-from bagua.algorithms.feedback import fit_feedback
+from bagua.algorithms.feedback import fit_momentum_feedback
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
@@ -48,7 +48,7 @@ class MomentumAverage(Algorithm):
     def exchange(self) -> Exchange:
         """That of the momenta."""
         codec = codecs.get(self.codec)
-        feedback = fit_feedback(self.error_feedback, codec)
+        feedback = fit_momentum_feedback(self.error_feedback, codec)
         return mix("complete", codec, hierarchical=bool(self.hierarchical), error_feedback=feedback)
 
     @cached_property
@@ -176,8 +176,8 @@ class QAdam(MomentumAverage):
         hierarchical: full precision within a node, quantised between nodes. None (default) does so where it has
             an effect, that is with several nodes of which one has several ranks.
         codec: the codec of the momenta: "minmax_uint8" by default, "sign" for 1 bit.
-        error_feedback: add the compression error of one step to the next. None (default) does so for biased codecs with
-            less than 8 bits per element, which do not converge without.
+        error_feedback: add the compression error of one step to the next. None (default) does so for codecs with less
+            than 8 bits per element, which do not converge without: `eden` too, unlike with gradients.
 
     Bytes: after the warm-up about 2 (R-1)/R bytes per element sent with 8 bits, 2 (R-1)/(8 R) with 1 bit; during
         the warm-up four times what 8 bits cost, an all-reduce in fp32.

@@ -32,8 +32,8 @@ class ZeroOneAdam(MomentumAverage):
         hierarchical: full precision within a node, quantised between nodes. None (default) does so where it has
             an effect, that is with several nodes of which one has several ranks.
         codec: the codec of momenta and sums; "sign" by default, "minmax_uint8" for 8 bits.
-        error_feedback: add the compression error of one exchange to the next. None (default) does so for biased codecs
-            with less than 8 bits per element, which do not converge without.
+        error_feedback: add the compression error of one exchange to the next. None (default) does so for codecs with
+            less than 8 bits per element, which do not converge without: `eden` too, unlike with gradients.
 
     Bytes: about 2 (R-1)/(8 R) bytes per element for each exchange that is not exact; one exchange per interval.
     Source: arXiv:2202.06009 (0/1 Adam), algorithm 1.

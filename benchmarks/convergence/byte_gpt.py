@@ -34,6 +34,7 @@ from benchmarks.overhead import describe_machine
 __all__ = [
     "MUON_RATE",
     "TASKS",
+    "TWO_STAGE",
     "ByteGPT",
     "Job",
     "Task",
@@ -48,6 +49,11 @@ __all__ = [
 RANKS, BATCH = 4, 4
 WARM = 0.1  # of the steps
 MUON_RATE = 0.02
+#: Optimizers of momentum algorithms, by the algorithm's name, with the defaults of their policies.
+TWO_STAGE: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "qadam": bagua.optim.QAdam,
+    "zero_one_adam": bagua.optim.ZeroOneAdam,
+}
 
 
 class Task(NamedTuple):
@@ -123,6 +129,8 @@ def make_optimizers(kind: str, params: Sequence[nn.Parameter], task: Task) -> li
         return [torch.optim.SGD(params, lr=task.rates["sgd"], momentum=0.9)]
     if kind == "adamw":
         return [torch.optim.AdamW(params, lr=task.rates["adamw"])]
+    if kind in TWO_STAGE:  # with the weight decay of AdamW
+        return [TWO_STAGE[kind](params, lr=task.rates["adamw"], weight_decay=0.01, decoupled_weight_decay=True)]
     matrices = [p for p in params if p.dim() == 2 and p.shape[0] != 256 and p.shape[0] != task.context]
     inner = {id(p) for p in matrices}
     rest = [p for p in params if id(p) not in inner]

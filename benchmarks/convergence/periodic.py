@@ -5,9 +5,10 @@
 
 The tasks, schedules and learning rates of `byte_gpt`, on 4 simulated ranks. With "muon", matrices of the
 blocks are trained by `torch.optim.Muon` and everything else by AdamW. Nothing but the algorithm differs between the
-rows of an optimizer. The figure is the validation loss of the averaged weights after the last step. A row is an
-algorithm with its options, `name:option=value:...`; `@0.25` makes the first quarter of the steps with
-gradient_allreduce.
+rows of an optimizer, except that `qadam` and `zero_one_adam` have their own in its place, with AdamW's weight decay.
+The figure is the validation loss of the averaged weights after the last step. A row is an algorithm with its options,
+`name:option=value:...`, where `/` and `~` in a value stand for `:` and `=`; `@0.25` makes the first quarter of the
+steps with gradient_allreduce.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ import torch
 
 import bagua
 from bagua.algorithms import Algorithm, Warmup
-from benchmarks.convergence.byte_gpt import MUON_RATE, TASKS, Job, base_parser, held_out_loss, run_jobs, train_ranks
+from benchmarks.convergence.byte_gpt import (
+    MUON_RATE,
+    TASKS,
+    TWO_STAGE,
+    Job,
+    base_parser,
+    held_out_loss,
+    run_jobs,
+    train_ranks,
+)
 
 PLAIN = "outer_momentum=0.0:nesterov=False:outer_lr=1.0"
 ROWS = (
@@ -63,7 +73,7 @@ def make_algorithm(row: str, steps: int) -> Algorithm:
         try:
             given[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):  # a word
-            given[key] = value
+            given[key] = value.replace("/", ":").replace("~", "=")
     algorithm = bagua.algorithms.get(name, **given)
     return Warmup(round(float(warm) * steps), "gradient_allreduce", algorithm) if warm else algorithm
 
@@ -71,7 +81,9 @@ def make_algorithm(row: str, steps: int) -> Algorithm:
 def train(job: Job) -> Run:
     """Train 4 ranks in this process."""
     task = TASKS[job.task]
-    result, seconds = train_ranks(job, make_algorithm(job.row, job.steps))
+    algorithm = make_algorithm(job.row, job.steps)
+    own = job.optimizer if algorithm.name not in TWO_STAGE else algorithm.name
+    result, seconds = train_ranks(job._replace(optimizer=own), algorithm)
     mean = copy.deepcopy(result.models[0])
     with torch.no_grad():
         for param, *others in zip(mean.parameters(), *(each.parameters() for each in result.models), strict=True):

@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 import bagua
+from bagua import codecs
 from bagua.algorithms import GradientAllReduce, QAdam, Warmup
+from bagua.algorithms.feedback import fit_momentum_feedback
+from bagua.codecs import Eden
 from bagua.comm.team import Team
 from tests.algorithms.momentum import Plain, interrupted, train
 from tests.algorithms.quadratic import N, Quadratic, flat, follow, simulated, start, target, targets
@@ -304,3 +307,23 @@ def test_bad_options_of_the_algorithm(make: Any, words: tuple[str, ...]) -> None
     with pytest.raises(ValueError) as error:
         make()
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_an_unbiased_codec_follows_adam_too(bits: int) -> None:
+    """Without error feedback the errors of 1 bit grow from step to step, since momenta are quantised again."""
+    size, steps, options = 2, 240, {"lr": 0.01, "warmup_steps": 40}
+    coarse, exact = (
+        simulated(size, QAdam(codec=each), steps, lambda p: optimizer(p, **options))
+        for each in (Eden(bits=bits), "identity")
+    )
+    assert all_equal(coarse)
+    apart = np.linalg.norm(coarse[0][0][-60:] - exact[0][0][-60:], axis=1).mean()
+    assert apart < 0.2 * np.linalg.norm(start()), apart
+
+
+def test_feedback_is_on_by_default_below_8_bits() -> None:
+    names = ("eden", "sign", "int4", "minmax_uint8", "identity", "bf16")
+    chosen = [fit_momentum_feedback(None, codecs.get(name)) for name in names]
+    assert chosen == [True, True, True, False, False, False]
+    assert not fit_momentum_feedback(False, Eden()) and fit_momentum_feedback(True, codecs.get("minmax_uint8"))
