@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 
-from bagua.bench import baselines
+from bagua.bench import baselines, hosts
 from bagua.bench.hosts import LocalHosts
 from bagua.bench.main import main
 from bagua.bench.measure import Job
 from bagua.bench.runner import Outcome, run_cases
 from bagua.bench.tradeoff import parse_conditions
 from bagua.bench.wire import run_primitives
+from tests.fork_server import ForkServer
+from tests.forked_process import ForkedProcess
 
 pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_ranks(fork_server: ForkServer) -> Iterator[None]:
+    """Ranks that import torch each cost seconds of processor time."""
+
+    def start(argv: Sequence[str], env: dict[str, str], stdout: IO[str], **_: Any) -> ForkedProcess:
+        log = Path(f"/proc/{os.getpid()}/fd/{stdout.fileno()}")
+        return ForkedProcess(fork_server, argv, env, Path.cwd(), (log, log))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosts, "subprocess", SimpleNamespace(Popen=start))
+        yield
+
 
 SHORT = ["--local", "--hosts", "2", "--model", "layers25m/10", "--compute-ms", "30", "--steps", "2", "--budget-s", "1"]
 
@@ -70,7 +89,7 @@ BROKEN = """
 import os
 if os.environ.get("BAGUA_BENCH_ADDRESS"):
     import time, torch.distributed as dist
-    from bagua.bench import baselines
+    from bagua.bench import baselines, hosts
     def broken(model):
         if dist.get_rank() == 1:
             raise RuntimeError("this one is broken")

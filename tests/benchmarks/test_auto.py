@@ -13,6 +13,7 @@ from benchmarks.auto import __main__ as benchmark
 from benchmarks.auto.__main__ import KNOWN, drawn
 from benchmarks.auto.judging import barred, finalists, joined, summarise, verdict
 from tests.benchmarks.quick_run import run_quickly
+from tests.fork_server import ForkServer
 
 
 def test_conditions_are_drawn_from_the_seed() -> None:
@@ -84,8 +85,8 @@ def test_what_is_known_is_not_measured_again(
 
 
 @pytest.mark.slow
-def test_a_quick_run(tmp_path: Path) -> None:
-    content, output = run_quickly("auto", tmp_path, "--local", "--hosts", "2")
+def test_a_quick_run(fork_server: ForkServer, tmp_path: Path) -> None:
+    content, output = run_quickly(fork_server, "auto", tmp_path, "--local", "--hosts", "2")
     (result,) = content["results"]
     assert result["summary"]["chosen"] in result["fixed"]
     assert "ddp" in result["heat"]

@@ -9,12 +9,13 @@ import pytest
 
 from benchmarks.backend import SYSTEMS
 from tests.benchmarks.quick_run import run_quickly
+from tests.fork_server import ForkServer
 
 pytestmark = pytest.mark.process
 
 
-def test_quick_run(tmp_path: Path) -> None:
-    report, printed = run_quickly("backend", tmp_path)
+def test_quick_run(fork_server: ForkServer, tmp_path: Path) -> None:
+    report, printed = run_quickly(fork_server, "backend", tmp_path)
     results = {each["system"]: each for each in report["results"]}
     assert tuple(results) == SYSTEMS
     assert all(name in printed for name in SYSTEMS)

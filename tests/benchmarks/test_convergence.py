@@ -17,16 +17,17 @@ from benchmarks.convergence.report import Row, summarise, table, to_json
 from benchmarks.convergence.tasks import RANKS, make_task
 from benchmarks.convergence.training import Outcome, simulate
 from tests.benchmarks.quick_run import run_quickly
+from tests.fork_server import ForkServer
 
 pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
-def quick_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path, str]:
+def quick_run(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path, str]:
     """JSON, folder of the plots and printed text of a quick run of a few configurations."""
     folder = tmp_path_factory.mktemp("convergence")
     chosen = ["--only", "bytegrad,async,decentralized ring", "--workers", "1"]
-    report, printed = run_quickly("convergence", folder, "--plots", str(folder), *chosen)
+    report, printed = run_quickly(fork_server, "convergence", folder, "--plots", str(folder), *chosen)
     return report, folder, printed
 
 

@@ -17,6 +17,7 @@ from benchmarks.faults.journal import Journal
 from benchmarks.faults.records import Journals, Process, Step, read
 from benchmarks.faults.tour import transfer_s
 from tests.benchmarks.quick_run import run_quickly
+from tests.fork_server import ForkServer
 
 
 def process(host: int, first: int, last: int, begin: float, *, rank: int = 0, size: int = 3, **other: Any) -> Process:
@@ -233,9 +234,9 @@ def test_what_is_there_is_printed_and_not_measured_again(
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_killed_rank_for_real(tmp_path: Path) -> None:
+def test_a_killed_rank_for_real(fork_server: ForkServer, tmp_path: Path) -> None:
     words = ("--only", "tour", "--algorithm", "gradient_allreduce", "--fault", "kill-rank")
-    found, text = run_quickly("faults", tmp_path, *words)
+    found, text = run_quickly(fork_server, "faults", tmp_path, *words)
     (measured,) = found["rows"]
     assert measured["problems"] == [] and measured["unequal"] == 0 and measured["compared"] > 10
     assert measured["restarted"] == [] and measured["lost_steps"] <= 1

@@ -12,13 +12,16 @@ import pytest
 from bagua.comm.mesh import why_no_mesh
 from benchmarks.native_lane import SYSTEMS, summarise
 from tests.benchmarks.quick_run import run_quickly
+from tests.fork_server import ForkServer
 from tests.ports import free_ports
 
 
 @pytest.mark.process
 @pytest.mark.skipif(bool(why_no_mesh()), reason=why_no_mesh() or "there is one")
-def test_quick_run(tmp_path: Path) -> None:
-    report, printed = run_quickly("native_lane", tmp_path, "--only", "int4", "--port", str(free_ports(1)[0]))
+def test_quick_run(fork_server: ForkServer, tmp_path: Path) -> None:
+    report, printed = run_quickly(
+        fork_server, "native_lane", tmp_path, "--only", "int4", "--port", str(free_ports(1)[0])
+    )
     (row,) = report["rows"]
     assert (row["system"], row["ranks"]) == ("int4", 2)
     assert row["gloo_sent_mb"] == row["native_sent_mb"] > 0

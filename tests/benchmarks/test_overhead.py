@@ -11,12 +11,13 @@ import torch
 
 from benchmarks.overhead import Block, Case, Result, compare, make_model, summarise, table
 from tests.benchmarks.quick_run import run_quickly
+from tests.fork_server import ForkServer
 
 pytestmark = pytest.mark.process
 
 
-def test_quick_run(tmp_path: Path) -> None:
-    report, printed = run_quickly("overhead", tmp_path)
+def test_quick_run(fork_server: ForkServer, tmp_path: Path) -> None:
+    report, printed = run_quickly(fork_server, "overhead", tmp_path)
     assert {"date", "machine", "quick", "parameters", "targets", "ratio", "engine_ms", "results"} == set(report)
     assert {"cpu", "cores", "load_1min", "system", "python", "torch", "threads"} == set(report["machine"])
     assert report["machine"]["torch"] == torch.__version__

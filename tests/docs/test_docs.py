@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +17,8 @@ import pytest
 import bagua
 from bagua.bench.main import build_parser
 from tests.docs.markdown import DOCUMENTS, ROOT, anchors, blocks, links, table_after
+from tests.fork_server import ForkServer
+from tests.forked_process import run_forked
 from tests.rank_pool import RankPool
 
 # Records of design hold sketches of interfaces, which are not meant to run.
@@ -41,12 +42,10 @@ def train_py() -> str:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
+def outcomes(fork_server: ForkServer) -> dict[str, str]:
     """What came of the Python blocks of each document, all run in one process."""
     command = [sys.executable, "-W", "error", "-m", "tests.docs.run_blocks", *map(str, WITH_CODE)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=150, check=False
-    )
+    done = run_forked(fork_server, command, environment(), ROOT, 140)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 from importlib import import_module
 from typing import Any, get_origin
@@ -17,6 +16,8 @@ import pytest
 import bagua
 from tests.docs.markdown import ROOT
 from tests.docs.run_examples import examples
+from tests.fork_server import ForkServer
+from tests.forked_process import run_forked
 
 # Modules that users import from. Every function in their `__all__`, and every class that users make, has examples.
 MODULES = (
@@ -126,11 +127,11 @@ NAMES = sorted(set(PUBLIC) - NOT_MADE - NOT_BUILT)
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
+def outcomes(fork_server: ForkServer) -> dict[str, str]:
     command = [sys.executable, "-W", "error", "-m", "tests.docs.run_examples", *NAMES]
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment = {**alone, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    done = run_forked(fork_server, command, environment, ROOT, 140)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

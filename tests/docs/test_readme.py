@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -25,30 +21,28 @@ def side(sign: str) -> str:
     return "".join(line[1:] or "\n" for line in block.splitlines(keepends=True) if line[0] in f" \n{sign}")
 
 
-def run_after() -> str:
-    """On a rank: run the script with Bagua; return what it printed."""
+def run_side(sign: str) -> str:
+    """On a rank: run one side as a script; return what it printed."""
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(side("+"), "train.py", "exec"), {"__name__": "__main__"})
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile(side(sign), "train.py", "exec"), {"__name__": "__main__"})
+    finally:
+        bagua.destroy_process_group()
     return printed.getvalue()
 
 
 def test_the_script_prints_a_loss_on_two_ranks(pool: RankPool) -> None:
-    for printed in pool.run(2, run_after):
+    for printed in pool.run(2, run_side, "+"):
         assert float(re.fullmatch(r"loss (\d+\.\d{4})\n", printed)[1]) < 5  # pyright: ignore[reportOptionalSubscript]
 
 
 @pytest.mark.parametrize("sign", ["-", "+"], ids=["before", "after"])
-def test_both_sides_are_whole_scripts(sign: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(side(sign))
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = {**os.environ, **alone, "MASTER_PORT": "0", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "train.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"loss \d+\.\d{4}\n", done.stdout)
+def test_both_sides_are_whole_scripts(sign: str, pool: RankPool) -> None:
+    """On a rank that has initialised nothing."""
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    (printed,) = pool.run(1, run_side, sign, env=env, init=False, fresh=True)
+    assert re.fullmatch(r"loss \d+\.\d{4}\n", printed)
 
 
 def test_it_counts_the_algorithms() -> None:
