@@ -79,12 +79,6 @@ class ZeroOneAdam(MomentumAverage):
         if self.averages_gradients([self.optimizer(ctx)]):
             super().on_ready(ctx, bucket)
 
-    def on_lost_step(self, ctx: Context) -> None:
-        """The optimizer counts steps for all parameters at once, whether they have gradients or not."""
-        optimizer = self.optimizer(ctx)
-        assert isinstance(optimizer, ZeroOneAdamOptimizer)
-        optimizer.uncount_step()
-
     def on_step_end(self, ctx: Context) -> None:
         """Exchange at the end of an interval."""
         optimizer = self.optimizer(ctx)

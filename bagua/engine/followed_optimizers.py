@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -31,6 +31,15 @@ class FollowedOptimizers:
         """Follow what `others` follow, under the same numbers."""
         self.refs[:] = others.refs
         self.expects_more = others.expects_more
+
+    def uncount(self, stepped: Iterable[int]) -> None:
+        """Those with these numbers have stepped without gradients, and the step does not count.
+
+        Most count steps by parameter, and so none. One that counts them all the same has a method `uncount_step`.
+        """
+        for number in stepped:
+            if (take_back := getattr(self.refs[number](), "uncount_step", None)) is not None:
+                take_back()
 
     def adopt(self, optimizer: torch.optim.Optimizer, instead_of: Sequence[int]) -> int:
         """Follow `optimizer` instead of those with these numbers; return its own."""

@@ -174,6 +174,7 @@ class StepTracker:
         """After the step of the last optimizer. With `fault_tolerant` another engine may have taken over then."""
         state, recovery = self._state, self._failures.recovery
         if recovery is not None and not recovery.step_ended():
+            self._optimizers.uncount(self.stepped)
             if state.buckets:
                 state.algorithm.on_lost_step(self._ctx)
             self.stepped.clear()

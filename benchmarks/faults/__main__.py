@@ -3,6 +3,7 @@
     python -m benchmarks.faults --json faults.json           everything: hours
     python -m benchmarks.faults --quick --json faults.json   under 5 minutes on an idle machine of two cores
     python -m benchmarks.faults --json faults.json --only chaos --faults 200 --algorithm bytegrad
+    python -m benchmarks.faults --json chaos.json --only chaos --faults 200 --round 12 --jobs 2   go on for 2 jobs
     python -m benchmarks.faults --json faults.json --only slow --only loss   these faults, each algorithm
     python -m benchmarks.faults --json faults.json --table   print what is there
 
@@ -28,6 +29,7 @@ from bagua.bench.machine import describe_machine, now
 from bagua.lab import LabError
 from benchmarks.faults import report
 from benchmarks.faults.chaos import ANCHOR_PER_HOUR, chaos
+from benchmarks.faults.rounds import Rounds
 from benchmarks.faults.scenarios import SCENARIOS
 from benchmarks.faults.systems import SYSTEMS, Settings, algorithms, why_not
 from benchmarks.faults.tour import tour
@@ -112,6 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fault", action="append", choices=list(SCENARIOS), help="of tour and peers; may be repeated")
     parser.add_argument("--faults", type=int, help="of a chaos run (12; 2 with --quick)")
     parser.add_argument("--per-hour", type=float, help=f"of a chaos run ({ANCHOR_PER_HOUR:g}; 1200 with --quick)")
+    parser.add_argument("--round", type=int, metavar="FAULTS", help="of one job of a chaos run (all of them)")
+    parser.add_argument(
+        "--jobs", type=int, default=0, help="with --round: at most so many now, the others in later calls"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and times of faults (%(default)s)")
     parser.add_argument("--step-ms", type=float, default=100.0, help="emulated compute of a step (%(default)s)")
     parser.add_argument("--detect-s", type=float, default=2.0, help="silence that counts as a loss (%(default)s)")
@@ -128,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.faults = args.faults or (2 if args.quick else 12)
     args.per_hour = args.per_hour or (1200.0 if args.quick else ANCHOR_PER_HOUR)
     found: dict[str, Any] = {"rows": [], "chaos": [], "timelines": [], "not_run": []}
+    found |= {"rounds": [], "losses": []} if args.round else {}
     if args.json is not None and args.json.exists():
         found |= json.loads(args.json.read_text())
     if not args.table:
@@ -152,7 +159,7 @@ def _measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
         if args.json is not None:
             results_file.write(args.json, found)
 
-    began = time.monotonic()
+    began, jobs = time.monotonic(), 0
     for plan in plans(args):
         settings = plan.settings
         if why := why_not(settings.system, settings.torchft):
@@ -162,6 +169,13 @@ def _measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
             continue
         found["not_run"] = [each for each in found["not_run"] if each["system"] != settings.system]
         mark = {"bandwidth": settings.bandwidth, "table": settings.table, "step_ms": settings.step_ms}
+        if not plan.faults and args.round:
+            rounds = Rounds(settings, args.faults, args.round, args.per_hour, args.seed, args.limit)
+            left = args.jobs - jobs
+            if not args.jobs or left > 0:
+                jobs += rounds.go_on(found, max(left, 0), _when, keep)
+                _tell(began, rounds.row(found), report.chaos_misses)
+            continue
         if not plan.faults:
             if not _has(found["chaos"], algorithm=settings.algorithm, hosts=settings.hosts, faults=args.faults):
                 row, timeline = chaos(

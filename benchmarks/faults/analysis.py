@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.faults.records import Process, Step
 
-__all__ = ["Cost", "Fault", "cost_of", "differing", "intervals", "participation", "splits", "step_s"]
+__all__ = ["Cost", "Fault", "cost_of", "differing", "intervals", "participation", "shares", "splits", "step_s"]
 
 _WARM = 3  # steps of a process that are not typical: connections are opened
 
@@ -220,7 +220,13 @@ def splits(processes: Iterable[Process]) -> int:
 
 
 def participation(processes: Sequence[Process], begin: float, end: float) -> float | None:
-    """Return the mean share of the live ranks that took part in the steps that began within a span of time.
+    """Return the mean of `shares`; None if no step was made."""
+    found = shares(processes, begin, end)
+    return statistics.fmean(found) if found else None
+
+
+def shares(processes: Sequence[Process], begin: float, end: float) -> list[float]:
+    """Return the share of the live ranks that took part, of each step that began within a span of time.
 
     A rank is alive from when its process could train until its last record, or until the end if that is later.
     """
@@ -234,12 +240,12 @@ def participation(processes: Sequence[Process], begin: float, end: float) -> flo
         for each in process.trained:
             if begin <= each.begin <= end:
                 sizes.setdefault(each.step, (each.begin, each.size))
-    shares = []
+    found = []
     for at, size in sizes.values():
         alive = sum(ready <= at <= last for ready, last in lives)
         if alive:
-            shares.append(min(size / alive, 1.0))
-    return statistics.fmean(shares) if shares else None
+            found.append(min(size / alive, 1.0))
+    return found
 
 
 def intervals(

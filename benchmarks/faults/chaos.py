@@ -13,19 +13,27 @@ from typing import Any
 
 from bagua.algorithms import get
 from bagua.bench import progress
-from benchmarks.faults.analysis import Fault, differing, intervals, participation, splits, step_s
+from benchmarks.faults.analysis import Fault, differing, intervals, shares, splits, step_s
 from benchmarks.faults.job import Job, Stuck
 from benchmarks.faults.records import Process
 from benchmarks.faults.systems import Settings
 
-__all__ = ["ANCHOR_PER_HOUR", "chaos", "growth", "lost_s"]
+__all__ = ["ANCHOR_PER_HOUR", "chaos", "growth", "inject", "lost_s", "mean_loss"]
 
 ANCHOR_PER_HOUR = 125.0  # the rate of ft-diloco's public chaos run, 32 replicas
+_LAST = 5  # looks at what a process holds, 2 s each
 _LEAST = 3  # hosts that train are never fewer by a fault
 
 
 def chaos(
-    settings: Settings, faults: int, per_hour: float, seed: int, limit_s: float = 180.0, calm_s: float = 15.0
+    settings: Settings,
+    faults: int,
+    per_hour: float,
+    seed: int,
+    limit_s: float = 180.0,
+    calm_s: float = 15.0,
+    *,
+    multiple: int = 0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train under `faults` faults, then the same number of steps without any.
 
@@ -34,7 +42,9 @@ def chaos(
     Args:
         per_hour: of the Poisson process.
         seed: of times and victims.
+        limit_s: for whatever is awaited, and between two faults.
         calm_s: without faults, before the first one and after the last one.
+        multiple: the number of steps is a multiple of it, and there is no training without faults; 0: there is one.
 
     Returns:
         a row, and what each host did, for the timeline.
@@ -50,12 +60,13 @@ def chaos(
             began = time.monotonic()
             time.sleep(calm_s)
             first = time.monotonic()
-            _inject(job, done, rng, faults, per_hour)
+            inject(job, done, rng, faults, per_hour)
             over = time.monotonic()
             job.await_everyone(over)
             settled = time.monotonic()
             time.sleep(calm_s)
             steps = job.last_step().step + 20
+            steps += -steps % max(multiple, 1)
             job.stop_at(steps)
             codes = job.await_end()
             ended = True
@@ -71,25 +82,36 @@ def chaos(
         timeline = _timeline(job, processes, done, began, settled)
         said = job.texts()[-3000:] if problems else ""
     problems += [f"{row['splits']} steps made by two groups"] if row["splits"] else []
-    if ended:
+    if ended and multiple:
+        row |= mean_loss(processes)
+    elif ended:
         row |= _beside_undisturbed(settings, processes, steps, limit_s, problems)
     row |= {"faults": len(done), "per_hour": per_hour, "seed": seed, "steps": steps, "problems": problems, "said": said}
     return row, timeline
 
 
-def _inject(job: Job, done: list[Fault], rng: random.Random, faults: int, per_hour: float) -> None:
-    due = time.monotonic()
+def inject(job: Job, done: list[Fault], rng: random.Random, faults: int, per_hour: float) -> None:
+    """Strike `faults` times, whenever more than three hosts train; return when all that were killed are started again.
+
+    Raises:
+        Stuck: there were too few for so long that nothing will come of it.
+    """
+    due = last = time.monotonic()
     away: list[tuple[float, int]] = []
     while len(done) < faults or away:
         now = time.monotonic()
+        if now - max(last, due) > job.limit_s:
+            raise Stuck(f"{len(done)} faults, and then no more than {_LEAST} hosts trained for {job.limit_s:g} s")
         for at, index in [each for each in away if each[0] <= now]:
             away.remove((at, index))
             job.start(index)
         if len(done) < faults and now >= due:
-            training = [i for i in job.processes if _trains(job, i, now)]
+            last_of = {index: fault.at for fault in done for index in fault.hosts}
+            training = [i for i in job.processes if _trains(job, i, now, last_of.get(i, 0.0))]
             if len(training) > _LEAST:
                 due = max(due, now - 1) + rng.expovariate(per_hour / 3600)
                 _strike(job, done, rng, rng.choice(sorted(training)), away)
+                last = now
         time.sleep(0.05)
 
 
@@ -102,9 +124,9 @@ def _strike(job: Job, done: list[Fault], rng: random.Random, victim: int, away: 
         away.append((time.monotonic() + 1.0, victim))
 
 
-def _trains(job: Job, index: int, now: float) -> bool:
-    """Its rank has made a step not long ago."""
-    found = [process for process in job.journals.update() if process.host == index]
+def _trains(job: Job, index: int, now: float, struck: float) -> bool:
+    """A rank that was started since the host was struck last has made a step not long ago."""
+    found = [process for process in job.journals.update() if process.host == index and process.started > struck]
     return bool(found and found[-1].trained) and now - found[-1].trained[-1].end < 2 + job.settings.step_ms / 200
 
 
@@ -121,6 +143,7 @@ def _measure(
     fault_free = _rate(processes, began, first)
     during = _rate(processes, first, over)
     causes = [each.at for each in done]
+    took_part = shares(processes, first, over)
     lost = lost_s(processes, first, settled, typical, causes) if typical else None
     per_fault = lost / len(done) if lost is not None and done else None
     compared, unequal = differing(step for process in processes for step in process.steps)
@@ -128,16 +151,21 @@ def _measure(
         "algorithm": settings.algorithm,
         "hosts": settings.hosts,
         "step_s": typical,
+        "chaos_s": over - first,
+        "lost_s": lost,
         "throughput": during / fault_free if during is not None and fault_free else None,
         "lost_s_per_fault": per_fault,
         "throughput_at_anchor": None if per_fault is None else 1 - per_fault * ANCHOR_PER_HOUR / 3600,
         "stall_s": [round(c["stalled_s"], 3) for p in processes for c in p.changes if first < c["begin"] < settled],
-        "participation": participation(processes, first, over),
+        "participation": statistics.fmean(took_part) if took_part else None,
+        "exchanges": len(took_part),
+        "exchanges_below_90": sum(each < 0.9 for each in took_part),
         "compared": compared,
         "unequal": unequal,
         "equal_expected": get(settings.algorithm).exactness.replicas_equal,
         "splits": splits(processes),
         "growth": growth(processes, first),
+        "keys": keys_of_last_store(processes),
     }
 
 
@@ -171,8 +199,8 @@ def lost_s(processes: list[Process], begin: float, end: float, typical_s: float,
 def growth(processes: list[Process], after: float) -> dict[str, float]:
     """Return by how much what a survivor holds has grown from before the first fault to its end, at most of all.
 
-    Of the ranks, and of their launchers under `launcher_...`. `keys`: of the store in which groups met last, for each
-    change of the members.
+    Of the ranks, and of their launchers under `launcher_...`. `keys_per_change`: of the store in which groups met last,
+    from the first half of the changes to the second, for each change of the members.
     """
     found: dict[str, float] = {}
     for process in processes:
@@ -181,14 +209,25 @@ def growth(processes: list[Process], after: float) -> dict[str, float]:
         if not early or not late:
             continue
         for name, prefix in (("resources", ""), ("launcher", "launcher_")):
-            for key, value in late[-1][name].items():
+            for key in late[-1][name]:
+                # It may just be opening groups or sending weights: what it held least in the last seconds has stayed.
+                value = min(each[name].get(key, float("inf")) for each in late[-_LAST:])
                 grown = value - early[-1][name].get(key, value)
                 found[prefix + key] = max(grown, found.get(prefix + key, grown))
-    keys = sorted((k for process in processes for k in process.keys), key=lambda each: each["epoch"])
-    same = [each for each in keys if each["store"] == keys[-1]["store"]] if keys else []
-    if len(same) > 1 and same[-1]["epoch"] > same[0]["epoch"]:
-        found["keys_per_change"] = (same[-1]["keys"] - same[0]["keys"]) / (same[-1]["epoch"] - same[0]["epoch"])
+    same = keys_of_last_store(processes)
+    first, second = same[: len(same) // 2], same[len(same) // 2 :]
+    if first and second[-1][0] > first[0][0]:
+        # Those of the groups in use and of the last ones are there, and of weights on their way: compare the most.
+        most = [max(keys for _, keys in half) for half in (first, second)]
+        changes = statistics.fmean(epoch for epoch, _ in second) - statistics.fmean(epoch for epoch, _ in first)
+        found["keys_per_change"] = (most[1] - most[0]) / changes
     return found
+
+
+def keys_of_last_store(processes: list[Process]) -> list[tuple[int, int]]:
+    """Return epochs and numbers of keys of the store in which groups met last."""
+    keys = sorted((k for process in processes for k in process.keys), key=lambda each: each["epoch"])
+    return [(each["epoch"], each["keys"]) for each in keys if each["store"] == keys[-1]["store"]]
 
 
 def _beside_undisturbed(
@@ -196,18 +235,23 @@ def _beside_undisturbed(
 ) -> dict[str, Any]:
     """The loss after as many steps with all hosts, to which nothing happens. Its steps need no emulated compute."""
     progress.show(f"{settings.algorithm}: undisturbed, {steps} steps")
-    here = [process.finished["loss"] for process in processes if process.finished]
+    here = mean_loss(processes)
     with Job(replace(settings, step_ms=0.0), limit_s + steps) as job:
         job.stop_at(steps)
         try:
             job.await_end()
         except Stuck as error:
             problems.append(f"undisturbed: {error}")
-        there = [process.finished["loss"] for process in job.journals.update() if process.finished]
+        there = mean_loss(job.journals.update())
     if not here or not there:
         return {}
-    loss, undisturbed = statistics.fmean(here), statistics.fmean(there)
-    return {"loss": loss, "undisturbed_loss": undisturbed, "loss_ratio": loss / undisturbed}
+    return {**here, "undisturbed_loss": there["loss"], "loss_ratio": here["loss"] / there["loss"]}
+
+
+def mean_loss(processes: Sequence[Process]) -> dict[str, float]:
+    """Return "loss": of the ranks that came to the end, their mean; nothing if none did."""
+    found = [process.finished["loss"] for process in processes if process.finished]
+    return {"loss": statistics.fmean(found)} if found else {}
 
 
 def _timeline(job: Job, processes: list[Process], done: list[Fault], began: float, end: float) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Process:
         changes: of the members; `begin` is that of the step that followed.
         resources: threads, descriptors and memory now and then, of the rank and its launcher.
         keys: numbers of keys in the store in which groups met.
+        losses: on text that is not trained on, by the number of steps completed.
         finished: its last line; empty before.
     """
 
@@ -52,6 +53,7 @@ class Process:
     resources: list[dict[str, Any]] = field(default_factory=list)
     keys: list[dict[str, Any]] = field(default_factory=list)
     state_bytes: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
     finished: dict[str, Any] = field(default_factory=dict)
 
     def add(self, line: dict[str, Any]) -> None:
@@ -70,6 +72,8 @@ class Process:
             self.keys.append(line)
         elif "state_bytes" in line:
             self.state_bytes = line["state_bytes"]
+        elif "held_out" in line:
+            self.losses[line["after"]] = line["held_out"]
         elif "finished" in line:
             self.finished = line
 

@@ -35,6 +35,7 @@ class Settings:
         detect_s: of the systems that have such an option.
         seed: of weights, data and links.
         torchft: folder with torchft and its dependencies, or "" if it is installed.
+        losses_every: steps between two losses that a rank writes down; 0 for none but at the end. Of Bagua's ranks.
     """
 
     system: str = "bagua"
@@ -46,6 +47,7 @@ class Settings:
     detect_s: float = 2.0
     seed: int = 0
     torchft: str = ""
+    losses_every: int = 0
 
     @property
     def label(self) -> str:
@@ -123,4 +125,5 @@ def command(settings: Settings, hosts: Sequence[Host], index: int, folder: Path)
     return [
         *(sys.executable, *launcher, "-m", module, "--folder", str(folder), "--algorithm", settings.algorithm),
         *("--seed", str(settings.seed), "--step-ms", str(settings.step_ms), "--table", str(settings.table)),
+        *("--losses-every", str(settings.losses_every)),
     ]

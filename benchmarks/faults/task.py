@@ -31,6 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--table", type=int, default=0, help="rows of a second embedding, to make the model larger")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step-ms", type=float, default=0.0, help="emulated compute of a step")
+    parser.add_argument("--losses-every", type=int, default=0, help="steps between two losses written down; 0: none")
     parser.add_argument("--commit-every", type=int, default=10, help="steps, for systems that restart")
     return parser.parse_args()
 

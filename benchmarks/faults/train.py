@@ -47,6 +47,8 @@ def main() -> None:
             applied=after.steps > during.steps,
             digest=task.digest(),
         )
+        if args.losses_every and after.steps > during.steps and after.steps % args.losses_every == 0:
+            journal.write(held_out=task.held_out_loss(), after=after.steps)
     journal.write(state_bytes=state_bytes(task))
     journal.finished(bagua.stats(model).steps, task.held_out_loss())
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import bagua
 from benchmarks.faults import __main__ as program
-from benchmarks.faults import chaos, report, systems
+from benchmarks.faults import chaos, report, rounds, systems
 from benchmarks.faults.analysis import Fault, cost_of, differing, intervals, participation, splits
+from benchmarks.faults.job import Stuck
 from benchmarks.faults.journal import Journal
 from benchmarks.faults.records import Journals, Process, Step, read
 from benchmarks.faults.tour import transfer_s
@@ -230,6 +233,71 @@ def test_what_is_there_is_printed_and_not_measured_again(
     words = ["--only", "tour", "--algorithm", "bytegrad", "--fault", "kill-rank", "--quick", "--json", str(file)]
     assert program.main(words) == 0
     assert json.loads(file.read_text())["rows"] == [there]
+
+
+def round_of(seed: int, **other: Any) -> dict[str, Any]:
+    """A row of `chaos.chaos`."""
+    facts = {"faults": 3, "chaos_s": 20.0, "lost_s": 0.6, "exchanges": 100, "exchanges_below_90": 2, "compared": 120}
+    facts |= {"unequal": 0, "splits": 0, "steps": 200 + 100 * seed, "throughput": 0.9, "participation": 1.0}
+    facts |= {"step_s": 0.1, "stall_s": [0.2, 0.1 * seed], "equal_expected": True, "problems": [], "loss": 1.5}
+    return {**facts, "growth": {"threads": seed}, "load_1min": 1.0, "date": "", "seed": seed, **other}
+
+
+def test_a_chaos_run_in_rounds_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def play(settings: Any, faults: int, per_hour: float, seed: int, *_: Any, multiple: int) -> tuple[Any, Any]:
+        asked.append((faults, seed))
+        assert multiple == rounds.LOSSES_EVERY
+        return round_of(seed, faults=faults), {"round": seed}
+
+    monkeypatch.setattr(rounds, "chaos", play)
+    monkeypatch.setattr(rounds.Rounds, "_undisturbed", lambda *_: {"200": 1.5, "300": 1.25, "400": 1.0})
+    found: dict[str, Any] = {name: [] for name in ("rounds", "losses", "chaos", "timelines")}
+    run = rounds.Rounds(systems.Settings(algorithm="bytegrad", hosts=8), 7, 3, 600.0)
+    kept: list[int] = []
+
+    def go_on(most: int) -> int:
+        return run.go_on(found, most, dict, lambda: kept.append(len(found["rounds"])))
+
+    assert go_on(1) == 1 and asked == [(3, 0)] and "loss_ratio" not in run.row(found)
+    assert go_on(2) == 2 and asked[1:] == [(3, 1), (1, 2)] and kept == [1, 2, 3]
+    assert go_on(0) == 1 and run.row(found)["loss_ratio"] == pytest.approx((1.0 + 1.2 + 1.5) / 3)
+    assert go_on(0) == 0 and len(found["chaos"]) == 1 and found["timelines"] == [{"round": 0}]
+    other = rounds.Rounds(systems.Settings(algorithm="diloco", hosts=8), 3, 3, 600.0)
+    other.go_on(found, 1, dict, lambda: None)
+    assert [row["algorithm"] for row in found["chaos"]] == ["bytegrad", "diloco"], "a row of its own"
+
+
+def test_rounds_are_one_row() -> None:
+    bad = round_of(1, throughput=None, participation=0.5, exchanges=50, lost_s=None, problems=["stuck"], faults=1)
+    del bad["loss"]
+    whole = rounds.combine([round_of(0), bad], {"200": 1.25})
+    assert (whole["faults"], whole["rounds"], whole["exchanges"]) == (4, 2, 150)
+    assert whole["throughput"] == pytest.approx(0.9) and whole["participation"] == pytest.approx(125 / 150)
+    assert whole["lost_s_per_fault"] == pytest.approx(0.2) and whole["longest_stall_s"] == pytest.approx(0.2)
+    assert whole["growth"] == {"threads": 1} and whole["problems"] == ["round 2: stuck"]
+    assert whole["loss_ratio"] == pytest.approx(1.2)
+    facts = {"algorithm": "bytegrad", "hosts": 8, "per_hour": 600.0}
+    assert "4, 600" in report.chaos_table([{**whole, **facts}])
+
+
+def test_a_rank_that_was_just_killed_is_no_victim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has made a step not long ago, too; but no signal could be sent to it."""
+    now = 100.0
+    found = [process(0, 0, 3, now - 1.0), process(1, 0, 3, now - 1.0, started=now - 0.5)]
+    job = SimpleNamespace(journals=SimpleNamespace(update=lambda: found), settings=systems.Settings())
+    trains = chaos._trains
+    assert trains(job, 0, now, 0.0) and trains(job, 1, now, now - 0.6)  # pyright: ignore[reportArgumentType]
+    assert not trains(job, 0, now, now - 0.1)  # pyright: ignore[reportArgumentType]
+
+
+def test_chaos_gives_up_when_too_few_hosts_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would wait for a victim for ever."""
+    job = SimpleNamespace(processes=dict.fromkeys(range(8)), limit_s=0.1)
+    monkeypatch.setattr(chaos, "_trains", lambda _job, index, _now, _struck: index < 3)
+    with pytest.raises(Stuck, match="no more than 3 hosts"):
+        chaos.inject(job, [], random.Random(0), 1, 1e9)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow

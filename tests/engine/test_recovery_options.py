@@ -16,6 +16,7 @@ import bagua
 from bagua import algorithms
 from bagua.algorithms import LostStep
 from bagua.engine.hooks import attachments
+from bagua.engine.recovery.limits import without_mixed_halves
 from bagua.errors import RankMismatchError
 from tests.engine.membership_store import serve_store
 from tests.engine.scripted_seat import ScriptedSeat, view
@@ -191,15 +192,30 @@ def test_an_algorithm_without_a_rule_for_a_lost_step(
     assert model not in attachments
 
 
-def test_a_warm_up_to_an_algorithm_with_state_of_its_own(store: tuple[str, dist.TCPStore]) -> None:
+def test_a_warm_up_whose_replicas_differ(store: tuple[str, dist.TCPStore]) -> None:
     model, optimizer = small()
     with pytest.raises(
         ValueError, match=r"^fault_tolerant: Warmup needs a first algorithm that skips a lost step, such as"
     ):
         bagua.distribute(
-            model, optimizer, algorithms.Warmup(5, then="decentralized"), fault_tolerant=tolerance(store[0])[1]
+            model, optimizer, algorithms.Warmup(5, "decentralized", "bytegrad"), fault_tolerant=tolerance(store[0])[1]
         )
     assert model not in attachments
+
+
+def test_a_warm_up_before_sums_of_weights_in_place(store: tuple[str, dist.TCPStore]) -> None:
+    """A hierarchy of these is off by default, and refused, also where it comes later."""
+    model, optimizer = small()
+    gossip = algorithms.LowPrecisionDecentralized(hierarchical=True)
+    with pytest.raises(ValueError, match=r"^hierarchical: 'low_precision_decentralized' sums weights in place"):
+        warmup = algorithms.Warmup(5, then=algorithms.Warmup(9, then=gossip))
+        bagua.distribute(model, optimizer, warmup, fault_tolerant=tolerance(store[0])[1])
+    assert model not in attachments
+    fitted = without_mixed_halves(algorithms.Warmup(5, then="low_precision_decentralized"))
+    assert isinstance(fitted, algorithms.Warmup)
+    first, then = fitted.parts
+    assert isinstance(then, algorithms.LowPrecisionDecentralized) and then.hierarchical is False
+    assert isinstance(first, algorithms.GradientAllReduce) and first.hierarchical is None
 
 
 @pytest.mark.parametrize("kind", [nn.SyncBatchNorm, bagua.nn.SyncBatchNorm], ids=["torch", "bagua"])

@@ -48,6 +48,9 @@ class Script:
         place: of the rank that is lost.
         dies: number of the event at which it is lost.
         holds: number of the event at which the rank after it holds; None: it does not.
+
+    Attributes:
+        after: the rank is lost once the third one has come to the event of this number.
     """
 
     _runs = itertools.count()
@@ -57,6 +60,7 @@ class Script:
         self.names = [f"r{run}h{rank}" for rank in range(size)]
         self.place, self.dies = place, dies
         self.holder, self.holds = (place + 1) % size, holds
+        self.after, self._moved = -1, threading.Condition()
         self.members = SharedMembership(self.names, store, self.event)
         self.events: dict[str, list[str]] = {name: [] for name in self.names}
         self.here = threading.local()
@@ -64,9 +68,14 @@ class Script:
     def event(self, name: str, what: str) -> None:
         """A rank has come to a point."""
         number = len(self.events[name])
-        self.events[name].append(what)
+        with self._moved:
+            self.events[name].append(what)
+            self._moved.notify_all()
         rank = self.names.index(name)
         if rank == self.place and number == self.dies:
+            third = self.events[self.names[(self.holder + 1) % len(self.names)]]
+            with self._moved:
+                assert self.after < 0 or self._moved.wait_for(lambda: len(third) > self.after, 60)
             raise Killed
         if rank == self.holder and number == self.holds:
             with self.members.changed:
@@ -80,6 +89,10 @@ class Script:
         original(context)
         self.event(self.here.name, "committed")
 
+    def goes_on(self, model: nn.Module) -> bool:
+        """Whether a rank makes another step."""
+        return bagua.stats(model).steps < ROUNDS * INTERVAL
+
     def train(self, team: Any, algorithm: Any, make_optimizer: Any) -> dict[str, Any] | None:
         """One rank. Step by step its weights grow by one in the place of its rank."""
         self.here.name = name = self.names[team.rank]
@@ -92,7 +105,7 @@ class Script:
         bagua.metrics.report(model, lambda stats: reported.append((stats.rank, stats.steps)), every=1)
         direction = -torch.eye(SIZE)[team.rank : team.rank + 1]
         try:
-            while bagua.stats(model).steps < ROUNDS * INTERVAL:
+            while self.goes_on(model):
                 model(direction).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -131,9 +144,12 @@ def run(
     dies: int,
     holds: int | None = None,
     make_optimizer: Any = sgd,
+    kind: type[Script] = Script,
+    after: int = -1,
 ) -> tuple[Script, list[dict[str, Any]]]:
     """Train; returns what the survivors end with."""
-    script, original = Script(store, place, dies, holds), EngineContext.commit
+    script, original = kind(store, place, dies, holds), EngineContext.commit
+    script.after = after
     monkeypatch.setattr(EngineContext, "commit", lambda context: script.commit(context, original))
     ends = run_teams(SIZE, script.train, algorithm, make_optimizer)
     monkeypatch.undo()

@@ -33,7 +33,7 @@ def check_tolerates(request: Request, module: object, has_group: bool, seat: Sea
     if isinstance(algorithm, Warmup) and not algorithm.lost_step:
         return ValueError(
             "fault_tolerant: Warmup needs a first algorithm that skips a lost step, such as gradient_allreduce, "
-            "bytegrad or power_sgd, and then one of these or of local_sgd, diloco and sparse_loco"
+            "bytegrad or power_sgd, and then one that has a rule for it, too"
         )
     if isinstance(algorithm, Auto):
         return ValueError(
@@ -45,9 +45,10 @@ def check_tolerates(request: Request, module: object, has_group: bool, seat: Sea
         return ValueError(
             f"fault_tolerant: {algorithm.name!r} has no rule for a lost step yet; these have one: {known}"
         )
-    if _sums_weights_in_place(algorithm) and algorithm.hierarchical:
+    mixed = [each for each in _parts(algorithm) if _sums_weights_in_place(each) and each.hierarchical]
+    if mixed:
         return ValueError(
-            f"hierarchical: {algorithm.name!r} sums weights in place, so a lost rank would leave sums instead of "
+            f"hierarchical: {mixed[0].name!r} sums weights in place, so a lost rank would leave sums instead of "
             "weights; with fault_tolerant leave it out, or pass overlap=True"
         )
     if algorithm is not None and not request.optimizers:
@@ -78,9 +79,20 @@ def check_tolerates(request: Request, module: object, has_group: bool, seat: Sea
 
 def without_mixed_halves(algorithm: Algorithm | None) -> Algorithm | None:
     """`algorithm`, without a hierarchy by default if that would leave half a sum in place of weights after a loss."""
+    if isinstance(algorithm, Warmup):
+        first, then = (without_mixed_halves(part) for part in algorithm.parts)
+        assert first is not None and then is not None
+        return replace(algorithm, first=first, then=then)
     if _sums_weights_in_place(algorithm) and algorithm.hierarchical is None:
         return replace(algorithm, hierarchical=False)
     return algorithm
+
+
+def _parts(algorithm: Algorithm | None) -> list[Algorithm]:
+    """Those that a warm-up schedules, or the algorithm itself."""
+    if isinstance(algorithm, Warmup):
+        return [each for part in algorithm.parts for each in _parts(part)]
+    return [] if algorithm is None else [algorithm]
 
 
 def _sums_weights_in_place(algorithm: Algorithm | None) -> TypeGuard[LowPrecisionDecentralized]:

@@ -92,6 +92,8 @@ def replicate_optimizers(
     for optimizer, described in zip(optimizers, message, strict=True):
         if team.rank != src:
             adopt(optimizer, described, ours)
+            if (recount := getattr(optimizer, "recount", None)) is not None:
+                recount()  # what it has counted beside its state
         tensors += _tensors(optimizer, ours)
     replicate_tensors(tensors, group, device, src)
 
