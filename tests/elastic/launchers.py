@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fork_server import ForkServer
+from tests.pids import kill, runs
 from tests.ports import free_ports
 
 LIMIT_S = 90.0
@@ -93,7 +94,10 @@ class Launched:
 
     def ranks(self) -> list[int]:
         """Processes of ranks that run."""
-        return [pid for pid in map(int, (p.stem for p in self.folder.glob("*.json"))) if runs(pid)]
+        return [pid for pid in map(int, (p.stem for p in self.folder.glob("*.json"))) if self._is_rank(pid)]
+
+    def _is_rank(self, pid: int) -> bool:
+        return runs(pid, TMPDIR=str(self.folder))
 
     def seen(self) -> Seen | None:
         """What the rank that runs now has seen."""
@@ -178,9 +182,10 @@ class Hosts:
 
     def close(self) -> None:
         for each in self.all:
-            for pid in (each.pid, *each.ranks()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each.pid, signal.SIGKILL)
+            for pid in each.ranks():
+                kill(pid, TMPDIR=str(each.folder))
 
 
 def wait_for(found: Callable[[], bool], what: str, hosts: Hosts | None = None) -> None:
@@ -196,14 +201,6 @@ def write(path: Path, value: int) -> None:
     """In one move: a rank may read it at any moment."""
     path.with_suffix(".new").write_text(str(value))
     path.with_suffix(".new").rename(path)
-
-
-def runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 def launch_here(pipe: Connection, words: list[str], folder: str, env: dict[str, str]) -> None:

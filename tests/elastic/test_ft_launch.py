@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.launchers import DEAF_S, Hosts, Launched, runs, wait_for
+from tests.elastic.launchers import DEAF_S, Hosts, Launched, wait_for
 from tests.fork_server import ForkServer
 from tests.launch.launching import RUN, launch, script
+from tests.pids import runs
 
 pytestmark = pytest.mark.process
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 import bagua
 from bagua.elastic import Sampler
 from bagua.lab import Cluster, LabError
+from tests import pids
 from tests.launch.launching import RUN, Launcher, launch, script
 from tests.ports import free_ports
 
@@ -163,8 +163,7 @@ def kill(launcher: Launcher) -> None:
     """The launcher and its ranks, which it cannot take with it."""
     launcher._process.kill()
     for pid in launcher.pids.iterdir():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid.name), signal.SIGKILL)
+        pids.kill(int(pid.name), PIDS=str(launcher.pids))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from bagua.distributed.rank_process import RankProcess
 from tests.elastic.hosts import wait_for
-from tests.elastic.launchers import runs
+from tests.pids import runs
 
 pytestmark = pytest.mark.process
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +10,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.fork_server import ForkServer
+from tests.forked_process import run_forked
+from tests.pids import kill, runs
 
 ROOT = Path(__file__).parent.parent.parent
 RUN = ("-m", "bagua.cli.main", "run")
@@ -45,19 +48,12 @@ class Launcher:
     ) -> None:
         self.pids = tmp / "pids"
         self.pids.mkdir(exist_ok=True)
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(_CLEAN)}
-        kept.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
-        paths = [str(ROOT), kept.get("PYTHONPATH", "")]
-        kept |= {
-            "PIDS": str(self.pids),
-            "PYTHONPATH": os.pathsep.join(p for p in paths if p),
-            "OMP_NUM_THREADS": "1",
-        }
+        kept = _environment(tmp, self.pids)
         self._started = time.monotonic()
         self._process = subprocess.Popen(
             [*before, sys.executable, *words],
             cwd=tmp,
-            env={**kept, "TMPDIR": str(tmp), **(env or {})},
+            env={**kept, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -83,10 +79,7 @@ class Launcher:
         finally:
             self._process.kill()
             self._process.wait()
-            orphans = [pid for pid in map(int, (p.name for p in self.pids.iterdir())) if _runs(pid)]
-            for pid in orphans:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            orphans = _end_orphans(self.pids)
         assert not orphans, f"ranks outlived the launcher: {orphans}"
         return Ended(self._process.returncode, out, err, time.monotonic() - self._started)
 
@@ -96,15 +89,33 @@ def launch(tmp: Path, *words: str, env: Mapping[str, str] | None = None) -> Ende
     return Launcher(tmp, words, env).wait()
 
 
+def launch_forked(server: ForkServer, tmp: Path, *words: str, env: Mapping[str, str] | None = None) -> Ended:
+    """The same without a new interpreter for the launcher, where its start and end are not what is tested."""
+    pids, started = tmp / "pids", time.monotonic()
+    pids.mkdir(exist_ok=True)
+    try:
+        done = run_forked(server, [sys.executable, *words], {**_environment(tmp, pids), **(env or {})}, tmp, 140)
+    finally:
+        orphans = _end_orphans(pids)
+    assert not orphans, f"ranks outlived the launcher: {orphans}"
+    return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
+
+
 def script(tmp: Path, text: str, name: str = "script.py") -> str:
     path = tmp / name
     path.write_text(text)
     return str(path)
 
 
-def _runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+def _environment(tmp: Path, pids: Path) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_CLEAN)}
+    kept.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
+    path = os.pathsep.join(p for p in (str(ROOT), kept.get("PYTHONPATH", "")) if p)
+    return {**kept, "PIDS": str(pids), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp)}
+
+
+def _end_orphans(pids: Path) -> list[int]:
+    orphans = [pid for pid in map(int, (p.name for p in pids.iterdir())) if runs(pid, PIDS=str(pids))]
+    for pid in orphans:
+        kill(pid, PIDS=str(pids))
+    return orphans

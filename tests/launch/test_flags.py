@@ -11,7 +11,8 @@ import pytest
 from bagua.cli.main import main as bagua_main
 from bagua.distributed import launch as launch_module
 from bagua.distributed import run as run_module
-from tests.launch.launching import LAUNCH, MODULE, RUN, launch, script
+from tests.fork_server import ForkServer
+from tests.launch.launching import LAUNCH, MODULE, RUN, launch_forked, script
 
 # No torch in it, so that a launch costs little more than the launcher.
 SHOW = """
@@ -27,9 +28,9 @@ def shown(text: str) -> list[dict[str, object]]:
     return sorted(lines, key=lambda seen: seen["LOCAL_RANK"])
 
 
-def test_run_sets_the_environment_of_the_ranks(tmp_path: Path) -> None:
+def test_run_sets_the_environment_of_the_ranks(fork_server: ForkServer, tmp_path: Path) -> None:
     words = ("--nproc-per-node", "2", "--default-bucket-size", "4096", "--bagua_service_port", "1234")
-    ended = launch(tmp_path, *RUN, *words, script(tmp_path, SHOW), "--epochs", "3")
+    ended = launch_forked(fork_server, tmp_path, *RUN, *words, script(tmp_path, SHOW), "--epochs", "3")
     assert ended.code == 0, ended.err
     ranks = shown(ended.out)
     assert [r["LOCAL_RANK"] for r in ranks] == ["0", "1"]
@@ -41,7 +42,7 @@ def test_run_sets_the_environment_of_the_ranks(tmp_path: Path) -> None:
     assert ended.err.count("--bagua-service-port has no effect") == 1
 
 
-def test_the_users_environment_wins(tmp_path: Path) -> None:
+def test_the_users_environment_wins(fork_server: ForkServer, tmp_path: Path) -> None:
     env = {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
         "PET_DEFAULT_BUCKET_SIZE": "512",
@@ -49,7 +50,7 @@ def test_the_users_environment_wins(tmp_path: Path) -> None:
         "BAGUA_DEFAULT_BUCKET_SIZE": "77",
         "OMP_NUM_THREADS": "2",
     }
-    ended = launch(tmp_path, *RUN, script(tmp_path, SHOW), env=env)
+    ended = launch_forked(fork_server, tmp_path, *RUN, script(tmp_path, SHOW), env=env)
     assert ended.code == 0, ended.err
     ranks = shown(ended.out)
     assert len(ranks) == 2
@@ -58,7 +59,7 @@ def test_the_users_environment_wins(tmp_path: Path) -> None:
     assert {r["OMP_NUM_THREADS"] for r in ranks} == {"2"}
 
 
-def test_launch_serves_older_scripts(tmp_path: Path) -> None:
+def test_launch_serves_older_scripts(fork_server: ForkServer, tmp_path: Path) -> None:
     words = [
         "--nproc_per_node=2",
         "--set_additional_flag",
@@ -67,7 +68,7 @@ def test_launch_serves_older_scripts(tmp_path: Path) -> None:
         "--ssh_port=22",
     ]
     words += ["--logdir", str(tmp_path / "logs"), "--default_bucket_size=99", "--master_addr=127.0.0.1"]
-    ended = launch(tmp_path, *LAUNCH, *words, script(tmp_path, SHOW), "--lr", "0.1")
+    ended = launch_forked(fork_server, tmp_path, *LAUNCH, *words, script(tmp_path, SHOW), "--lr", "0.1")
     assert ended.code == 0, ended.err
     logs = sorted((tmp_path / "logs").rglob("stdout.log"))
     ranks = shown("".join(log.read_text() for log in logs))
@@ -93,7 +94,7 @@ def test_the_module_has_the_defaults_of_the_original(monkeypatch: pytest.MonkeyP
     assert args.use_env and args.node_rank == 1
 
 
-def test_the_module_starts_a_rank_again_that_died(tmp_path: Path) -> None:
+def test_the_module_starts_a_rank_again_that_died(fork_server: ForkServer, tmp_path: Path) -> None:
     """Two times; `bagua run` does not, unless it is told to."""
     die_twice = """
 import os, sys
@@ -102,7 +103,7 @@ open(f"attempt{attempts}", "w").close()
 sys.exit(0 if attempts >= 2 else 7)
 """
     path = script(tmp_path, die_twice)
-    ended = launch(tmp_path, *MODULE, "--nproc_per_node=1", "--monitor-interval=0.1", path)
+    ended = launch_forked(fork_server, tmp_path, *MODULE, "--nproc_per_node=1", "--monitor-interval=0.1", path)
     assert ended.code == 0, ended.err
     assert (tmp_path / "attempt2").exists()
 
@@ -166,10 +167,10 @@ def test_tuning_flags_at_level_0_are_reported(
     assert "--is-output-autotune-log has no effect" in err
 
 
-def test_tuning_flags_at_level_1_reach_the_ranks(tmp_path: Path) -> None:
+def test_tuning_flags_at_level_1_reach_the_ranks(fork_server: ForkServer, tmp_path: Path) -> None:
     words = ("--autotune-level", "1", "--autotune_max_samples", "7", "--autotune-sampling-confidence-time", "0.5")
     more = ("--autotune-warmup-time", "2", "--is-output-autotune-log")
-    ended = launch(tmp_path, *RUN, "--nproc-per-node", "2", *words, *more, script(tmp_path, SHOW))
+    ended = launch_forked(fork_server, tmp_path, *RUN, "--nproc-per-node", "2", *words, *more, script(tmp_path, SHOW))
     assert ended.code == 0, ended.err
     assert "has no effect" not in ended.err
     for rank in shown(ended.out):
