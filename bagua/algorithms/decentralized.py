@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+import torch
+from torch import nn
+
 from bagua import codecs, topologies
 from bagua.algorithms.base import Algorithm, Context, Exactness, LostStep, Payload, Ticket
+from bagua.algorithms.mean_moments import (
+    check_mean_moments,
+    forget_steps,
+    infer_moments,
+    record_steps,
+    set_up_mean_moments,
+)
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
+from bagua.algorithms.second_moment import check_scalable, rescale_second_moments, set_up_second_moments
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 from bagua.topologies import Topology
@@ -36,6 +48,11 @@ class Decentralized(Algorithm):
         topology: any topology, instead of `peer_selection_mode`.
         codec: "identity", or a linear codec ("bf16", "fp16") for the exchanged weights; a lossy one with a
             fixed sparse topology exchanges differences.
+        mean_moments: set the moments of `torch.optim.Adam` or `AdamW` to those of the mean gradient, which the average
+            of the weights shows (docs/algorithms/decentralized.md has the formula). Nothing more is exchanged; two more
+            copies of the weights. Only with the topology "complete", the codec "identity" and an average in each step.
+        scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
+            mean gradients would give, for other topologies. Nothing is exchanged; a copy of the second moments is kept.
 
     Bytes: the weights once per peer and interval; 2 (R-1)/R times the weights for "all".
     Source: arXiv:1705.09056 (D-PSGD), algorithm 1; Bagua 0.9's decentralized SGD.
@@ -56,6 +73,8 @@ class Decentralized(Algorithm):
     communication_interval: int = 1
     topology: str | Topology | None = None
     codec: str | Codec = "identity"
+    mean_moments: bool = False
+    scale_second_moment: bool = False
 
     def __post_init__(self) -> None:
         if self.peer_selection_mode not in _MODES:
@@ -72,13 +91,28 @@ class Decentralized(Algorithm):
             raise ValueError(
                 f"codec {codec.name!r} cannot be combined with topology {chosen.name!r}: weights would be rounded"
             )
+        if not isinstance(self.mean_moments, bool):
+            raise ValueError(f"mean_moments: expected True or False, got {self.mean_moments!r}")
+        if self.mean_moments and self.scale_second_moment:
+            raise ValueError("mean_moments and scale_second_moment contradict: the first needs no estimate")
+        if self.mean_moments and not (
+            topologies.get(self._topology).complete and codec.lossless and self.communication_interval == 1
+        ):
+            raise ValueError(
+                "mean_moments: needs topology 'complete', codec 'identity' and communication_interval=1, "
+                "where an average shows the mean step, "
+                f"got {self._topology!r}, {codec.name!r} and {self.communication_interval}"
+            )
         _ = self.exchange
+
+    @property
+    def _topology(self) -> str | Topology:
+        return self.topology if self.topology is not None else _MODES[self.peer_selection_mode]
 
     @cached_property
     def exchange(self) -> Exchange:
         """Gossip or an average of all."""
-        topology = self.topology if self.topology is not None else _MODES[self.peer_selection_mode]
-        return mix(topology, self.codec, hierarchical=bool(self.hierarchical))
+        return mix(self._topology, self.codec, hierarchical=bool(self.hierarchical))
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Hierarchical by default where there is a hierarchy."""
@@ -87,6 +121,21 @@ class Decentralized(Algorithm):
     def bytes_per_rank(self, n: int, size: int) -> float:
         """The exchange's, spread over the interval."""
         return self.exchange.bytes_per_rank(n, size) / self.communication_interval
+
+    def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """An optimizer must have the moments that are to be set."""
+        if self.mean_moments:
+            check_mean_moments(params, optimizers)
+        if self.scale_second_moment:
+            check_scalable(optimizers)
+
+    def setup(self, ctx: Context) -> None:
+        """Prepare the exchange; the moments at hand are taken as they are."""
+        ctx.prepare(self.exchange)
+        if self.mean_moments:
+            set_up_mean_moments(ctx)
+        if self.scale_second_moment:
+            set_up_second_moments(ctx)
 
     def on_forward(self, ctx: Context) -> None:
         """Average a copy of the weights, from now until the end of the backward pass."""
@@ -114,12 +163,24 @@ class Decentralized(Algorithm):
         if pending:
             ctx.wait()
             for bucket in ctx.buckets:
-                bucket.flat.copy_(ctx.scratch("mixed", bucket))
+                mixed = ctx.scratch("mixed", bucket)
+                if self.mean_moments:
+                    infer_moments(ctx, bucket, mixed)
+                bucket.flat.copy_(mixed)
             pending.clear()
+
+    def on_step_end(self, ctx: Context) -> None:
+        """Keep what the next average needs to infer the moments, or estimate them."""
+        if self.mean_moments:
+            record_steps(ctx)
+        if self.scale_second_moment:
+            rescale_second_moments(ctx)
 
     def on_pause(self, ctx: Context) -> None:
         """Complete the exchange in flight."""
         self.on_step_begin(ctx)
+        if self.mean_moments:
+            forget_steps(ctx)
 
     def on_load(self, ctx: Context) -> None:
         """Drop the exchange in flight: it belongs to other weights."""

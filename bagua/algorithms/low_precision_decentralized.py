@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from bagua import codecs, topologies
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep, Payload
 from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
+from bagua.algorithms.second_moment import check_scalable, rescale_second_moments, set_up_second_moments
 from bagua.codecs import Codec
 from bagua.exchanges import DifferenceGossip, Exchange, Hierarchical
 from bagua.topologies import Topology
@@ -44,6 +47,8 @@ class LowPrecisionDecentralized(Algorithm):
             overlap, with a gradient taken at weights that lack the last mixing, as `decentralized` takes it
             throughout. So the steps' mean is that of plain SGD and only the distance among the ranks grows, by
             one step's drift. Two more copies of the weights.
+        scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept.
 
     Bytes: the encoded weights once per neighbour and interval.
     Source: Bagua 0.9's low-precision decentralized SGD; arXiv:1803.06443 (DCD-PSGD), algorithm 1;
@@ -65,6 +70,7 @@ class LowPrecisionDecentralized(Algorithm):
     codec: str | Codec = "minmax_uint8"
     topology: str | Topology = "ring"
     overlap: bool = False
+    scale_second_moment: bool = False
 
     def __post_init__(self) -> None:
         check_interval("communication_interval", self.communication_interval)
@@ -86,9 +92,16 @@ class LowPrecisionDecentralized(Algorithm):
         """The exchange's, spread over the interval."""
         return self.exchange.bytes_per_rank(n, size) / self.communication_interval
 
+    def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """An optimizer must have second moments where they are to be corrected."""
+        if self.scale_second_moment:
+            check_scalable(optimizers)
+
     def setup(self, ctx: Context) -> None:
-        """With overlap, create the state that one step passes to the next, so that checkpoints contain it."""
+        """Create the state that one step passes to the next, so that checkpoints contain it."""
         super().setup(ctx)
+        if self.scale_second_moment:
+            set_up_second_moments(ctx)
         if self.overlap:
             for bucket in ctx.buckets:
                 ctx.tensor("snapshot", bucket)
@@ -97,6 +110,8 @@ class LowPrecisionDecentralized(Algorithm):
 
     def on_step_end(self, ctx: Context) -> None:
         """Gossip; the next forward pass needs the result, or with overlap the end of the next step."""
+        if self.scale_second_moment:
+            rescale_second_moments(ctx)
         self._finish(ctx)
         if ctx.step % self.communication_interval:
             return

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua.algorithms import LowPrecisionDecentralized, SparseLoCo
+from bagua.algorithms import Decentralized, DiLoCo, LocalSGD, LowPrecisionDecentralized, SparseLoCo
 from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.subclasses import is_subclass, parts_of
 from bagua.engine.engine import Engine
@@ -36,8 +36,12 @@ _EXCHANGES: dict[type, dict[str, str]] = {
     PowerSGD: {"right": "equal", "error": "mean"},
     DifferenceGossip: {"me": "weights", "peers": "weights"},
 }
+_SCALED = {"second_moment": "fresh", "adam_steps": "fresh"}  # the next correction takes the moments as they are
 _ALGORITHMS: dict[type, dict[str, str]] = {
-    LowPrecisionDecentralized: {"pending": "fresh", "snapshot": "fresh", "mixed": "fresh"},
+    Decentralized: {**_SCALED, "first": "fresh", "second": "fresh", "size": "fresh", "counts": "fresh"},
+    DiLoCo: _SCALED,
+    LocalSGD: _SCALED,
+    LowPrecisionDecentralized: {"pending": "fresh", "snapshot": "fresh", "mixed": "fresh", **_SCALED},
     SparseLoCo: {"anchor": "equal", "residual": "mean"},
 }
 _RULES = ("mean", "chunks", "equal", "weights", "fresh")

@@ -10,6 +10,7 @@ ranks.
 
 from __future__ import annotations
 
+from bagua.contrib.demo import DeMo
 from bagua.contrib.signsgd import SignSGD
 
-__all__ = ["SignSGD"]
+__all__ = ["DeMo", "SignSGD"]

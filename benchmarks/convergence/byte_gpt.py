@@ -17,7 +17,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -33,8 +33,8 @@ from benchmarks.overhead import describe_machine
 
 __all__ = [
     "MUON_RATE",
+    "OWN_OPTIMIZERS",
     "TASKS",
-    "TWO_STAGE",
     "ByteGPT",
     "Job",
     "Task",
@@ -49,10 +49,12 @@ __all__ = [
 RANKS, BATCH = 4, 4
 WARM = 0.1  # of the steps
 MUON_RATE = 0.02
-#: Optimizers of momentum algorithms, by the algorithm's name, with the defaults of their policies.
-TWO_STAGE: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "qadam": bagua.optim.QAdam,
-    "zero_one_adam": bagua.optim.ZeroOneAdam,
+#: Optimizers of algorithms that need one of their own, by the algorithm's name: with the learning rate and the weight
+#: decay of AdamW, decoupled, and the defaults of their policies. What `demo` gives SGD is a sign.
+OWN_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "qadam": partial(bagua.optim.QAdam, decoupled_weight_decay=True),
+    "zero_one_adam": partial(bagua.optim.ZeroOneAdam, decoupled_weight_decay=True),
+    "demo": torch.optim.SGD,
 }
 
 
@@ -129,8 +131,8 @@ def make_optimizers(kind: str, params: Sequence[nn.Parameter], task: Task) -> li
         return [torch.optim.SGD(params, lr=task.rates["sgd"], momentum=0.9)]
     if kind == "adamw":
         return [torch.optim.AdamW(params, lr=task.rates["adamw"])]
-    if kind in TWO_STAGE:  # with the weight decay of AdamW
-        return [TWO_STAGE[kind](params, lr=task.rates["adamw"], weight_decay=0.01, decoupled_weight_decay=True)]
+    if kind in OWN_OPTIMIZERS:
+        return [OWN_OPTIMIZERS[kind](params, lr=task.rates["adamw"], weight_decay=0.01)]
     matrices = [p for p in params if p.dim() == 2 and p.shape[0] != 256 and p.shape[0] != task.context]
     inner = {id(p) for p in matrices}
     rest = [p for p in params if id(p) not in inner]

@@ -5,7 +5,7 @@
 
 The tasks, schedules and learning rates of `byte_gpt`, on 4 simulated ranks. With "muon", matrices of the
 blocks are trained by `torch.optim.Muon` and everything else by AdamW. Nothing but the algorithm differs between the
-rows of an optimizer, except that `qadam` and `zero_one_adam` have their own in its place, with AdamW's weight decay.
+rows of an optimizer, except that `qadam`, `zero_one_adam` and `demo` have their own in the place of AdamW.
 The figure is the validation loss of the averaged weights after the last step. A row is an algorithm with its options,
 `name:option=value:...`, where `/` and `~` in a value stand for `:` and `=`; `@0.25` makes the first quarter of the
 steps with gradient_allreduce.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,8 @@ import bagua
 from bagua.algorithms import Algorithm, Warmup
 from benchmarks.convergence.byte_gpt import (
     MUON_RATE,
+    OWN_OPTIMIZERS,
     TASKS,
-    TWO_STAGE,
     Job,
     base_parser,
     held_out_loss,
@@ -68,6 +69,8 @@ def make_algorithm(row: str, steps: int) -> Algorithm:
     """
     text, _, warm = row.partition("@")
     name, *options = text.split(":")
+    if name == "demo":
+        import_module("bagua.contrib")
     given: dict[str, Any] = {}
     for key, _, value in (each.partition("=") for each in options):
         try:
@@ -82,7 +85,7 @@ def train(job: Job) -> Run:
     """Train 4 ranks in this process."""
     task = TASKS[job.task]
     algorithm = make_algorithm(job.row, job.steps)
-    own = job.optimizer if algorithm.name not in TWO_STAGE else algorithm.name
+    own = job.optimizer if algorithm.name not in OWN_OPTIMIZERS else algorithm.name
     result, seconds = train_ranks(job._replace(optimizer=own), algorithm)
     mean = copy.deepcopy(result.models[0])
     with torch.no_grad():

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bagua.algorithms import DiLoCo, Warmup
+import bagua
+from bagua import codecs
+from bagua.algorithms import DiLoCo, Warmup, ZeroOneAdam
+from bagua.codecs import Eden
 from benchmarks.convergence.byte_gpt import TASKS, ByteGPT, Job, make_optimizers
 from benchmarks.convergence.periodic import ROWS, Run, make_algorithm, summarise, table, train
 
@@ -20,6 +23,16 @@ def test_a_row_names_options_and_warmup() -> None:
     assert made == Warmup(25, "gradient_allreduce", DiLoCo(16, codec="int4", outer_momentum=0.5))
     with pytest.raises(ValueError, match="unheard_of"):
         make_algorithm("diloco:unheard_of=1", 100)
+
+
+def test_rows_of_codecs_with_options_and_of_other_optimizers() -> None:
+    made = make_algorithm("zero_one_adam:codec=eden/bits~2", 100)
+    assert isinstance(made, ZeroOneAdam) and codecs.get(made.codec) == Eden(bits=2)
+    params = list(ByteGPT(TASKS["small"]).parameters())
+    (own,) = make_optimizers(made.name, params, TASKS["small"])
+    assert isinstance(own, bagua.optim.ZeroOneAdam) and own.param_groups[0]["decoupled_weight_decay"]
+    run = train(Job("small", "adamw", "qadam:codec=eden", 1, 2))
+    assert run.optimizer == "adamw" and run.mb > 0
 
 
 def test_muon_takes_the_matrices_of_the_blocks() -> None:

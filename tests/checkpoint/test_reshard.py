@@ -152,6 +152,30 @@ def test_replicas_become_their_mean(name: str, sizes: tuple[int, int], tmp_path:
         assert anchors[0] and all(equal(each, anchors[0]) for each in (*anchors, *kept))
 
 
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        bagua.algorithms.Decentralized(mean_moments=True),
+        bagua.algorithms.Decentralized(topology="ring", scale_second_moment=True),
+        bagua.algorithms.LowPrecisionDecentralized(scale_second_moment=True),
+        bagua.algorithms.LocalSGD(communication_interval=3, scale_second_moment=True),
+        bagua.algorithms.DiLoCo(communication_interval=3, scale_second_moment=True),
+    ],
+    ids=["mean_moments", "ring", "low_precision", "local_sgd", "diloco"],
+)
+def test_corrected_moments_are_averaged(algorithm: Any, tmp_path: Path) -> None:
+    saved, loaded, later = change(Case(algorithm, adamw, stop=9), 3, 2, tmp_path)
+    weights_equal_the_mean(saved, loaded)
+    for index, slot in loaded[0]["optimizer"]["state"].items():
+        want = sum(state["optimizer"]["state"][index]["exp_avg_sq"].double() for state in saved) / 3
+        torch.testing.assert_close(slot["exp_avg_sq"].double(), want, rtol=0, atol=1e-9)
+    assert all(torch.isfinite(state["model"]["first.weight"]).all() for state in later)
+
+
 def test_local_steps_of_zero_one_adam_are_averaged(tmp_path: Path) -> None:
     case = cases()["zero_one_adam"]
     saved, loaded, later = change(case, 3, 2, tmp_path)

@@ -51,6 +51,7 @@ def zero_one(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 # What an algorithm that is not here is run with: its defaults, and SGD with momentum.
 SETTINGS: dict[str, Setting] = {
     "async": Setting({"sync_interval_ms": 0}),
+    "demo": Setting(optimizer=slow_sgd),
     "diloco": Setting({"communication_interval": 2}, slow_sgd),
     "local_sgd": Setting({"communication_interval": 2}),
     "one_bit_lamb": Setting(optimizer=lamb),
@@ -65,6 +66,11 @@ VARIANTS: dict[str, tuple[str, Setting]] = {
     "bytegrad, int4": ("bytegrad", Setting({"codec": "int4"})),
     "bytegrad, sign": ("bytegrad", Setting({"codec": "sign"})),
     "decentralized, ring": ("decentralized", Setting({"topology": "ring", "communication_interval": 2})),
+    "decentralized, mean moments": ("decentralized", Setting({"mean_moments": True}, adamw)),
+    "low_precision_decentralized, scaled": (
+        "low_precision_decentralized",
+        Setting({"scale_second_moment": True}, adamw),
+    ),
     "diloco, delayed": ("diloco", Setting({"communication_interval": 4, "delay": 2, "fragments": 2}, slow_sgd)),
     "low_precision_decentralized, overlap": ("low_precision_decentralized", Setting({"overlap": True})),
     "qadam, sign": ("qadam", Setting({"codec": "sign"}, qadam)),

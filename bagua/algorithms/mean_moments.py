@@ -1,0 +1,142 @@
+"""Adam's moments in gossip over all ranks: those of the mean gradient, as the average of the weights shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bagua.algorithms.base import Bucket, Context
+
+# Of D l: what an inferred step may be off by, because weights are rounded. Its gradient may be off by 10 times that.
+_ERROR = 0.02
+
+__all__ = ["check_mean_moments", "forget_steps", "infer_moments", "record_steps", "set_up_mean_moments"]
+
+
+class _Slot(NamedTuple):
+    """State and options of a parameter's Adam."""
+
+    state: dict[str, Any]
+    group: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+
+def check_mean_moments(params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Check that the weights move as Adam moves them, and that their differences are exact enough.
+
+    Raises:
+        ValueError: an optimizer is neither Adam nor AdamW, or is AMSGrad, or a parameter has 16 bits.
+    """
+    kinds = [type(optimizer).__name__ for optimizer in optimizers] or ["none"]
+    if not all(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in optimizers) or not optimizers:
+        raise ValueError(f"mean_moments: needs torch.optim.Adam or AdamW, got {', '.join(kinds)}")
+    if any(group["amsgrad"] for optimizer in optimizers for group in optimizer.param_groups):
+        raise ValueError("mean_moments: amsgrad keeps the largest second moment, which cannot be corrected")
+    short = next((name for name, param in params.items() if param.element_size() < 4), None)
+    if short is not None:
+        raise ValueError(
+            f"mean_moments: the steps of {short!r}, a parameter of 16 bits, are rounded too coarsely to infer moments"
+        )
+
+
+def set_up_mean_moments(ctx: Context) -> None:
+    """Take what the optimizers hold as moments of the mean gradient; no step was made from there."""
+    held = _slots(ctx)
+    for bucket in ctx.buckets:
+        for name in ("first", "second"):
+            ctx.tensor(name, bucket).zero_()
+        for name, kind in (("size", torch.float64), ("counts", torch.int64)):
+            ctx.tensor(name, bucket, torch.zeros(len(bucket.params), dtype=kind)).zero_()
+        for param, first, second in _parts(ctx, bucket):
+            if param in held:
+                first.copy_(held[param].state["exp_avg"])
+                second.copy_(held[param].state["exp_avg_sq"])
+
+
+def record_steps(ctx: Context) -> None:
+    """After the optimizers' steps: keep l of each parameter, before a scheduler changes the learning rate."""
+    held = _slots(ctx)
+    for bucket in ctx.buckets:
+        before = ctx.tensor("counts", bucket).tolist()
+        counts = [held[param].step if param in held else 0 for param in bucket.params]
+        sizes = [
+            float(held[param].group["lr"]) / (1 - held[param].group["betas"][0] ** now) if now == old + 1 else 0.0
+            for param, now, old in zip(bucket.params, counts, before, strict=True)
+        ]
+        ctx.tensor("counts", bucket).copy_(torch.tensor(counts, dtype=torch.int64))
+        ctx.tensor("size", bucket).copy_(torch.tensor(sizes, dtype=torch.float64))
+
+
+def forget_steps(ctx: Context) -> None:
+    """Infer nothing from the next average: weights are changed by something else before it."""
+    for bucket in ctx.buckets:
+        sizes = ctx.tensor("size", bucket)
+        for (_, first, _), size in zip(_parts(ctx, bucket), sizes.tolist(), strict=True):
+            if size:  # a step was made whose momentum no average shows
+                first.fill_(torch.nan)
+        sizes.zero_()
+
+
+@torch.no_grad()
+def infer_moments(ctx: Context, bucket: Bucket, mixed: Tensor) -> None:
+    """Set the moments to those of the mean gradient, before `mixed` replaces the weights x_r of this rank.
+
+    All ranks stepped from the same weights y, x_r = s y - l m_r / D_r with the decoupled weight decay in s. The D_r are
+    about equal, so the mean momentum M, the mean gradient g and the second moment v are
+
+        M = m_r + D_r (x_r - mixed) / l,    g = (M - b1 M_before) / (1 - b1),    v = b2 v_before + (1 - b2) g^2
+
+    D is that of the step, `before` what was set a step earlier. Where this rank made no step, or not just one, from
+    the weights of the average before, its own moments stay. So they do for elements whose weights are too large beside
+    their steps, as at the start of a learning rate's warm-up: there the differences are mostly rounding. An M that
+    is not known is kept as NaN.
+
+    Shapes: mixed: [N], the mean of the ranks' weights.
+    """
+    if ctx.groups.world.size == 1:
+        return
+    held, counts, sizes = _slots(ctx), ctx.tensor("counts", bucket).tolist(), ctx.tensor("size", bucket)
+    weights, means = bucket.split(bucket.flat), bucket.split(mixed)
+    for (param, first, second), x, mean, count, size in zip(
+        _parts(ctx, bucket), weights, means, counts, sizes.tolist(), strict=True
+    ):
+        if param not in held:
+            continue
+        slot, (beta1, beta2) = held[param], held[param].group["betas"]
+        m, v = slot.state["exp_avg"], slot.state["exp_avg_sq"]
+        if size and slot.step == count:
+            exact = x.abs() <= size * _ERROR / torch.finfo(x.dtype).eps
+            divisor = v.div(1 - beta2**count).sqrt_().add_(slot.group["eps"])
+            mean_m = torch.addcmul(m, divisor, x - mean, value=1 / size)
+            gradient = mean_m.sub(first, alpha=beta1).div_(1 - beta1)
+            mean_v = second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            v.copy_(torch.where(exact & first.isfinite(), mean_v, v))
+            m.copy_(torch.where(exact, mean_m, m))
+            first.copy_(torch.where(exact, mean_m, torch.nan))
+        else:
+            first.copy_(m)
+        second.copy_(v)
+    sizes.zero_()
+
+
+def _parts(ctx: Context, bucket: Bucket) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
+    """The parameters, each with its first and second moment after the last average."""
+    firsts, seconds = (bucket.split(ctx.tensor(name, bucket)) for name in ("first", "second"))
+    return list(zip(bucket.params, firsts, seconds, strict=True))
+
+
+def _slots(ctx: Context) -> dict[nn.Parameter, _Slot]:
+    """Of the parameters that have state."""
+    return {
+        param: _Slot(optimizer.state[param], group)
+        for optimizer in ctx.optimizers
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if "exp_avg" in optimizer.state.get(param, {})
+    }

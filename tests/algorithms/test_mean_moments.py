@@ -1,0 +1,271 @@
+"""`mean_moments` of decentralized: a numpy oracle, and that Adam's moments are then those of the mean gradient."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bagua
+from bagua.algorithms import Decentralized, Warmup
+from bagua.comm.team import Team
+from tests.algorithms.momentum import interrupted
+from tests.algorithms.quadratic import N, Quadratic, follow, start, targets
+from tests.rank_threads import run_teams
+
+STEPS, LR, B1, B2, EPS, DECAY = 24, 0.05, 0.9, 0.97, 1e-8, 0.1
+TOLERANCE = 2e-4
+MEAN = Decentralized(mean_moments=True)
+
+
+def adamw(params: Any, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, **{"lr": LR, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY, **options})
+
+
+def oracle(size: int, inferred: bool = True, begin: int = 0, falling: bool = False) -> np.ndarray:
+    """Weights after each step, [STEPS, size, N]; mean gradients before `begin`, whose first local step is not inferred.
+
+    Momenta and gradients are inferred from the ranks' displacements, not from their gradients.
+    """
+    x = np.tile(start(), (size, 1))
+    m, v = np.zeros_like(x), np.zeros_like(x)
+    m_before, v_before, seen, length, divisor = m.copy(), v.copy(), [], 0.0, np.ones_like(x)
+    for k in range(1, STEPS + 1):
+        lr = LR * 0.97 ** (k - 1) if falling else LR
+        gradients = x - targets(size, k - 1)
+        if k <= begin:
+            gradients = np.tile(gradients.mean(0), (size, 1))
+        else:
+            mean = x.mean(0)
+            if inferred and length:
+                m = m + divisor * (x - mean) / length
+                g = (m - B1 * m_before) / (1 - B1)
+                v = B2 * v_before + (1 - B2) * g**2
+            m_before, v_before, x = m.copy(), v.copy(), np.tile(mean, (size, 1))
+        m, v = B1 * m + (1 - B1) * gradients, B2 * v + (1 - B2) * gradients**2
+        length, divisor = lr / (1 - B1**k), np.sqrt(v / (1 - B2**k)) + EPS
+        x = x * (1 - lr * DECAY) - length * m / divisor
+        if begin and k <= begin + 1:
+            length = 0.0
+        seen.append(x)
+    return np.stack(seen)
+
+
+def check(results: list, want: np.ndarray) -> None:
+    for rank, result in enumerate(results):
+        assert np.abs(result[0] - want[:, rank]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_is_the_oracles(size: int) -> None:
+    check(run_teams(size, partial(follow, bucket_bytes=8), MEAN, STEPS, adamw), oracle(size))
+    if size > 1:
+        apart = np.abs(oracle(size) - oracle(size, inferred=False)).max()
+        assert apart > 100 * TOLERANCE, "the oracle would not notice"
+
+
+def test_the_learning_rate_is_that_of_the_step() -> None:
+    """Not the one that a scheduler has set since."""
+    size = 3
+
+    def run(team: Team) -> np.ndarray:
+        model = Quadratic()
+        own = adamw(model.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(own, 0.97)
+        bagua.distribute(model, own, MEAN, process_group=team)
+        seen = []
+        for step in range(STEPS):
+            own.zero_grad()
+            model(torch.tensor(targets(size, step)[team.rank], dtype=torch.float32)).backward()
+            own.step()
+            schedule.step()
+            seen.append(torch.cat([model.b.detach(), model.w.detach().reshape(-1)]).double().numpy())
+        bagua.detach(model)
+        return np.stack(seen)
+
+    want = oracle(size, falling=True)
+    for rank, seen in enumerate(run_teams(size, run)):
+        assert np.abs(seen - want[:, rank]).max() < TOLERANCE
+
+
+def test_after_a_warm_up() -> None:
+    """The moments at hand are those of mean gradients; the first local step adds to them as it is."""
+    check(run_teams(3, follow, Warmup(6, "gradient_allreduce", MEAN), STEPS, adamw), oracle(3, begin=6))
+
+
+def test_hierarchical() -> None:
+    algorithm = Decentralized(mean_moments=True, hierarchical=True)
+    check(run_teams(3, follow, algorithm, STEPS, adamw, nodes=[0, 0, 1]), oracle(3))
+
+
+def test_fused_optimizers() -> None:
+    check(run_teams(2, follow, MEAN, STEPS, lambda params: bagua.optim.fuse(adamw(params))), oracle(2))
+
+
+def test_nothing_is_sent_for_it() -> None:
+    runs = [run_teams(2, follow, each, STEPS, adamw)[0][1] for each in (MEAN, Decentralized())]
+    assert runs[0].total.bytes_sent == runs[1].total.bytes_sent > 0
+    assert MEAN.bytes_per_rank(N, 2) == Decentralized().bytes_per_rank(N, 2)
+
+
+def test_resume_is_bit_identical() -> None:
+    """Weights differ by rank, so each loads its own."""
+    for whole, resumed in run_teams(2, interrupted, adamw, MEAN, [1, 7, 12], 18):
+        for stop, other in resumed.items():
+            assert torch.equal(whole, other), stop
+
+
+def second_moment(team: Team, algorithm: Any) -> float:
+    """Mean over the elements, after 80 steps with a small learning rate."""
+    model = Quadratic()
+    own = adamw(model.parameters(), lr=1e-3, weight_decay=0.0)
+    bagua.distribute(model, own, algorithm, process_group=team)
+    for step in range(80):
+        own.zero_grad()
+        model(torch.tensor(targets(4, step)[team.rank], dtype=torch.float32)).backward()
+        own.step()
+    bagua.detach(model)
+    return float(torch.cat([own.state[p]["exp_avg_sq"].reshape(-1) for p in (model.b, model.w)]).mean())
+
+
+def test_second_moments_are_those_of_mean_gradients() -> None:
+    algorithms = ("gradient_allreduce", MEAN, Decentralized())
+    exact, mean, local = (np.mean(run_teams(4, second_moment, each)) for each in algorithms)
+    assert abs(mean / exact - 1) < 0.15, mean / exact  # the last gradient is still the rank's own
+    assert local / exact > 1.4, local / exact
+
+
+def test_averages_of_weights_in_between_are_not_taken_for_steps() -> None:
+    """After `bagua.average_parameters` the next average shows no displacement, which would look like a gradient."""
+
+    def run(team: Team) -> bool:
+        model = Quadratic()
+        own = adamw(model.parameters())
+        bagua.distribute(model, own, MEAN, process_group=team)
+
+        def backward(step: int) -> None:
+            own.zero_grad()
+            model(torch.tensor(targets(2, step)[team.rank], dtype=torch.float32)).backward()
+
+        for step in range(6):
+            backward(step)
+            own.step()
+        bagua.average_parameters(model)
+        before = [own.state[p][name].clone() for p in (model.b, model.w) for name in ("exp_avg", "exp_avg_sq")]
+        backward(6)
+        bagua.pause(model)  # completes the average
+        now = [own.state[p][name] for p in (model.b, model.w) for name in ("exp_avg", "exp_avg_sq")]
+        same = all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+        bagua.detach(model)
+        return same
+
+    assert run_teams(2, run) == [True, True]
+
+
+def test_steps_that_are_mostly_rounding_are_left_alone() -> None:
+    """At the start of a warm-up of the learning rate: the moments are those of plain gossip, bit for bit."""
+    size, steps = 3, 12
+
+    def run(team: Team, algorithm: Decentralized, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Quadratic()
+        own = adamw(model.parameters(), lr=lr, weight_decay=0.0)
+        bagua.distribute(model, own, algorithm, process_group=team)
+        for step in range(steps):
+            own.zero_grad()
+            model(torch.tensor(targets(size, step)[team.rank], dtype=torch.float32)).backward()
+            own.step()
+        bagua.detach(model)
+        return own.state[model.w]["exp_avg"], own.state[model.w]["exp_avg_sq"]
+
+    for lr, same in ((1e-8, True), (1e-3, False)):
+        for mean, plain in zip(run_teams(size, run, MEAN, lr), run_teams(size, run, Decentralized(), lr), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mean, plain, strict=True)) is same
+
+
+def test_a_growing_learning_rate() -> None:
+    """From steps that are mostly rounding to large ones: no moment is inferred from an unknown one before it."""
+    size = 3
+
+    def run(team: Team) -> float:
+        model = Quadratic()
+        own = adamw(model.parameters(), weight_decay=0.0)
+        bagua.distribute(model, own, MEAN, process_group=team)
+        largest = 0.0
+        for step in range(20):
+            own.param_groups[0]["lr"] = 1e-9 * 2**step
+            own.zero_grad()
+            model(torch.tensor(targets(size, step)[team.rank], dtype=torch.float32)).backward()
+            largest = max(largest, float(torch.cat([model.w.grad.flatten(), model.b.grad]).abs().max()))
+            own.step()
+            assert all(
+                torch.isfinite(own.state[p][key]).all() for p in (model.w, model.b) for key in ("exp_avg", "exp_avg_sq")
+            )
+        bagua.detach(model)
+        most = max(float(own.state[p]["exp_avg_sq"].max()) for p in (model.w, model.b))
+        return most / largest**2 / (1 - B2**20)
+
+    assert max(run_teams(size, run)) < 1  # no inferred gradient was larger than all gradients
+
+
+def test_parameters_without_gradients_are_left_alone() -> None:
+    """Never used; used on rank 0 only; used until the fifth step."""
+
+    class More(Quadratic):
+        def __init__(self) -> None:
+            super().__init__()
+            self.never, self.early = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
+            self.mine = nn.Parameter(torch.ones(2))
+
+    def run(team: Team) -> list[torch.Tensor]:
+        model = More()
+        own = adamw(model.parameters(), weight_decay=0.0)
+        bagua.distribute(model, own, MEAN, process_group=team)
+        for step in range(16):
+            own.zero_grad()
+            loss = model(torch.tensor(targets(2, step)[team.rank], dtype=torch.float32))
+            loss = loss + model.early.square().sum() if step < 5 else loss
+            (loss + model.mine.square().sum() if team.rank == 0 else loss).backward()
+            own.step()
+        bagua.average_parameters(model)
+        assert not own.state.get(model.never, {}).get("exp_avg", torch.zeros(1)).any()
+        bagua.detach(model)
+        return [p.detach().clone() for p in model.parameters()]
+
+    one, other = run_teams(2, run)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mean_moments": 1}, ("mean_moments", "True or False", "1")),
+        ({"mean_moments": True, "topology": "ring"}, ("mean_moments", "'complete'", "'ring'")),
+        ({"mean_moments": True, "peer_selection_mode": "shift_one"}, ("mean_moments", "'shift_one'")),
+        ({"mean_moments": True, "communication_interval": 2}, ("mean_moments", "and 2")),
+        ({"mean_moments": True, "codec": "bf16"}, ("mean_moments", "'bf16'")),
+    ],
+)
+def test_bad_options(options: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        Decentralized(**options)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_other_optimizers_and_16_bits_are_refused() -> None:
+    def refused(team: Team, make: Any, dtype: torch.dtype) -> str:
+        model = Quadratic().to(dtype)
+        with pytest.raises(ValueError) as error:
+            bagua.distribute(model, make(model.parameters()), MEAN, process_group=team)
+        return str(error.value)
+
+    for make, dtype, word in (
+        (partial(torch.optim.SGD, lr=0.1), torch.float32, "SGD"),
+        (torch.optim.NAdam, torch.float32, "NAdam"),
+        (partial(adamw, amsgrad=True), torch.float32, "amsgrad"),
+        (adamw, torch.bfloat16, "16 bits"),
+    ):
+        assert all("mean_moments" in each and word in each for each in run_teams(2, refused, make, dtype))
