@@ -22,12 +22,16 @@ from bagua.plan import CPU, Cluster, Costs, Workload, predict
 
 RESULTS = Path(__file__).parent / "results"
 TABLES = (
+    "2026-11-23-advice/tradeoff.json",
     "2026-11-22-bench/tradeoff.json",
     "2026-11-21-bench/scaling.json",
     "2026-11-21-bench/tenth.json",
     "2026-11-21-bench/straggler.json",
 )
-FITTED = {("2026-11-22-bench/tradeoff.json", condition) for condition in ("1gbit/0ms", "250mbit/0ms", "nolimit")}
+FITTED = {
+    *(("2026-11-22-bench/tradeoff.json", condition) for condition in ("1gbit/0ms", "250mbit/0ms", "nolimit")),
+    ("2026-11-23-advice/tradeoff.json", "100mbit/5ms"),
+}
 CORES = 2.0  # of the machine on which all emulated hosts ran
 BUSY = 0.8  # of the machine's cores: above, the emulation is measured and not the cluster
 TOLERANCE = 0.15

@@ -104,7 +104,7 @@ CPU = Costs(
     message_s=0.22e-3,
     wake_s=1.7e-3,
     element_s=0.8e-9,
-    matmul_s_per_flop=1.0 / 14e9,
+    matmul_s_per_flop=1.0 / 32e9,
 )
 
 # Not measured by this project yet. NCCL moves bytes without the CPU; kernels read and write at 1 TB/s.

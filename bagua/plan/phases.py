@@ -49,8 +49,9 @@ class _Steps:
 
 # Residuals are added as gradients are read; what is left of them and the result are products.
 _OWN_STEPS = _Steps(products=(1, 2, 1), passes=(1, 0, 0))
-# Residuals are added, gradients copied and results subtracted one by one. The passes are fitted, as the constants are.
-_TORCH_STEPS = _Steps(products=(1, 1, 1), passes=(3, 0, 4))
+# Residuals are added, gradients copied and results subtracted one by one.
+_TORCH_STEPS = _Steps(products=(1, 1, 1), passes=(3, 0, 3))
+_PRODUCT_PASS = 0.9  # of a pass: a product of low rank reads or writes the matrix. Fitted, as are torch's passes.
 
 
 class UnknownCourseError(ValueError):
@@ -217,7 +218,10 @@ def _low_rank(exchange: PowerSGD, cluster: Cluster, costs: Costs) -> list[Phase]
             rest += n * m
     steps = _TORCH_STEPS if isinstance(exchange, TorchPowerSGD) else _OWN_STEPS
     first, second, last = (
-        Phase(before_s=products * flops * costs.matmul_s_per_flop + passes * compressed * costs.element_s)
+        Phase(
+            before_s=products * flops * costs.matmul_s_per_flop
+            + (passes + products * _PRODUCT_PASS) * compressed * costs.element_s
+        )
         for products, passes in zip(steps.products, steps.passes, strict=True)
     )
     mean = AllReduce()

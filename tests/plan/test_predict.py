@@ -158,6 +158,7 @@ def test_power_sgd_costs_products_and_one_pass_and_more_passes_in_the_hook_of_dd
         assert idle == 0.0
         return busy - means
 
-    product, one_pass = 2 * n * m * rank * CPU.matmul_s_per_flop, n * m * CPU.element_s
+    one_pass = n * m * CPU.element_s
+    product = 2 * n * m * rank * CPU.matmul_s_per_flop + 0.9 * one_pass
     assert arithmetic(PowerSGD(((n, m),), rank)) == pytest.approx(4 * product + one_pass)
-    assert arithmetic(TorchPowerSGD(((n, m),), rank)) == pytest.approx(3 * product + 7 * one_pass)
+    assert arithmetic(TorchPowerSGD(((n, m),), rank)) == pytest.approx(3 * product + 6 * one_pass)
