@@ -15,6 +15,7 @@ from bagua.engine.choosing import Chooser, EngineChoices
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.lane import StreamLane
+from bagua.engine.missing_steps import look_for_steps
 from bagua.engine.nested_steps import Nesting
 from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.reducer.bucket import Bucket
@@ -244,7 +245,7 @@ class StepTracker:
                 )
             self.forward_begins()
         if self._watch.pass_begins() and not self.nesting.inside:
-            self._look_for_steps()
+            look_for_steps(self._watch, self._state)
         if self.chooser is not None:
             self.chooser.backward_begins()
         self.announce(Moment.BACKWARD)
@@ -350,27 +351,6 @@ class StepTracker:
         self._replicas.equalise_for(algorithm)
         self._binding.bind(algorithm)
 
-    def _look_for_steps(self) -> None:
-        """Check whether the weights keep changing although no optimizer steps.
-
-        Raises:
-            RuntimeError: they do, and the algorithm acts when a step ends.
-        """
-        changes, state = self._watch.look(), self._state
-        if not changes:
-            return
-        what = (
-            f"the parameters changed before {changes} backward passes in a row and no torch.optim.Optimizer made a "
-            f"step: {state.algorithm.name!r} has seen no step since step {state.step}"
-        )
-        if not (state.schedule or _acts_on_steps(state.algorithm)):
-            state.notice(what)
-            return
-        raise RuntimeError(
-            f"{what}, so the ranks' weights would diverge; step with a torch optimizer, or pass optimizers=[] to "
-            "bagua.distribute() if you update the parameters yourself: a step then ends with each backward pass"
-        )
-
     def _check_quality(self) -> None:
         probe, state, team = self._probe, self._state, self._team
         if probe is None or not probe.due(state.step) or team.size == 1:
@@ -391,12 +371,6 @@ class StepTracker:
             state.notice(f"step {state.step}, {state.algorithm.name}: {reason}{what}", urgent=team.rank == 0)
         if fallback is not None:
             self.hand_over(fallback)
-
-
-def _acts_on_steps(algorithm: Algorithm) -> bool:
-    kind = type(algorithm)
-    acts = kind.on_step_begin is not Algorithm.on_step_begin or kind.on_step_end is not Algorithm.on_step_end
-    return acts or algorithm.payload is Payload.PARAM
 
 
 def _acts_on_forward(algorithm: Algorithm) -> bool:
