@@ -140,6 +140,7 @@ class HostSupervisor:
             self._alone_since = None
             contacts = tuple(member.address for member in event.epoch.members)
             self._served.note(replace(self._job.note, number=event.epoch.number, contacts=contacts))
+            self._notes.settle(event.epoch.by_name.keys(), event.epoch.number)
             self._make_way(event)
         self._left |= isinstance(event, Left)
 

@@ -37,8 +37,9 @@ class RankNotes:
     def __init__(self, store: TCPStore, name: str) -> None:
         self._store, self._name = store, name
         self._threads: dict[str, threading.Thread] = {}  # one for each host, so that a note never overtakes another
-        self._news = threading.Condition()  # of the two below
+        self._news = threading.Condition()  # of all below
         self._note, self._closing = "", False
+        self._gone: set[str] = set()  # hosts that are not told any more; their threads end
         self._delivered: set[str] = set()
 
     def tell(self, hosts: Mapping[str, str], note: str) -> None:
@@ -53,11 +54,27 @@ class RankNotes:
         with self._news:
             self._note = note
             self._news.notify_all()
-        for name, address in hosts.items():
-            if name != self._name and name not in self._threads:
-                thread = threading.Thread(target=self._deliver, args=(name, address), name="bagua-note", daemon=True)
-                self._threads[name] = thread
-                thread.start()
+            for name, address in hosts.items():
+                self._gone.discard(name)
+                if name != self._name and name not in self._threads:
+                    arguments = name, address
+                    thread = threading.Thread(target=self._deliver, args=arguments, name="bagua-note", daemon=True)
+                    self._threads[name] = thread
+                    thread.start()
+
+    def settle(self, members: Collection[str], epoch: int) -> None:
+        """An epoch has begun with these hosts. Forget the others: a job may see thousands of them come and go.
+
+        Notes of weights that were lost in earlier epochs are deleted. Nobody minds them any more, whoever wrote them.
+        """
+        with self._news:
+            self._gone |= self._threads.keys() - set(members)
+            self._news.notify_all()
+        for key in self._store.list_keys():
+            name = key.removeprefix(f"{_KEY}/")
+            word, _, number = self._note_of(name).partition(" ") if name != key else ("", "", "")
+            if word == "lost" and number.isdigit() and int(number) < epoch:
+                self._store.delete_key(key)
 
     @property
     def delivered(self) -> Collection[str]:
@@ -84,15 +101,19 @@ class RankNotes:
             self._closing = True
             self._news.notify_all()
         deadline = time.monotonic() + _JOIN_S
-        for thread in self._threads.values():
+        for thread in tuple(self._threads.values()):
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _deliver(self, name: str, address: str) -> None:
         written, store = "", None
         while True:
             with self._news:
-                while self._note == written and not self._closing:
+                while self._note == written and not self._closing and name not in self._gone:
                     self._news.wait()
+                if name in self._gone:  # with the lock held: whoever tells it again starts another thread
+                    self._gone.discard(name)
+                    del self._threads[name]
+                    return
                 if self._closing:
                     return
                 note = self._note
@@ -105,7 +126,7 @@ class RankNotes:
                     self._delivered.add(name)
                     return
                 with self._news:
-                    self._news.wait_for(lambda: self._closing, _RETRY_S)
+                    self._news.wait_for(lambda: self._closing or name in self._gone, _RETRY_S)
                 continue
             written = note
             if note == ENDED:

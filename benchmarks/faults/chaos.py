@@ -7,6 +7,7 @@ import random
 import signal
 import statistics
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -166,6 +167,7 @@ def _measure(
         "splits": splits(processes),
         "growth": growth(processes, first),
         "keys": keys_of_last_store(processes),
+        "new_threads": new_threads(processes, first),
     }
 
 
@@ -203,17 +205,14 @@ def growth(processes: list[Process], after: float) -> dict[str, float]:
     from the first half of the changes to the second, for each change of the members.
     """
     found: dict[str, float] = {}
-    for process in processes:
-        early = [each for each in process.resources if each["at"] < after]
-        late = [each for each in process.resources if each["at"] > after]
-        if not early or not late:
-            continue
-        for name, prefix in (("resources", ""), ("launcher", "launcher_")):
-            for key in late[-1][name]:
-                # It may just be opening groups or sending weights: what it held least in the last seconds has stayed.
-                value = min(each[name].get(key, float("inf")) for each in late[-_LAST:])
-                grown = value - early[-1][name].get(key, value)
-                found[prefix + key] = max(grown, found.get(prefix + key, grown))
+    for prefix, looks in _looks(processes):
+        early = [each for at, each in looks if at < after]
+        late = [each for at, each in looks if at > after]
+        for key in late[-1] if early and late else ():
+            # It may just be opening groups or sending weights: what it held least in the last seconds has stayed.
+            value = min(each.get(key, float("inf")) for each in late[-_LAST:])
+            grown = value - early[-1].get(key, value)
+            found[prefix + key] = max(grown, found.get(prefix + key, grown))
     same = keys_of_last_store(processes)
     first, second = same[: len(same) // 2], same[len(same) // 2 :]
     if first and second[-1][0] > first[0][0]:
@@ -222,6 +221,34 @@ def growth(processes: list[Process], after: float) -> dict[str, float]:
         changes = statistics.fmean(epoch for epoch, _ in second) - statistics.fmean(epoch for epoch, _ in first)
         found["keys_per_change"] = (most[1] - most[0]) / changes
     return found
+
+
+def _looks(processes: list[Process]) -> list[tuple[str, list[tuple[float, dict[str, int]]]]]:
+    """Return "" for a rank or "launcher_", and times and what it held then. A launcher outlives its ranks."""
+    ranks = [("", [(each["at"], each["resources"]) for each in process.resources]) for process in processes]
+    launchers: dict[tuple[int, int], list[tuple[float, dict[str, int]]]] = defaultdict(list)
+    for process in processes:
+        for each in process.resources:
+            launchers[process.host, each.get("launcher_pid", 0)].append((each["at"], each["launcher"]))
+    return [*ranks, *(("launcher_", looks) for looks in launchers.values())]
+
+
+def new_threads(processes: list[Process], after: float) -> dict[str, int]:
+    """Return names of Python's threads, and how many more of each the rank had at its end whose threads grew most.
+
+    "others" are those of torch and gloo. For whoever looks for a leak.
+    """
+    most: dict[str, int] = {}
+    for process in processes:
+        early = [each for each in process.resources if each["at"] < after]
+        late = [each for each in process.resources if each["at"] > after]
+        if early and late:
+            counts = [Counter(each.get("names", ())) for each in (early[-1], late[-1])]
+            total = late[-1]["resources"].get("threads", 0) - early[-1]["resources"].get("threads", 0)
+            found = dict(counts[1] - counts[0])
+            found["others"] = total - (counts[1].total() - counts[0].total())
+            most = max(most, found, key=lambda names: sum(names.values()))
+    return most
 
 
 def keys_of_last_store(processes: list[Process]) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ class Journal:
         self.write(step=step, begin=begin, end=now, rank=rank, size=size, applied=applied, digest=digest)
         if now - self._looked > _EVERY_S:
             self._looked = now
-            self.write(resources=resources("self"), launcher=resources(str(os.getppid())), at=now)
+            names = sorted(thread.name for thread in threading.enumerate())
+            launcher = {"launcher": resources(str(os.getppid())), "launcher_pid": os.getppid()}
+            self.write(resources=resources("self"), **launcher, at=now, names=names)
 
     def finished(self, step: int, loss: float) -> None:
         """The job has ended by itself."""

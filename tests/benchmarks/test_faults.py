@@ -125,6 +125,14 @@ def test_time_without_training_and_growth() -> None:
         {"resources": held, "launcher": held, "at": 11.0},
         {"resources": {**held, "sockets": 13}, "launcher": held, "at": 21.0},
     ]
+    # A launcher that outlives its rank is looked at until its own end.
+    later = {"resources": held, "launcher": {**held, "threads": 9}, "at": 21.0, "launcher_pid": 7, "names": ["a"]}
+    found[2].resources = [{**later, "launcher": held, "at": 11.0, "names": []}]
+    found[3].resources = [later]
+    assert chaos.growth(found, 12.0)["launcher_threads"] == 4
+    found[2].resources.append({**later, "resources": {**held, "threads": 8}})
+    assert chaos.new_threads(found, 12.0) == {"a": 1, "others": 2}
+    found[2].resources = found[3].resources = []
     found[0].keys = [{"keys": 10, "store": "a", "epoch": 2}, {"keys": 50, "store": "a", "epoch": 4}]
     grown = chaos.growth(found, 12.0)
     assert grown["sockets"] == 10 and grown["launcher_sockets"] == 0 and grown["keys_per_change"] == 20

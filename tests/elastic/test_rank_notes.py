@@ -49,6 +49,32 @@ def test_lost_weights_may_be_fetched_again(stores: list[ServedStore], notes: lis
     assert not notes[0].delivered  # the rank will be started again: the host has not ended
 
 
+def test_hosts_that_are_gone_are_forgotten(stores: list[ServedStore], notes: list[RankNotes]) -> None:
+    """Else each host that was ever told keeps a thread, and each that ever lost a rank a key in all stores."""
+
+    def threads() -> int:
+        return sum(thread.name == "bagua-note" for thread in threading.enumerate())
+
+    ((host, port),) = [("127.0.0.1", port) for port in free_ports(1)]
+    hosts = {"h1": stores[1].address, "gone": f"{host}:{port}"}
+    keys = stores[1].store.num_keys()
+    notes[0].tell(hosts, lost(4))
+    wait_for(lambda: bool(notes[1].without_weights({"h0"}, 4)), "note")
+    notes[1].settle({"h0", "h1"}, 4)
+    assert notes[1].without_weights({"h0"}, 4) == {"h0"}, "it holds in its epoch"
+    notes[1].settle({"h0", "h1"}, 5)
+    assert stores[1].store.num_keys() == keys
+    assert threads() == 2
+    notes[0].settle({"h0", "h1"}, 5)
+    wait_for(lambda: threads() == 1, "end of the thread for the one that is gone")
+    back = ServedStore([(host, port)])  # it was cut off only
+    notes[0].tell(hosts, ENDED)
+    wait_for(lambda: set(notes[0].delivered) == {"h1", "gone"}, "both notes")
+    notes[1].settle({"h1"}, 6)
+    assert notes[1].without_weights({"h0"}, 6) == {"h0"}, "an end is for good"
+    assert RankNotes(back.store, "gone").without_weights({"h0"}, 6) == {"h0"}
+
+
 def test_a_note_is_repeated_until_its_host_answers(stores: list[ServedStore], notes: list[RankNotes]) -> None:
     ((host, port),) = [("127.0.0.1", port) for port in free_ports(1)]
     notes[0].tell({"late": f"{host}:{port}"}, ENDED)
