@@ -22,7 +22,7 @@ from benchmarks.faults.systems import Settings
 __all__ = ["ANCHOR_PER_HOUR", "chaos", "growth", "inject", "lost_s", "mean_loss"]
 
 ANCHOR_PER_HOUR = 125.0  # the rate of ft-diloco's public chaos run, 32 replicas
-_LAST = 5  # looks at what a process holds, 2 s each
+_LAST = 10  # looks at what a process holds, 2 s each
 _LEAST = 3  # hosts that train are never fewer by a fault
 
 
