@@ -76,7 +76,7 @@ class Failures:
     @property
     def trains_alone(self) -> bool:
         """Whether exchanges have ended until other groups are open, and steps go on without."""
-        return self._failed and self.recovery is not None and self._state.algorithm.lost_step is LostStep.FREE
+        return self._failed and self.recovery is not None and self._state.lost_step is LostStep.FREE
 
     def lose_step(self, why: CommunicationError) -> bool:
         """Drop the step in progress because of `why`; whether training goes on with the next one."""
@@ -98,7 +98,7 @@ class Failures:
 
     def repeats_exchange(self, why: CommunicationError) -> bool:
         """The exchange at the end of a step has failed. Whether it is repeated with the ranks that are left."""
-        if self.recovery is None or self._state.algorithm.lost_step is not LostStep.REPEAT:
+        if self.recovery is None or self._state.lost_step is not LostStep.REPEAT:
             return False
         self._failed = True
         self.recovery.exchange_failed(str(why), loses_step=False)
@@ -140,7 +140,7 @@ class Failures:
             CommunicationError: names the rank.
         """
         if self.recovery is not None:
-            self.recovery.poll(waits=self._state.algorithm.lost_step is not LostStep.FREE)
+            self.recovery.poll(waits=self._state.lost_step is not LostStep.FREE)
         elif self._breaks_together and not self._failed:
             try:
                 ranks = self._broken.look(self._reducer.count)

@@ -335,9 +335,9 @@ class StepTracker:
         recovery, algorithm = self._failures.recovery, self._state.algorithm
         if recovery is None:
             return True
-        if algorithm.lost_step is LostStep.FREE:
+        if self._state.lost_step is LostStep.FREE:
             return True
-        if algorithm.lost_step is LostStep.REPEAT and not algorithm.averages_gradients(self._optimizers.alive):
+        if self._state.lost_step is LostStep.REPEAT and not algorithm.averages_gradients(self._optimizers.alive):
             return not recovery.lost
         return recovery.may_apply(recovery.round)
 

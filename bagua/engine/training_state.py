@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bagua.algorithms.base import Algorithm
+from bagua.algorithms.base import Algorithm, LostStep
 from bagua.engine.reducer.bucket import Bucket
 
 __all__ = ["TrainingState"]
@@ -43,6 +43,11 @@ class TrainingState:
     paused: bool = False
     schedule: dict[int, Algorithm] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+
+    @property
+    def lost_step(self) -> LostStep | None:
+        """The rule of the algorithm of the next step. Before the first buckets `root` has not handed over to it yet."""
+        return (self.root.at_step(self.step) if self.algorithm is self.root else self.algorithm).lost_step
 
     def notice(self, text: str, urgent: bool = False) -> None:
         """Log `text`, as a warning or as information, and keep it; a text is logged once."""

@@ -137,6 +137,7 @@ CHOSEN = [
     *((name, switch.furthest(switch.last), switch.last) for name, switch in SWITCHES.items()),
     ("decentralized", 7, 7),
     ("low_precision", 5, 5),
+    ("async", 0, None),  # before the first gradients, when no part of the warm-up is in force yet
     ("zero_one_adam", 1, 1),  # the first step counts on one survivor only
 ]
 

@@ -78,7 +78,7 @@ def _before_step(manager: RecoveryManager, arrivals: Arrivals, module: nn.Module
             return
         if manager.to_skip and not manager.out_of_use:
             return
-        if attachments[module].engine.algorithm.lost_step is LostStep.FREE and not manager.lost:
+        if attachments[module].engine.state.lost_step is LostStep.FREE and not manager.lost:
             _before_free_step(manager, arrivals, module)
             return
         if not (manager.lost or manager.severed) and manager.may_begin(manager.round):
