@@ -79,7 +79,7 @@ class Run:
 
 def together(size: int) -> Callable[[], None]:
     """A bounded barrier for threads."""
-    barrier = threading.Barrier(size)
+    barrier = threading.Barrier(size, timeout=PATIENCE_S)
 
     def meet() -> None:
         barrier.wait(PATIENCE_S)

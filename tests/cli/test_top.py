@@ -246,7 +246,8 @@ def exchange(serve: Callable[[socket.socket], None], call: Callable[[socket.sock
         with ours:
             return call(ours)
     finally:
-        thread.join()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), "who serves has not ended"
 
 
 def soon() -> float:

@@ -272,7 +272,8 @@ def test_many_threads_at_once(codec: Codec, make):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive(), "a thread of the codec has not ended"
     assert all(same)
 
 

@@ -91,7 +91,7 @@ def test_kernels_compile_for_gpus_without_fused_multiply_add():
     """Needs no GPU: Triton brings its assembler. The interpreter must be off, so in a process of its own."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", "from tests.codecs.test_triton import compile_all; compile_all()"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=140, env=env)
     assert done.returncode == 0, done.stderr
 
 

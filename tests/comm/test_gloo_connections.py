@@ -79,7 +79,7 @@ def sever_while_blocked(team: Team, opened: threading.Barrier, ended: threading.
 
 def test_a_thread_that_is_blocked_in_a_collective_is_freed() -> None:
     with connected() as (listener, near, far):
-        opened, ended = threading.Barrier(2), threading.Barrier(2)
+        opened, ended = threading.Barrier(2, timeout=LIMIT_S), threading.Barrier(2, timeout=LIMIT_S)
         (error, total), (_, other) = run_teams(2, sever_while_blocked, opened, ended, timeout_s=NEVER_S)
         assert error and "timed out" not in error.lower(), error
         assert total == other == 2.0

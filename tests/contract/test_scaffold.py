@@ -168,7 +168,7 @@ def test_the_tests_of_the_library_do_not_mind(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "ternary_momentum", *READERS]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=140
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 

@@ -37,6 +37,6 @@ def check_command(words: list[str]) -> Namespace:
 def output(*command: str | Path, **options: Any) -> str:
     """What a program prints; it must succeed."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=140, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

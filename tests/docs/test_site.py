@@ -116,7 +116,7 @@ def test_figures_differ_where_results_do(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="mkdocs is not installed: pip install '.[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=140, check=False)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "getting-started.html").read_text()
     assert "source/examples/digits.py.html" in page

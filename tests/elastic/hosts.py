@@ -71,7 +71,8 @@ class Hosts:
         for transport in self.transports:
             transport.events.put(_END)
         for pump in self._pumps:
-            pump.join()
+            pump.join(LIMIT_S)
+            assert not pump.is_alive(), "a thread that waits for events has not ended"
         for at in range(len(self.transports)):
             self.lose(at)
 

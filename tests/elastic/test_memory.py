@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bagua.elastic.memory import VARIABLE, Memory, Slot, open_slots
+from tests.lines import read_line
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -106,13 +107,12 @@ def test_the_memory_is_gone_with_the_launcher() -> None:
     code = "from bagua.elastic.memory import Memory\nm = Memory(1)\nprint(m.address, flush=True)\ninput()"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     launcher = subprocess.Popen([sys.executable, "-c", code], env=env, stdin=-1, stdout=-1, text=True)
-    assert launcher.stdout is not None
-    address = launcher.stdout.readline().strip()
+    address = read_line(launcher.stdout, "address").strip()
     ((slot, _),) = open_slots(address)
     assert isinstance(slot, Slot)
     launcher.kill()
     launcher.wait(60)
-    launcher.communicate()
+    launcher.communicate(timeout=60)
     with pytest.raises(ValueError, match="cannot be opened"):
         open_slots(address)
 

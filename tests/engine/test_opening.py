@@ -24,7 +24,7 @@ from bagua.engine.recovery.opening import Opening
 
 def main():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    begun = threading.Barrier(5)
+    begun = threading.Barrier(5, timeout=60)
 
     def look(opening):
         store = BoundedStore(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False), 60.0)

@@ -33,7 +33,7 @@ class Ranks:
     def __init__(self, store: str, name: str, act: Act | None = None, overflows: tuple[int, ...] = ()) -> None:
         self.names = [f"{name}{rank}" for rank in range(SIZE)]
         self.members = SharedMembership(self.names, store, self._asked)
-        self.together = threading.Barrier(SIZE)
+        self.together = threading.Barrier(SIZE, timeout=LIMIT_S)
         self._act, self._overflows = act, overflows
         self._attempts = dict.fromkeys(self.names, 0)
 

@@ -14,6 +14,7 @@ import pytest
 from bagua.lab.main import main
 from tests.lab.leftovers import within
 from tests.lab.test_teardown import PACKAGE, spaces_below
+from tests.lines import read_line
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 
@@ -86,13 +87,13 @@ def test_interrupted(number: int, code: int, ignored: bool) -> None:
     command = [sys.executable, "-I", "-S", "-c", boot, *words]
     process = subprocess.Popen(ignoring(command) if ignored else command, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None and process.stdout.readline().endswith("up\n")
+        assert read_line(process.stdout, "host that is up").endswith("up\n")
         spaces = spaces_below(process.pid)
         process.send_signal(number)
         process.communicate(timeout=60)
     finally:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=60)
     assert process.returncode == code
     assert within(60, lambda: not any(_in(pid, spaces) for pid in os.listdir("/proc") if pid.isdigit()))
 

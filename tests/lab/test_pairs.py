@@ -10,6 +10,7 @@ import pytest
 
 from bagua.lab import Cluster, Host, LabError, Link
 from bagua.lab.traffic import measure_round_trips
+from tests.lines import read_line
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 
@@ -31,10 +32,10 @@ with socket.create_connection((sys.argv[1], 7006), timeout=60) as connection:
 def transfer(sender: Host, receiver: Host) -> float:
     """Seconds from the first to the last byte of `PAYLOAD`."""
     receiving = receiver.popen([sys.executable, "-I", "-S", "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
-    assert receiving.stdout is not None and receiving.stdout.readline() == "ready\n"
+    assert receiving.stdout is not None and read_line(receiving.stdout, "receiver") == "ready\n"
     started = time.monotonic()
     sending = sender.run([sys.executable, "-I", "-S", "-c", SEND, receiver.address, str(PAYLOAD)], timeout=60)
-    answer, seconds = receiving.stdout.readline(), time.monotonic() - started
+    answer, seconds = read_line(receiving.stdout, "transfer's end"), time.monotonic() - started
     receiving.stdout.close()
     assert sending.returncode == 0 and int(answer) == PAYLOAD and receiving.wait(60) == 0
     return seconds

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from bagua.lab import Cluster, LabError
+from tests.lines import read_line
 
 RUN = {"rank 0 runs\n", "rank 1 runs\n"}
 RANKS = """
@@ -32,14 +33,14 @@ def test_one_rank_is_killed(mode: str, request: pytest.FixtureRequest) -> None:
                 for host in (first, second)
             ]
             (one, other) = (each.stdout for each in started)
-            assert one is not None and other is not None
-            assert {one.readline(), one.readline()} == {other.readline(), other.readline()} == RUN
+            for each in (one, other):
+                assert {read_line(each, "rank that runs"), read_line(each, "second rank that runs")} == RUN
             first.kill_rank(1)
-            assert one.readline() == "rank 1: 137\n"
+            assert read_line(one, "end of rank 1") == "rank 1: 137\n"
             with pytest.raises(LabError, match="no process has LOCAL_RANK=1"):
                 first.kill_rank(1)
             first.kill_rank(0)
-            assert one.readline() == "rank 0: 137\n"
+            assert read_line(one, "end of rank 0") == "rank 0: 137\n"
             second.kill_rank(1)  # it has been left alone until now
-            assert other.readline() == "rank 1: 137\n"
+            assert read_line(other, "end of rank 1 of the other host") == "rank 1: 137\n"
             second.kill_rank(0)

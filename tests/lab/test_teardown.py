@@ -13,6 +13,7 @@ import pytest
 
 import bagua
 from tests.lab.leftovers import assert_nothing_left, descendants, devices, supervisors, within
+from tests.lines import read_line
 
 PACKAGE = str(Path(bagua.__file__).parent)
 # Without the package's __init__, which would import torch.
@@ -40,10 +41,10 @@ def start_parent(
         **options,  # pyright: ignore
     )
     assert process.stdout is not None and process.stderr is not None
-    words = process.stdout.readline().split()
+    words = read_line(process.stdout, "cluster").split()
     if not words:
         error = process.stderr.read()
-        process.communicate()
+        process.communicate(timeout=60)
         pytest.fail(f"no cluster: {error}")
     return process, Path(words[0]), words[1]
 

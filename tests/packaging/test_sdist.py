@@ -38,7 +38,7 @@ def copy_tracked(source: Path) -> list[str]:
 def make_sdist(source: Path, dist: Path, **env: str) -> Path:
     command = [sys.executable, "-W", "ignore", "setup.py", "-q", "sdist", "--dist-dir", str(dist)]
     environment = {**os.environ, **env}
-    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=140)
     assert done.returncode == 0, done.stderr
     (archive,) = dist.iterdir()
     return archive

@@ -85,7 +85,7 @@ def test_a_host_that_cannot_be_reached(server: SshServer, tmp_path: Path, capsys
     closed = free_port()
     words = ["--host_list", f"127.0.0.1:{server.port},localhost:{closed}", "-F", server.config]
     words += ["-x", f"PYTHONPATH={ROOT}", "--nproc_per_node", "1", "--workdir", str(tmp_path)]
-    words += ["--no_python", "sleep", "300"]
+    words += ["--grace", "1", "--no_python", "sleep", "300"]  # its launcher waits for the other in compiled code
     assert baguarun.main(words) == 1
     err = capsys.readouterr().err
     assert re.search(rf"baguarun: host localhost:{closed} \(node 1\): ssh could not connect: .*refused", err)

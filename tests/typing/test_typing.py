@@ -53,7 +53,7 @@ def test_pyright(folder: Path) -> None:
     config = {"extraPaths": [str(ROOT)], "typeCheckingMode": "standard", "reportPrivateImportUsage": False}
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=140)
     errors = [each for each in json.loads(done.stdout)["generalDiagnostics"] if each["severity"] == "error"]
     assert not [each["message"] for each in errors if each["file"].endswith("consumer.py")]
     assert {each["range"]["start"]["line"] + 1 for each in errors} == MISTAKES
@@ -65,7 +65,7 @@ def test_mypy(folder: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--no-incremental", "--follow-imports=silent", "--ignore-missing-imports"]
     env = {**os.environ, "MYPYPATH": str(ROOT)}
     files = ["consumer.py", "misspelt.py"]
-    done = subprocess.run([*command, *files], capture_output=True, text=True, cwd=folder, env=env, timeout=300)
+    done = subprocess.run([*command, *files], capture_output=True, text=True, cwd=folder, env=env, timeout=140)
     found = re.findall(r"^(\w+\.py):(\d+): error:", done.stdout, re.MULTILINE)
     assert {(name, int(line)) for name, line in found} == {("misspelt.py", line) for line in MISTAKES}, done.stdout
     assert "INTERNAL ERROR" not in done.stdout + done.stderr

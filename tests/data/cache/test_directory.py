@@ -13,6 +13,7 @@ import pytest
 from bagua.data.cache import lmdb_directory, lmdb_store
 from bagua.data.cache.lmdb_directory import job_directory, leave_job_directories
 from bagua.data.cache.lmdb_store import LmdbStore
+from tests.lines import read_line
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +102,7 @@ def start_rank(tmp_path: Path, rank: int, port: int = 1234) -> tuple[subprocess.
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    assert process.stdout is not None
-    return process, process.stdout.readline().strip()
+    return process, read_line(process.stdout, "directory").strip()
 
 
 @pytest.mark.process
