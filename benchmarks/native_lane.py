@@ -1,11 +1,12 @@
-"""The native transport beside gloo: `python -m benchmarks.native_lane [--json FILE] [--lab]`.
+"""The native transport beside gloo: `python -m benchmarks.native_lane [--json FILE] [--conditions LIST]`.
 
-Each rank holds three copies of a model, whose gradients appear after a set time: one that exchanges over gloo, one over
-the native transport, and one that exchanges nothing. They take turns in the same processes. Of each turn count the time
+Each rank holds copies of a model, whose gradients appear after a set time: one that exchanges over gloo, one over the
+native transport, and one that exchanges nothing. They take turns in the same processes. Of each turn count the time
 of a step and the CPU seconds of all threads of all ranks; those of the copy that exchanges nothing are taken off. Bytes
 are those that the ranks sent. CPU seconds that Linux spends on behalf of no process do not count.
 
-Ranks are processes of this machine on loopback, or with --lab one on each emulated host (root or user namespaces).
+Ranks are processes of this machine on loopback, or with --conditions one on each emulated host (root or user
+namespaces). Results are written after each system. With --resume, what the file has is not measured again.
 """
 
 from __future__ import annotations
@@ -14,44 +15,50 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import bagua
-from bagua.bench import progress, results_file
+from bagua.bench import conditions, models, progress, results_file
 from bagua.bench.bounds import Timing, all_to_all_mean, bound_s
 from bagua.bench.compute import Compute, EmulatedModel
+from bagua.bench.conditions import Condition
+from bagua.bench.hosts import Hosts, LabHosts, LocalHosts, rank_environment
 from bagua.bench.layers import Layer, Model
 from bagua.bench.layout import Columns
 from bagua.bench.machine import describe_machine, now
 from bagua.bench.training import Training, make_optimizer
 from bagua.bench.turns import turns
-from bagua.lab import Cluster, Link
-from bagua.lab.link import bits_per_second
+from bagua.bench.worker import await_file, connect, run_rank
+from bagua.comm.mesh_connect import CONGESTION
+from bagua.lab.errors import LabError
 
 SYSTEMS: dict[str, tuple[str, dict[str, Any], float]] = {  # algorithm, options, bits per element
     "bytegrad": ("bytegrad", {}, 8 + 8 * 8 / 1024),
     "int4": ("gradient_allreduce", {"codec": "int4"}, 4 + 32 / 128),
     "sign": ("gradient_allreduce", {"codec": "sign"}, 1 + 32 / 2048),
 }
-TRANSPORTS = ("gloo", "native")
+TRANSPORTS = ("gloo", "native", "native_bbr", "native_cubic")
+EQUAL = "equal"
+LOOPBACK = "loopback"
 _LAYERS = 16
 _LIMIT_S = 900.0
+_WAIT_S = 120.0  # of a rank for another one, or for the links to be changed
+_POLL_S = 0.02
 
 
-def model_of(elements: int) -> Model:
-    """16 equal layers."""
+def model_of(name: str, elements: int) -> Model:
+    """16 equal layers of `elements` in all, or the model that `bagua bench` knows by that name."""
+    if name != EQUAL:
+        return models.get(name)
     side = max(1, round((elements / _LAYERS) ** 0.5))
-    return Model("equal", tuple(Layer(f"layer{i}", ((side, side),), 1.0) for i in range(_LAYERS)))
+    return Model(EQUAL, tuple(Layer(f"layer{i}", ((side, side),), 1.0) for i in range(_LAYERS)))
 
 
 class Contender:
@@ -62,11 +69,14 @@ class Contender:
     """
 
     def __init__(self, transport: str | None, system: str, args: argparse.Namespace) -> None:
-        self.model = EmulatedModel(model_of(args.elements), Compute(args.compute_ms / 1000), dist.get_rank())
+        model = model_of(args.model, args.elements)
+        self.model = EmulatedModel(model, Compute(args.compute_ms / 1000), dist.get_rank())
         optimizer = make_optimizer("sgd", self.model)
         if transport is not None:
             algorithm, options, _ = SYSTEMS[system]
-            bagua.distribute(self.model, optimizer, algorithm, transport=transport, **options)
+            way, _, congestion = transport.partition("_")
+            os.environ[CONGESTION] = congestion
+            bagua.distribute(self.model, optimizer, algorithm, transport=way, **options)
         self._distributed = transport is not None
         self._training = Training.of(self.model, optimizer)
         self._steps = args.steps
@@ -90,157 +100,218 @@ class Contender:
             bagua.detach(self.model)
 
 
-def work(args: argparse.Namespace) -> None:
+def work(folder: Path, rank: int, size: int) -> None:
     """One rank: writes what it measured."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found: dict[str, Any] = {}
-    for system in args.only:
-        copies = {str(name): Contender(name, system, args) for name in (None, *TRANSPORTS)}
-        calls = {name: copy.measure for name, copy in copies.items()}
-        found[system] = turns(calls, args.rounds, 1, _teller(system))
-        for copy in copies.values():
-            copy.close()
-    (args.worker / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    args = argparse.Namespace(**json.loads((folder / "job.json").read_text()))
+    os.environ["GROUP_RANK"] = str(rank)  # each rank is a host
+    if os.environ["BAGUA_BENCH_INTERFACE"]:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["BAGUA_BENCH_INTERFACE"]
+    connect(folder, rank, size, _WAIT_S)
+    copies = {str(name): Contender(name, args.system, args) for name in (None, *args.transports)}
     dist.barrier()
+    if rank == 0:
+        results_file.write(folder / "ready.json", True, indent=None)
+    await_file(folder / "go.json", _WAIT_S)
+    calls = {name: copy.measure for name, copy in copies.items()}
+    found = turns(calls, args.rounds, 1, _teller(args) if rank == 0 else _nothing)
+    results_file.write(folder / f"found-{rank}.json", found, indent=None)
+    dist.barrier()
+    for copy in copies.values():
+        copy.close()
     dist.destroy_process_group()
 
 
-def _teller(system: str) -> Any:
-    return lambda done, total: progress.show(f"{system}: {done} of {total}") if dist.get_rank() == 0 else None
+def _nothing(done: int, total: int) -> None: ...
 
 
-def run_ranks(ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run `work` on all ranks; returns what each measured.
+def _teller(args: argparse.Namespace) -> Any:
+    return lambda done, total: progress.show(f"{args.condition}, {args.system}: {done} of {total}")
+
+
+def run_ranks(ranks: int, condition: Condition | None, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run `work` on all ranks; returns what each measured. Links have their limits once all copies are made.
 
     Raises:
         RuntimeError: a rank failed, or the limit of time was reached.
     """
-    options = ["--elements", args.elements, "--steps", args.steps, "--rounds", args.rounds]
-    options += ["--compute-ms", args.compute_ms, "--only", ",".join(args.only)]
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bagua-native-")))
-        command = [sys.executable, "-m", "benchmarks.native_lane", "--worker", str(folder), *map(str, options)]
-        common = {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(args.port), "OMP_NUM_THREADS": "1"}
-        jobs = []
-        if args.lab:
-            link = Link(bandwidth=args.bandwidth)
-            cluster = stack.enter_context(Cluster(ranks, link, mode="namespaces"))
-            for rank, host in enumerate(cluster.hosts):
-                own = {"MASTER_ADDR": cluster.hosts[0].address, "GLOO_SOCKET_IFNAME": host.interface}
-                own |= {"RANK": str(rank), "GROUP_RANK": str(rank)}
-                jobs.append(host.popen(command, env={**os.environ, **common, **own}))
-        else:
-            for rank in range(ranks):
-                own = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank)}
-                own["GROUP_RANK"] = str(rank)
-                jobs.append(subprocess.Popen(command, env={**os.environ, **common, **own}))
-        deadline = time.monotonic() + _LIMIT_S
-        try:
+    hosts: Hosts = LocalHosts(ranks) if condition is None else LabHosts(ranks, condition)
+    try:
+        with tempfile.TemporaryDirectory(prefix="bagua-native-") as name, tempfile.TemporaryFile("w+") as log:
+            folder = Path(name)
+            results_file.write(folder / "job.json", job, indent=None)
+            hosts.set_phase("setup")
+            command = [sys.executable, "-m", "benchmarks.native_lane", "--worker", str(folder)]
+            jobs = hosts.start(command, rank_environment(hosts, ranks), log)
+            deadline, limited = time.monotonic() + _LIMIT_S, False
             while any(job.poll() is None for job in jobs):
                 if time.monotonic() > deadline or any(job.poll() for job in jobs):
-                    raise RuntimeError(f"a rank failed, or took more than {_LIMIT_S:g} s")
-                time.sleep(0.1)
-        finally:
-            for job in jobs:
-                if job.poll() is None:
-                    job.kill()
-        if any(job.returncode for job in jobs):
-            raise RuntimeError("a rank failed")
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+                    break
+                if not limited and (folder / "ready.json").exists():
+                    limited = True
+                    hosts.set_phase("measure")
+                    results_file.write(folder / "go.json", True, indent=None)
+                time.sleep(_POLL_S)
+            if any(job.poll() != 0 for job in jobs):
+                hosts.kill()
+                log.seek(0)
+                raise RuntimeError(f"a rank failed, or took more than {_LIMIT_S:g} s:\n{log.read()[-3000:]}")
+            return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(ranks)]
+    finally:
+        hosts.close()
 
 
-def summarise(system: str, ranks: int, found: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """Medians over rounds: milliseconds of a step, CPU seconds per GB, shares of the bound."""
-    rounds = range(args.rounds)
+def summarise(
+    system: str, found: Sequence[dict[str, Any]], condition: Condition | None, model: Model, compute_ms: float
+) -> dict[str, Any]:
+    """Medians over rounds: milliseconds of a step, CPU seconds per GB, shares of the bound; ratios are to gloo.
+
+    Args:
+        system: one of `SYSTEMS`.
+        found: of each rank, what each round of each copy measured.
+        condition: None: no links were emulated, and there is no bound.
+        model: that was trained.
+        compute_ms: of a step.
+    """
+    ranks, names = len(found), [name for name in found[0] if name != "None"]
+    rounds = range(len(found[0]["None"]))
 
     def total(copy: str, what: str) -> list[float]:
-        return [sum(rank[system][copy][number][what] for rank in found) for number in rounds]
+        return [sum(rank[copy][number][what] for rank in found) for number in rounds]
 
     def slowest(copy: str) -> list[float]:
-        return [max(rank[system][copy][number]["step_s"] for rank in found) for number in rounds]
+        return [max(rank[copy][number]["step_s"] for rank in found) for number in rounds]
 
     alone, row = total("None", "cpu_s"), {"system": system, "ranks": ranks}
     alone_s = statistics.median(slowest("None"))
-    for name in TRANSPORTS:
+    for name in names:
         sent = statistics.median(total(name, "sent_bytes"))
         extra = [mine - none for mine, none in zip(total(name, "cpu_s"), alone, strict=True)]
         row[f"{name}_step_ms"] = 1000 * statistics.median(slowest(name))
+        row[f"{name}_rounds_ms"] = [1000 * each for each in slowest(name)]
         row[f"{name}_cpu_s_per_gb"] = statistics.median(extra) / sent * 1e9
         row[f"{name}_sent_mb"] = sent / 1e6
-    ratios = [b / a for a, b in zip(slowest("gloo"), slowest("native"), strict=True)]
-    row["step_ratio"] = statistics.median(ratios)
-    row["cpu_ratio"] = row["native_cpu_s_per_gb"] / row["gloo_cpu_s_per_gb"]
-    if args.lab:
-        elements = model_of(args.elements).num_elements
-        traffic = all_to_all_mean(elements, ranks, SYSTEMS[system][2])
+    for name in names if "gloo" in names else ():
+        pairs = zip(slowest("gloo"), slowest(name), strict=True)
+        row[f"{name}_step_ratio"] = statistics.median(mine / gloo for gloo, mine in pairs)
+        row[f"{name}_cpu_ratio"] = row[f"{name}_cpu_s_per_gb"] / row["gloo_cpu_s_per_gb"]
+    if condition is not None:
+        traffic = all_to_all_mean(model.num_elements, ranks, SYSTEMS[system][2])
         # The optimizer's share of a step without compute is all of what is left of it.
-        compute_s = args.compute_ms / 1000
+        compute_s = compute_ms / 1000
         timing = Timing(alone_s, compute_s / 3, max(alone_s - compute_s, 0.0))
-        row["bound_ms"] = 1000 * bound_s(traffic, timing, bits_per_second(args.bandwidth), 0.0)
-        for name in TRANSPORTS:
-            row[f"{name}_share"] = row["bound_ms"] / row[f"{name}_step_ms"]
+        rate, latency_s = condition.host_bits_per_s(ranks), condition.least_latency_s(ranks)
+        row["bound_ms"] = 1000 * bound_s(traffic, timing, rate, latency_s)
+        row |= {f"{name}_share": row["bound_ms"] / row[f"{name}_step_ms"] for name in names}
     return row
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """For a terminal."""
     columns = Columns(
-        ("system", -10), ("ranks", 6), ("gloo ms", 9), ("native ms", 11), ("ratio", 7), ("gloo s/GB", 11),
-        ("native s/GB", 13), ("ratio", 7), ("share gloo", 12), ("native", 8),
+        ("condition", -18), ("system", -10), ("ranks", 6), (" transport", -15), ("ms", 9), ("x gloo", 8),
+        ("CPU s/GB", 10), ("x gloo", 8), ("share", 7),
     )  # fmt: skip
     return columns.table(
         [
             [
-                row["system"], str(row["ranks"]), f"{row['gloo_step_ms']:.1f}", f"{row['native_step_ms']:.1f}",
-                f"{row['step_ratio']:.2f}", f"{row['gloo_cpu_s_per_gb']:.2f}", f"{row['native_cpu_s_per_gb']:.2f}",
-                f"{row['cpu_ratio']:.2f}", *(f"{row[f'{name}_share']:.2f}" for name in TRANSPORTS if "bound_ms" in row),
+                row["condition"], row["system"], str(row["ranks"]), f" {name}", f"{row[f'{name}_step_ms']:.1f}",
+                _number(row, f"{name}_step_ratio"), f"{row[f'{name}_cpu_s_per_gb']:.2f}",
+                _number(row, f"{name}_cpu_ratio"), _number(row, f"{name}_share"),
             ]
             for row in rows
+            for name in TRANSPORTS if f"{name}_step_ms" in row
         ]
     )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print a table, write JSON."""
+def _number(row: dict[str, Any], key: str) -> str:
+    return f"{row[key]:.2f}" if key in row else ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table, write JSON.
+
+    Returns:
+        0, or 1 where this machine allows no emulated hosts.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.native_lane",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--lab", action="store_true", help="emulated hosts instead of loopback")
-    parser.add_argument("--bandwidth", default="1gbit", help="of the emulated hosts (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="measure only what the file of --json has not got")
+    parser.add_argument(
+        "--conditions",
+        metavar="LIST",
+        help="of emulated hosts, as in bagua bench: 1gbit/0ms,100mbit/20ms; default: loopback",
+    )
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks (%(default)s)")
-    parser.add_argument("--elements", type=int, default=8_000_000, help="of the model (%(default)s)")
+    parser.add_argument("--model", default=EQUAL, help="16 equal layers, or a model of bagua bench (%(default)s)")
+    parser.add_argument("--elements", type=int, default=8_000_000, help="of the equal layers (%(default)s)")
     parser.add_argument("--compute-ms", type=float, default=0.0, help="of a step (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="of a turn (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="turns that count (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="2 ranks, a small model, few turns: to see that it runs")
     parser.add_argument("--only", default=",".join(SYSTEMS), help="systems (%(default)s)")
-    parser.add_argument("--port", type=int, default=29517, help="of the first rank's store (%(default)s)")
+    parser.add_argument(
+        "--transports",
+        default="gloo,native",
+        help=f"of {', '.join(TRANSPORTS)}; the last two choose the congestion control (%(default)s)",
+    )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    args.only = args.only.split(",")
-    unknown = sorted(set(args.only) - set(SYSTEMS))
-    if unknown:
-        parser.error(f"--only: unknown {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
     if args.worker:
-        work(args)
-        return
+        run_rank(args.worker, work)
+    for option, known in (("only", SYSTEMS), ("transports", TRANSPORTS)):
+        setattr(args, option, getattr(args, option).split(","))
+        unknown = sorted(set(getattr(args, option)) - set(known))
+        if unknown:
+            parser.error(f"--{option}: unknown {', '.join(unknown)}; there are {', '.join(known)}")
     if args.quick:
         args.ranks, args.elements, args.steps, args.rounds = "2", 200_000, 1, 2
-    rows = []
-    for ranks in map(int, args.ranks.split(",")):
-        found = run_ranks(ranks, args)
-        rows += [summarise(system, ranks, found, args) for system in args.only]
+    try:
+        links = [conditions.parse(word) for word in (args.conditions or "").split(",") if word]
+        model = model_of(args.model, args.elements)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        rows = measure(args, model, links or [None])
+    except LabError as error:
+        print(f"benchmarks.native_lane: {error}", file=sys.stderr)
+        return 1
     progress.clear()
     print(table(rows))
-    if args.json:
-        wanted = ("lab", "bandwidth", "elements", "compute_ms", "steps", "rounds")
-        facts = {"date": now(), "machine": describe_machine(), **{name: getattr(args, name) for name in wanted}}
-        results_file.write(args.json, {**facts, "rows": rows})
+    return 0
+
+
+def measure(args: argparse.Namespace, model: Model, links: Sequence[Condition | None]) -> list[dict[str, Any]]:
+    """Measure all systems on all links, and write the rows after each.
+
+    Raises:
+        LabError: this machine allows no emulated hosts.
+    """
+    settings = {name: getattr(args, name) for name in ("model", "elements", "compute_ms", "steps", "rounds")}
+    facts = {"date": now(), "machine": describe_machine(), **settings}
+    rows: list[dict[str, Any]] = []
+    if args.resume and args.json.exists():
+        earlier = json.loads(args.json.read_text())
+        if {name: earlier[name] for name in settings} != settings:
+            raise SystemExit(f"{args.json}: measured with other settings; there is nothing to resume")
+        rows, facts = earlier["rows"], {name: value for name, value in earlier.items() if name != "rows"}
+    for condition in links:
+        name = condition.name if condition is not None else LOOPBACK
+        for ranks in map(int, args.ranks.split(",")):
+            for system in args.only:
+                if any((row["condition"], row["ranks"], row["system"]) == (name, ranks, system) for row in rows):
+                    continue
+                job = {**settings, "condition": name, "system": system, "transports": args.transports}
+                found = run_ranks(ranks, condition, job)
+                rows.append({"condition": name, **summarise(system, found, condition, model, args.compute_ms)})
+                if args.json:
+                    results_file.write(args.json, {**facts, "rows": rows})
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -83,7 +83,7 @@ def _mean(bits: float, moment: Moment = Moment.GRADIENT, every: int = 1) -> Amou
 
 def _unknown(algorithm: str, options: Mapping[str, Any]) -> str:
     known = {each.name for each in fields(bagua.algorithms.get(algorithm))}
-    known |= {"bucket_bytes", "num_lanes", "hierarchical", "rank_order"} & set(
+    known |= {"bucket_bytes", "num_lanes", "hierarchical", "rank_order", "transport"} & set(
         inspect.signature(bagua.distribute).parameters
     )
     unknown = sorted(set(options) - known)

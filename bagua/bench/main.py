@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from bagua.bench import (
     tradeoff,
     wire,
 )
-from bagua.bench.merge import merged
+from bagua.bench.merge import merged, read_report, resumed
 from bagua.bench.tradeoff import Plan
 from bagua.lab.errors import LabError
 
@@ -113,6 +114,15 @@ def build_parser() -> argparse.ArgumentParser:
     wan.add_argument("--conditions", metavar="LIST", help=f"default: {tradeoff.WAN_CONDITIONS}")
     wan.add_argument("--hosts", type=int, metavar="N", help="default: 4, with one rank each")
     _add_training(wan)
+    curves = commands.add_parser("curves", help="tradeoff from 50 Mbit/s to no limit, and from 0 to 50 ms", **raw)
+    _add_measured(curves, "the fewest conditions of which two figures can be made, short")
+    curves.add_argument("--conditions", metavar="LIST", help=f"default: {tradeoff.CURVE_CONDITIONS}")
+    curves.add_argument("--hosts", type=int, metavar="N", help="default: 4, with one rank each")
+    _add_training(curves)
+    for each in (one, wan, curves):
+        each.add_argument(
+            "--resume", action="store_true", help="measure only the conditions that the file of --json has not got"
+        )
     two = commands.add_parser("scaling", help="the same with 2 to 16 hosts and a model of a tenth of the size", **raw)
     _add_measured(two, "2 and 4 hosts, few contenders, short")
     two.add_argument("--conditions", metavar="LIST", help=f"default: {scaling.CONDITIONS}")
@@ -176,9 +186,21 @@ def _tradeoff(args: argparse.Namespace, plans: Sequence[Plan]) -> int:
     (plan,) = plans
     for remark in tradeoff.check(plan):
         print(f"left out: {remark}")
+    earlier: dict[str, Any] | None = None
     rows: list[dict[str, Any]] = []
+    if args.resume and args.json.exists():
+        try:
+            earlier = read_report(args.json)
+            rows[:] = resumed(earlier, tradeoff.report(plan, []), args.json)["rows"]
+        except ValueError as error:
+            print(f"bagua bench {args.command}: {error}", file=sys.stderr)
+            return 2
+        there = {row["condition"] for row in rows}
+        print(f"{len(there)} conditions are in {args.json}")
+        plan = replace(plan, conditions=tuple(each for each in plan.conditions if each.name not in there))
 
     def keep(report: dict[str, Any]) -> None:
+        report = report if earlier is None else resumed(earlier, report, args.json)
         rows[:] = report["rows"]
         _write(args, report)
 
@@ -198,6 +220,8 @@ def _held_out(args: argparse.Namespace, plans: Sequence[Plan]) -> int:
 
 
 def _tradeoff_plans(args: argparse.Namespace) -> list[Plan]:
+    if args.resume and (args.held_out or not args.json):
+        raise ValueError("--resume: only with --json, and not with --held-out")
     if not args.held_out:
         if args.seed is not None:
             raise ValueError("--seed: only with --held-out")
@@ -217,7 +241,18 @@ def _tradeoff_plans(args: argparse.Namespace) -> list[Plan]:
 
 
 def _wan_plans(args: argparse.Namespace) -> list[Plan]:
-    args.conditions = args.conditions or (tradeoff.QUICK_WAN_CONDITIONS if args.quick else tradeoff.WAN_CONDITIONS)
+    return _slow_plans(args, tradeoff.QUICK_WAN_CONDITIONS if args.quick else tradeoff.WAN_CONDITIONS)
+
+
+def _curve_plans(args: argparse.Namespace) -> list[Plan]:
+    args.compute_ms = args.compute_ms or 100
+    return _slow_plans(args, tradeoff.QUICK_CURVE_CONDITIONS if args.quick else tradeoff.CURVE_CONDITIONS)
+
+
+def _slow_plans(args: argparse.Namespace, default: str) -> list[Plan]:
+    if args.resume and not args.json:
+        raise ValueError("--resume: only with --json")
+    args.conditions = args.conditions or default
     args.algorithms = args.algorithms or tradeoff.WAN_CONTENDERS
     args.model = args.model or "layers25m/10"
     return _plan(args, (args.hosts if args.hosts is not None else 4,))
@@ -350,6 +385,7 @@ def _say(line: str) -> None:
 _COMMANDS: dict[str, tuple[Any, Any]] = {
     "tradeoff": (_tradeoff_plans, _tradeoff),
     "wan": (_wan_plans, _tradeoff),
+    "curves": (_curve_plans, _tradeoff),
     "scaling": (_scaling_plans, _scaling),
     "primitives": (_transfers_wanted, _primitives),
     "report": (_read, _report),

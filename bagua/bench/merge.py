@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["merged", "read_report"]
+__all__ = ["merged", "read_report", "resumed"]
 
 KINDS = ("tradeoff", "held-out", "scaling", "primitives")
 _ALIKE = (("kind",), ("bagua",), ("model",), ("machine", "cpu"), ("machine", "cores"), ("machine", "torch"))
@@ -53,6 +53,25 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
         rows += report["rows"]
         conditions += report["settings"].get("conditions", ())
     return {**first, "settings": {**first["settings"], "conditions": conditions}, "rows": rows}
+
+
+def resumed(earlier: dict[str, Any], report: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Put the rows of `report` behind those of `earlier`, a report of `file` with the same settings.
+
+    Raises:
+        ValueError: they differ in more than the conditions; names `file` and what differs.
+    """
+    report = json.loads(json.dumps(report))  # tuples are lists in a file
+    mine, theirs = earlier["settings"], report["settings"]
+    differ = [key for key in theirs if key != "conditions" and mine.get(key) != theirs[key]]
+    for keys in _ALIKE:
+        differ += [".".join(keys)] if _at(earlier, keys) != _at(report, keys) else []
+    if differ:
+        raise ValueError(f"{file}: measured with another {', '.join(differ)}; it cannot be resumed")
+    there = {each["name"] for each in mine["conditions"]}  # a report has all conditions that were asked for
+    added = [each for each in theirs["conditions"] if each["name"] not in there]
+    settings = {**theirs, "conditions": [*mine["conditions"], *added]}
+    return {**earlier, "settings": settings, "rows": [*earlier["rows"], *report["rows"]]}
 
 
 def _at(report: dict[str, Any], keys: Sequence[str]) -> Any:

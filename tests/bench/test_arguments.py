@@ -60,6 +60,8 @@ def test_pairs_of_hosts() -> None:
         (["tradeoff", "--again", "-1"], "--again"),
         (["tradeoff", "--forward-share", "1.5"], "--forward-share"),
         (["tradeoff", "--profile", "ddp", "--algorithms", "bytegrad"], "--profile"),
+        (["curves", "--resume"], "--resume"),
+        (["tradeoff", "--resume", "--held-out", "--json", "x.json"], "--resume"),
         (["scaling", "--hosts", "2,0"], "--hosts"),
         (["primitives", "--sizes", "8"], "--sizes"),
         (["primitives", "--hosts", "0"], "--hosts"),

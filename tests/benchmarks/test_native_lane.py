@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bagua.bench.conditions import parse
 from bagua.comm.mesh import why_no_mesh
-from benchmarks.native_lane import SYSTEMS, summarise
+from benchmarks.native_lane import SYSTEMS, model_of, summarise
 from tests.benchmarks.quick_run import run_quickly
 from tests.fork_server import ForkServer
-from tests.ports import free_ports
 
 
 @pytest.mark.process
 @pytest.mark.skipif(bool(why_no_mesh()), reason=why_no_mesh() or "there is one")
 def test_quick_run(fork_server: ForkServer, tmp_path: Path) -> None:
-    report, printed = run_quickly(
-        fork_server, "native_lane", tmp_path, "--only", "int4", "--port", str(free_ports(1)[0])
-    )
+    report, printed = run_quickly(fork_server, "native_lane", tmp_path, "--only", "int4")
     (row,) = report["rows"]
-    assert (row["system"], row["ranks"]) == ("int4", 2)
+    assert (row["condition"], row["system"], row["ranks"]) == ("loopback", "int4", 2)
     assert row["gloo_sent_mb"] == row["native_sent_mb"] > 0
-    assert all(math.isfinite(value) for value in row.values() if not isinstance(value, str))
+    assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
     assert "int4" in printed
+    # What the file has is not measured again, and what it lacks is.
+    again, printed = run_quickly(fork_server, "native_lane", tmp_path, "--only", "int4,sign", "--resume")
+    assert again["rows"][0] == row and [each["system"] for each in again["rows"]] == ["int4", "sign"]
+    assert "int4" in printed and "sign" in printed
 
 
 def test_cpu_of_steps_without_an_exchange_is_taken_off() -> None:
@@ -38,10 +39,10 @@ def test_cpu_of_steps_without_an_exchange_is_taken_off() -> None:
         "gloo": [turn(0.4, 0.5, 1e8)] * 3,
         "native": [turn(0.2, 0.3, 1e8)] * 3,
     }
-    args = Namespace(rounds=3, lab=True, elements=16 * 100**2, compute_ms=0.0, bandwidth="1gbit")
-    row = summarise("sign", 2, [{"sign": rank}] * 2, args)
+    model, link = model_of("equal", 16 * 100**2), parse("1gbit/20ms")
+    row = summarise("sign", [rank] * 2, link, model, compute_ms=0.0)
     assert (row["gloo_cpu_s_per_gb"], row["native_cpu_s_per_gb"]) == pytest.approx((4.0, 2.0))
-    assert (row["cpu_ratio"], row["step_ratio"]) == pytest.approx((0.5, 0.5))
+    assert (row["native_cpu_ratio"], row["native_step_ratio"]) == pytest.approx((0.5, 0.5))
     bits = SYSTEMS["sign"][2]
-    assert row["bound_ms"] == pytest.approx(10 + 1000 * 160_000 * bits / 1e9)
+    assert row["bound_ms"] == pytest.approx(10 + 1000 * 160_000 * bits / 1e9 + 2 * 20)
     assert row["native_share"] == pytest.approx(row["bound_ms"] / 200)
