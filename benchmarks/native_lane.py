@@ -128,8 +128,10 @@ def _teller(args: argparse.Namespace) -> Any:
     return lambda done, total: progress.show(f"{args.condition}, {args.system}: {done} of {total}")
 
 
-def run_ranks(ranks: int, condition: Condition | None, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run `work` on all ranks; returns what each measured. Links have their limits once all copies are made.
+def run_ranks(ranks: int, condition: Condition | None, job: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Run `work` on all ranks; returns what each measured, and how the hosts' TCP adapts its rate ("" on loopback).
+
+    Links have their limits once all copies are made.
 
     Raises:
         RuntimeError: a rank failed, or the limit of time was reached.
@@ -155,7 +157,8 @@ def run_ranks(ranks: int, condition: Condition | None, job: dict[str, Any]) -> l
                 hosts.kill()
                 log.seek(0)
                 raise RuntimeError(f"a rank failed, or took more than {_LIMIT_S:g} s:\n{log.read()[-3000:]}")
-            return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(ranks)]
+            found = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(ranks)]
+            return found, hosts.congestion
     finally:
         hosts.close()
 
@@ -306,8 +309,10 @@ def measure(args: argparse.Namespace, model: Model, links: Sequence[Condition | 
                 if any((row["condition"], row["ranks"], row["system"]) == (name, ranks, system) for row in rows):
                     continue
                 job = {**settings, "condition": name, "system": system, "transports": args.transports}
-                found = run_ranks(ranks, condition, job)
-                rows.append({"condition": name, **summarise(system, found, condition, model, args.compute_ms)})
+                load = os.getloadavg()[0]
+                found, congestion = run_ranks(ranks, condition, job)
+                row = summarise(system, found, condition, model, args.compute_ms)
+                rows.append({"condition": name, "congestion": congestion, "load_1min": load, **row})
                 if args.json:
                     results_file.write(args.json, {**facts, "rows": rows})
     return rows

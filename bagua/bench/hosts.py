@@ -20,6 +20,7 @@ class LocalHosts:
     """Processes that talk over the loopback device: no limits, and no counters of their own."""
 
     switches = False
+    congestion = ""  # how TCP adapts its rate; empty: as on this machine
     interface = ""
     address = "127.0.0.1"
 
@@ -81,6 +82,7 @@ class LabHosts:
             wire=condition.wire,
             congestion=condition.congestion,
         )
+        self.congestion = self._cluster.congestion
         self.address = self._cluster.hosts[0].address
         self.interface = self._cluster.hosts[0].interface
         self.switches = not self._links["measure"].unlimited or self._slow != 1

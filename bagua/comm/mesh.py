@@ -21,7 +21,7 @@ from bagua.errors import CommunicationError
 __all__ = ["LIBRARY", "Encoded", "Kernels", "Mesh", "Piece", "why_no_mesh"]
 
 LIBRARY = Path(__file__).with_name("_mesh.so")
-_ABI = 1
+_ABI = 2
 _RAISED = 1  # result of a step that raised
 
 _WRITE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
@@ -38,7 +38,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Limits(ctypes.Structure):
-    _fields_ = [("bucket", ctypes.c_uint32), ("timeout_ms", ctypes.c_int64)]
+    _fields_ = [("bucket", ctypes.c_uint32), ("timeout_ms", ctypes.c_int64), ("spread", ctypes.c_int32)]
 
 
 class _Problem(ctypes.Structure):
@@ -95,6 +95,7 @@ def _load() -> tuple[Any, str]:
     mesh, pointer = ctypes.c_void_p, ctypes.c_void_p
     library.bagua_mesh_new.argtypes, library.bagua_mesh_new.restype = [ctypes.c_int32, ctypes.c_int32, pointer], mesh
     library.bagua_mesh_exchange.argtypes = [mesh, pointer, pointer, pointer, pointer]
+    library.bagua_mesh_round_trip_us.argtypes, library.bagua_mesh_round_trip_us.restype = [mesh], ctypes.c_int64
     library.bagua_mesh_exchange_encoded.argtypes = [mesh, pointer, pointer, pointer]
     for name in ("abort", "close", "close_copies", "free"):
         function = getattr(library, f"bagua_mesh_{name}")
@@ -130,6 +131,8 @@ class Mesh:
     Attributes:
         bucket: number of the bucket that the next exchange belongs to. Both ends of a connection compare it.
         ranks: the members as ranks of the team; errors name the members by their place among them.
+        spread: send to all ranks at a time, and not to one after the other. None: if a rank is far away (4 ms there and
+            back). Ranks may differ in it.
     """
 
     def __init__(self, rank: int, fds: Sequence[int], timeout_s: float) -> None:
@@ -137,6 +140,7 @@ class Mesh:
         if library is None:
             raise RuntimeError(problem)
         self.rank, self.size, self.bucket, self.ranks = rank, len(fds), 0, tuple(range(len(fds)))
+        self.spread: bool | None = None
         self._library, self._timeout_ms = library, max(int(1000 * timeout_s), 1)
         mesh = library.bagua_mesh_new(rank, len(fds), (ctypes.c_int32 * len(fds))(*fds))
         if not mesh:
@@ -145,6 +149,11 @@ class Mesh:
         self._finalizer = weakref.finalize(self, library.bagua_mesh_free, mesh)
         self._finalizer.atexit = False
         _alive.add(self)
+
+    @property
+    def round_trip_s(self) -> float:
+        """Seconds there and back to the rank that is farthest away, without queues; 0 where that is not known."""
+        return self._library.bagua_mesh_round_trip_us(self._mesh) / 1e6
 
     def exchange(
         self,
@@ -207,7 +216,8 @@ class Mesh:
         self._run(self._library.bagua_mesh_exchange_encoded, ctypes.byref(encoded))
 
     def _run(self, function: Any, *args: Any) -> None:
-        limits, problem = _Limits(self.bucket, self._timeout_ms), _Problem()
+        spread = -1 if self.spread is None else int(self.spread)
+        limits, problem = _Limits(self.bucket, self._timeout_ms, spread), _Problem()
         if function(self._mesh, *args, ctypes.byref(limits), ctypes.byref(problem)):
             text = problem.text.decode(errors="replace")
             if self.ranks != tuple(range(self.size)):

@@ -41,7 +41,7 @@ from bagua.engine.startup.link_probe import lanes_of_sums
 from bagua.engine.startup.rank_order import RankOrder, order_of, why_no_order
 from bagua.engine.startup.request import Request
 from bagua.engine.startup.rollback import unless_it_fails
-from bagua.engine.startup.transport import why_no_transport
+from bagua.engine.startup.transport import lanes_over, why_no_transport
 from bagua.engine.tuning.saved_results import check_files, session_of
 from bagua.engine.tuning.search_space import hierarchy_is_free
 from bagua.status.rank_status import serve_rank
@@ -280,10 +280,14 @@ def _make_engine(
             few_lanes = _replicate(team, agreement.nodes, groups, inventory, request.optimizers, differing)
         else:
             few_lanes = _replicate_tolerantly(team, agreement.nodes, groups, inventory, request.optimizers, manager)
+        num_lanes, mesh = request.num_lanes, groups.world.mesh
+        assert num_lanes is not None
+        if mesh is not None and request.chooses_lanes:
+            num_lanes = lanes_over(team, mesh, num_lanes)
     for meter in groups.meters:
         meter.sent = meter.received = 0  # what follows is training
     lane = make_lane(groups, inventory.device)
-    config = request.config(few_lanes, tunes_hierarchy)
+    config = request.config(num_lanes, few_lanes, tunes_hierarchy)
     notices = tuple(each for each in (remark, line) if each)
     tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM

@@ -17,7 +17,7 @@ from bagua.comm import mesh
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.team import Team
 from bagua.engine.distributed_module import attachment_of
-from bagua.engine.startup.transport import chosen_transport, why_no_transport
+from bagua.engine.startup.transport import FAR_LANES, chosen_transport, why_no_transport
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
 
@@ -73,6 +73,33 @@ def test_training_has_the_bits_and_the_statistics_that_it_has_over_gloo(system: 
         assert all(map(torch.equal, first[0], second[0]))
         assert first[1:3] == second[1:3] and first[1] > 0
         assert first[3] == [False, False] and second[3] == [True, True]
+
+
+def lanes(team: Team, transport: str, num_lanes: int | None = None) -> tuple[int, list[Tensor]]:
+    """How many lanes may share the exchanges, and weights after a step."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"codec": "int4", "bucket_bytes": 5000, "num_lanes": num_lanes}
+    model = bagua.distribute(model, optimizer, "gradient_allreduce", process_group=team, transport=transport, **options)
+    model(torch.randn(8, 40, generator=torch.Generator().manual_seed(team.rank))).square().mean().backward()
+    optimizer.step()
+    found = attachment_of(model).engine.pool.num_lanes
+    bagua.detach(model)
+    return found, [param.detach().clone() for param in model.parameters()]
+
+
+@there
+def test_more_lanes_where_a_rank_is_far_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    near = run_teams(3, lanes, "native")
+    assert [num for num, _ in near] == [4] * 3
+    # One rank alone knows of a long way; all take as many lanes, and the bits are the same.
+    monkeypatch.setattr(Mesh, "round_trip_s", property(lambda self: 0.04 if self.rank == 1 else 0.0))
+    far = run_teams(3, lanes, "native")
+    assert [num for num, _ in far] == [FAR_LANES] * 3
+    for (_, first), (_, second) in zip(near, far, strict=True):
+        assert all(map(torch.equal, first, second))
+    assert [num for num, _ in run_teams(3, lanes, "native", 2)] == [2] * 3
+    assert [num for num, _ in run_teams(3, lanes, "gloo")] == [4] * 3
 
 
 @there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from bagua import codecs
 from bagua.codecs import Eden, Int4, MinMaxUInt8, Sign
 from bagua.codecs.native import native_backends
+from bagua.comm import mesh_connect
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.team import Team
 from bagua.exchanges import AllReduce, Exchange, LerpHook, PayloadSource, ScatterGather
@@ -84,6 +86,28 @@ def test_more_ranks_and_rows_that_hold_no_element() -> None:
     sizes = (16, 17, 33, 160, 5003)  # with 6 ranks some own nothing of the first ones
     over_gloo = run_teams(6, run_steps, exchange, False, sizes)
     for first, second in zip(over_gloo, run_teams(6, run_steps, exchange, True, sizes), strict=True):
+        assert_same(first, second)
+
+
+def test_the_order_of_sends_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets that hold little, so that all rows go in many pieces; ranks differ in the order."""
+    prepare, make = mesh_connect._prepare, mesh_connect.Mesh
+
+    def small(sock: socket.socket) -> None:
+        prepare(sock)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+
+    def mesh(rank: int, fds: list[int], timeout_s: float) -> Mesh:
+        made = make(rank, fds, timeout_s)
+        made.spread = rank != 1
+        return made
+
+    exchange, sizes = ScatterGather(Int4(), error_feedback=True), (17, 300_001, 33)
+    over_gloo = run_teams(4, run_steps, exchange, False, sizes)
+    monkeypatch.setattr(mesh_connect, "_prepare", small)
+    monkeypatch.setattr(mesh_connect, "Mesh", mesh)
+    for first, second in zip(over_gloo, run_teams(4, run_steps, exchange, True, sizes), strict=True):
         assert_same(first, second)
 
 

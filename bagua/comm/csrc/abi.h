@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define BAGUA_MESH_ABI 1
+#define BAGUA_MESH_ABI 2
 #define BAGUA_API extern "C" __attribute__((visibility("default")))
 
 struct Mesh;
@@ -29,6 +29,7 @@ struct Rows {
 struct Limits {
   uint32_t bucket;     // travels in each frame, and must be the same at both ends
   int64_t timeout_ms;  // without a byte from, or room at, the ranks that are waited for
+  int32_t spread;      // rows go to all ranks at a time, and not to one after the other; below 0: where a rank is far
 };
 
 struct Problem {
@@ -69,6 +70,8 @@ struct Encoded {
 BAGUA_API int32_t bagua_mesh_abi();
 // Takes the descriptors over, fds[rank] is ignored. Null if there is no memory.
 BAGUA_API Mesh* bagua_mesh_new(int32_t rank, int32_t size, const int32_t* fds);
+// There and back to the rank that is farthest away, without queues, in microseconds; 0 where that is not known.
+BAGUA_API int64_t bagua_mesh_round_trip_us(const Mesh* mesh);
 // 0, or -1 with a `problem`; after that the mesh is of no use, and its connections are shut down.
 BAGUA_API int32_t bagua_mesh_exchange(Mesh* mesh, const Rows* rows, const Steps* steps, const Limits* limits,
                                       Problem* problem);

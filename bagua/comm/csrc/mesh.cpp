@@ -1,8 +1,11 @@
 #include "mesh.h"
 
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -78,6 +81,19 @@ Mesh* bagua_mesh_new(int32_t rank, int32_t size, const int32_t* fds) {
   mesh->size = size;
   mesh->fds = own;
   return mesh;
+}
+
+int64_t bagua_mesh_round_trip_us(const Mesh* mesh) {
+  int64_t longest = 0;
+  for (int32_t r = 0; r < mesh->size; ++r) {
+    tcp_info info;
+    memset(&info, 0, sizeof info);
+    socklen_t length = sizeof info;
+    if (mesh->fds[r] < 0 || getsockopt(mesh->fds[r], IPPROTO_TCP, TCP_INFO, &info, &length)) continue;
+    // Before the first round trip it is the greatest number.
+    if (info.tcpi_min_rtt != UINT32_MAX && info.tcpi_min_rtt > longest) longest = info.tcpi_min_rtt;
+  }
+  return longest;
 }
 
 void bagua_mesh_abort(Mesh* mesh) {

@@ -134,17 +134,18 @@ class Request:
             options["tensor subclasses in the optimizers' state"] = kinds
         return options
 
-    def config(self, lanes_of_sums: int | None, tunes_hierarchy: bool) -> EngineConfig:
+    def config(self, num_lanes: int, lanes_of_sums: int | None, tunes_hierarchy: bool) -> EngineConfig:
         """The engine's settings.
 
         Args:
+            num_lanes: that may share the exchanges.
             lanes_of_sums: as measured; unused if the user chose the lanes.
             tunes_hierarchy: see `EngineConfig`.
         """
-        assert self.bucket_bytes is not None and self.num_lanes is not None
+        assert self.bucket_bytes is not None
         return EngineConfig(
             self.bucket_bytes,
-            self.num_lanes,
+            num_lanes,
             lanes_of_sums=lanes_of_sums if self.chooses_lanes else None,
             lanes_of_wide=LANES_OF_WIDE if self.chooses_lanes else None,
             guard=self.guard,

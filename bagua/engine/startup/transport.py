@@ -6,13 +6,15 @@ import os
 
 import torch
 
-from bagua.comm.mesh import why_no_mesh
-from bagua.comm.team import Team
+from bagua.comm.mesh import Mesh, why_no_mesh
+from bagua.comm.team import Team, decode, encode
 
-__all__ = ["TRANSPORTS", "chosen_transport", "why_no_transport"]
+__all__ = ["FAR_LANES", "TRANSPORTS", "chosen_transport", "lanes_over", "why_no_transport"]
 
 TRANSPORTS = ("gloo", "native")
 _ENV = "BAGUA_TRANSPORT"
+FAR_LANES = 8  # an exchange waits for two latencies, in which others use the link
+_FAR_S = 0.004  # there and back
 
 
 def chosen_transport(transport: object) -> str:
@@ -36,3 +38,15 @@ def why_no_transport(transport: str | None, team: Team, device: torch.device) ->
         return ValueError(f'transport: "native" is for CPU tensors and groups of gloo, not for {where}')
     problem = why_no_mesh()
     return ValueError(f'transport: there is no "native" here: {problem}') if problem else None
+
+
+def lanes_over(team: Team, mesh: Mesh, num_lanes: int) -> int:
+    """Return how many lanes keep the links busy: more than `num_lanes` where a rank is far away. Collective.
+
+    Changes only which lanes carry the parts, hence no result. The same answer on all ranks.
+
+    Raises:
+        CommunicationError: a rank did not arrive.
+    """
+    found = team.all_gather_bytes("round trips of the native transport", encode(mesh.round_trip_s))
+    return max(num_lanes, FAR_LANES) if max(map(decode, found)) >= _FAR_S else num_lanes
