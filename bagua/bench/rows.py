@@ -49,6 +49,8 @@ class Row:
         cpu_share: CPU seconds a second of one rank, the mean.
         wait_share: seconds a second in which threads of a rank were ready to run and had no core, the mean.
         wire: what carried the frames of the emulated network; empty without one.
+        congestion: how the hosts' TCP adapted its rate: that of the condition, else the lab's default, or the machine's
+            where the kernel refuses that; empty without emulated hosts.
         late_share: of frames that the emulated network released over 1 ms late; None where no relay carries them.
         drop_share: of frames that the emulated switch dropped since its queue to a host was full.
         memory_bytes: the most that a rank had in RAM, less what it had before its model was made, in processes of its
@@ -83,6 +85,7 @@ class Row:
     cpu_share: float | None = None
     wait_share: float | None = None
     wire: str = ""
+    congestion: str = ""
     late_share: float | None = None
     drop_share: float | None = None
     memory_bytes: int | None = None
@@ -219,6 +222,7 @@ def _machine(runs: Sequence[Outcome]) -> dict[str, Any]:
         "cpu_share": statistics.fmean(rank["cpu_s"] / rank["wall_s"] for run in runs for rank in run.ranks),
         "wait_share": waits,
         "wire": reports[0].wire if reports else "",
+        "congestion": runs[0].congestion,
         "late_share": late,
         "drop_share": drops / frames if frames else None,
         "limited": ", ".join(reasons),

@@ -25,7 +25,10 @@ _GRACE_S = 2.0  # for the other ranks' messages, once one has failed
 
 
 class Outcome(NamedTuple):
-    """What came of one case: one entry per rank, or what went wrong; and what the cluster saw meanwhile."""
+    """What came of one case: one entry per rank, or what went wrong; and what the cluster saw meanwhile.
+
+    `congestion` is how the hosts' TCP adapted its rate, "" if they had none of their own.
+    """
 
     number: int
     name: str
@@ -33,6 +36,7 @@ class Outcome(NamedTuple):
     error: str = ""
     report: Any = None
     trace: str = ""
+    congestion: str = ""
 
 
 class _Watch:
@@ -166,6 +170,7 @@ def _await(watch: _Watch, number: int, contender: str, limit_s: float) -> Outcom
         json.loads(result.read_text()),
         report=watch.report,
         trace=trace.read_text() if trace.exists() else "",
+        congestion=watch.hosts.congestion,
     )
 
 

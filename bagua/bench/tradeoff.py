@@ -19,7 +19,6 @@ from bagua.bench.hosts import Hosts, LabHosts, LocalHosts
 from bagua.bench.measure import Job
 from bagua.bench.rows import DDP, STOLEN, Row, rank_step_s, rows_of, stolen
 from bagua.bench.runner import Outcome, run_cases
-from bagua.lab.supervisor import DEFAULT_CONGESTION
 
 __all__ = [
     "CURVE_CONDITIONS",
@@ -142,7 +141,7 @@ def run(plan: Plan, folder: Path | None, told: Callable[[str], None], keep: Call
 def report(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
     """The content of a results file."""
     model = models.get(plan.model)
-    settings = {**asdict(plan), "conditions": [_plain(each, plan.local) for each in plan.conditions]}
+    settings = {**asdict(plan), "conditions": [_plain(each) for each in plan.conditions]}
     settings["entrants"] = settings.pop("contenders")  # the key of results files
     return {
         "kind": "tradeoff",
@@ -156,10 +155,8 @@ def report(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _plain(condition: Condition, local: bool) -> dict[str, Any]:
-    content = asdict(condition)
-    content["congestion"] = None if local else condition.congestion or DEFAULT_CONGESTION
-    return {key: None if value == math.inf else value for key, value in content.items()}
+def _plain(condition: Condition) -> dict[str, Any]:
+    return {key: None if value == math.inf else value for key, value in asdict(condition).items()}
 
 
 def _run_condition(

@@ -94,8 +94,9 @@ def distribute(
         bucket_bytes: bucket size in bytes. Default: BAGUA_DEFAULT_BUCKET_SIZE, or 10 % of the parameter bytes, at least
             1 MiB and at most 10 MiB.
         num_lanes: number of exchanges in flight on gloo, each with its own connections. Default: BAGUA_NUM_LANES or 4.
-            Exchanges with 8 bits per element or more use 3; all-reduces in full precision use fewer if the network is
-            faster than the CPU.
+            Exchanges with 8 bits per element or more use 3; those with fewer bits 8 over the native transport where a
+            rank is 4 ms or more away, there and back; all-reduces in full precision fewer if the network is faster
+            than the CPU.
         hierarchical: average exactly within a node and use the algorithm's exchange between nodes. Default: the
             algorithm's own.
         guard: measure the compression error periodically, and fall back if it is too large. Default: neither.

@@ -45,6 +45,12 @@ def of(name: str, *ranks: dict[str, Any], error: str = "") -> Outcome:
 OFF = of("off", *[rank(0.34, 0.34)] * 4)
 
 
+def test_a_row_says_how_tcp_adapted_its_rate() -> None:
+    """As the hosts had it, whatever was the default: a kernel may refuse that."""
+    found = rows(OFF, of("ddp", *[rank(1.5)] * 4)._replace(congestion="bbr"))
+    assert found["ddp"].as_dict()["congestion"] == "bbr" and found["off"].congestion == ""
+
+
 def test_medians_ratio_and_efficiency() -> None:
     found = rows(
         OFF,

@@ -75,15 +75,17 @@ def test_training_has_the_bits_and_the_statistics_that_it_has_over_gloo(system: 
         assert first[3] == [False, False] and second[3] == [True, True]
 
 
-def lanes(team: Team, transport: str, num_lanes: int | None = None) -> tuple[int, list[Tensor]]:
-    """How many lanes may share the exchanges, and weights after a step."""
-    model = make_model()
+def lanes(team: Team, transport: str, num_lanes: int | None = None, codec: str = "int4") -> tuple[int, list[Tensor]]:
+    """How many lanes are open for 10 buckets, and weights after a step."""
+    with _making:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"codec": "int4", "bucket_bytes": 5000, "num_lanes": num_lanes}
+    options: dict[str, Any] = {"bucket_bytes": 1000, "num_lanes": num_lanes} | ({"codec": codec} if codec else {})
     model = bagua.distribute(model, optimizer, "gradient_allreduce", process_group=team, transport=transport, **options)
     model(torch.randn(8, 40, generator=torch.Generator().manual_seed(team.rank))).square().mean().backward()
     optimizer.step()
-    found = attachment_of(model).engine.pool.num_lanes
+    found = len(attachment_of(model).engine.pool.shared)
     bagua.detach(model)
     return found, [param.detach().clone() for param in model.parameters()]
 
@@ -99,6 +101,8 @@ def test_more_lanes_where_a_rank_is_far_away(monkeypatch: pytest.MonkeyPatch) ->
     for (_, first), (_, second) in zip(near, far, strict=True):
         assert all(map(torch.equal, first, second))
     assert [num for num, _ in run_teams(3, lanes, "native", 2)] == [2] * 3
+    for codec in ("minmax_uint8", ""):  # which would not use them
+        assert [num for num, _ in run_teams(3, lanes, "native", None, codec)] == [4] * 3
     assert [num for num, _ in run_teams(3, lanes, "gloo")] == [4] * 3
 
 

@@ -27,7 +27,7 @@ from bagua.engine.lanes.lane import JointTicket, Lane, Ticket
 from bagua.engine.lanes.pool import LanePool, narrowness
 from bagua.engine.lanes.spread import lanes_of_parts
 from bagua.engine.reducer.bucket import Bucket
-from bagua.engine.reducer.bucketing import PART_BYTES, last_part_bytes
+from bagua.engine.reducer.bucketing import DEFAULT_NUM_LANES, PART_BYTES, last_part_bytes
 from bagua.engine.stats import Tally
 from bagua.engine.training_state import TrainingState
 from bagua.exchanges import AllReduce, ElementwiseHook, Exchange, Hierarchical
@@ -84,7 +84,16 @@ class Dispatcher:
             return 1
         last = last_part_bytes(buckets[-1].nbytes, part_bytes) if is_plain_sum(self._state.algorithm) else part_bytes
         pieces = sum(len(bucket.parts(part_bytes)) for bucket in buckets[:-1]) + len(buckets[-1].parts(last))
-        return max(1, min(self._pool.num_lanes, pieces))
+        return max(1, min(self._most_lanes(), pieces))
+
+    def _most_lanes(self) -> int:
+        """More than the default only if the algorithm uses them: each takes time to open where ranks are far away."""
+        pool = self._pool
+        try:
+            wanted = pool.most_lanes(self._state.algorithm.exchange)
+        except TypeError:  # none, or several
+            return pool.num_lanes
+        return max(wanted, min(pool.num_lanes, DEFAULT_NUM_LANES))
 
     def parts(self, exchange: Exchange, index: int) -> Sequence[tuple[int, int]]:
         """Return the ranges of bucket `index` that are exchanged on their own."""

@@ -85,7 +85,11 @@ class LanePool:
 
     def width(self, exchange: Exchange) -> int:
         """Return how many lanes share the parts of `exchange`; changes no result."""
-        width = min(self.num_lanes, len(self.shared))
+        return min(self.most_lanes(exchange), len(self.shared))
+
+    def most_lanes(self, exchange: Exchange) -> int:
+        """Return how many lanes would share them if that many were open."""
+        width = self.num_lanes
         if self.num_lanes != self._given:
             return width
         if exchange.streaming and self.lanes_of_sums is not None:

@@ -142,7 +142,9 @@ class Request:
             lanes_of_sums: as measured; unused if the user chose the lanes.
             tunes_hierarchy: see `EngineConfig`.
         """
-        assert self.bucket_bytes is not None
+        assert self.bucket_bytes is not None and self.num_lanes is not None
+        if num_lanes > self.num_lanes:  # only what the native transport carries gains by more
+            lanes_of_sums = min(lanes_of_sums or self.num_lanes, self.num_lanes)
         return EngineConfig(
             self.bucket_bytes,
             num_lanes,
