@@ -38,7 +38,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Limits(ctypes.Structure):
-    _fields_ = [("bucket", ctypes.c_uint32), ("timeout_ms", ctypes.c_int64), ("spread", ctypes.c_int32)]
+    _fields_ = [("bucket", ctypes.c_uint32), ("timeout_ms", ctypes.c_int64)]
 
 
 class _Problem(ctypes.Structure):
@@ -131,8 +131,6 @@ class Mesh:
     Attributes:
         bucket: number of the bucket that the next exchange belongs to. Both ends of a connection compare it.
         ranks: the members as ranks of the team; errors name the members by their place among them.
-        spread: send to all ranks at a time, and not to one after the other. None: if a rank is far away (4 ms there and
-            back). Ranks may differ in it.
     """
 
     def __init__(self, rank: int, fds: Sequence[int], timeout_s: float) -> None:
@@ -140,7 +138,6 @@ class Mesh:
         if library is None:
             raise RuntimeError(problem)
         self.rank, self.size, self.bucket, self.ranks = rank, len(fds), 0, tuple(range(len(fds)))
-        self.spread: bool | None = None
         self._library, self._timeout_ms = library, max(int(1000 * timeout_s), 1)
         mesh = library.bagua_mesh_new(rank, len(fds), (ctypes.c_int32 * len(fds))(*fds))
         if not mesh:
@@ -216,8 +213,7 @@ class Mesh:
         self._run(self._library.bagua_mesh_exchange_encoded, ctypes.byref(encoded))
 
     def _run(self, function: Any, *args: Any) -> None:
-        spread = -1 if self.spread is None else int(self.spread)
-        limits, problem = _Limits(self.bucket, self._timeout_ms, spread), _Problem()
+        limits, problem = _Limits(self.bucket, self._timeout_ms), _Problem()
         if function(self._mesh, *args, ctypes.byref(limits), ctypes.byref(problem)):
             text = problem.text.decode(errors="replace")
             if self.ranks != tuple(range(self.size)):

@@ -141,45 +141,6 @@ def test_a_silent_peer_is_named_at_the_timeout(pair: Any, numel: int) -> None:
     assert isinstance(error, CommunicationError) and "no answer from rank 1 within 0.3 s" in str(error)
 
 
-def received(sock: socket.socket, num: int) -> bytes:
-    """Read that many bytes; a socket with a timeout gives less at a time."""
-    data = bytearray()
-    while len(data) < num:
-        part = sock.recv(num - len(data))
-        assert part
-        data += part
-    return bytes(data)
-
-
-def test_a_peer_that_is_full_does_not_hold_up_the_next_one_if_rows_are_spread() -> None:
-    ends = [socket.socketpair() for _ in range(2)]
-    for mine, theirs in ends:
-        mine.setblocking(False)
-        theirs.settimeout(WAIT_S)
-    mesh = Mesh(0, [-1, *(mine.detach() for mine, _ in ends)], WAIT_S)
-    mesh.spread = True
-    numel = 1 << 23  # more than a socket holds
-    rows = [torch.full((numel,), fill, dtype=torch.uint8) for fill in range(3)]
-    peers, failed = torch.zeros(3, numel, dtype=torch.uint8), list[BaseException]()
-
-    def work() -> None:
-        try:
-            mesh.exchange(rows, list(peers), lambda row: None, lambda: None, lambda row: None)
-        except CommunicationError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    first, second = (theirs for _, theirs in ends)
-    assert received(second, 24 + numel) == frame(nbytes=numel) + bytes([2]) * numel
-    assert received(first, 24 + numel) == frame(nbytes=numel) + bytes([1]) * numel
-    mesh.close()
-    thread.join(WAIT_S)
-    assert failed and "were cut" in str(failed[0])
-    for _, theirs in ends:
-        theirs.close()
-
-
 def test_a_round_trip_that_is_not_known_is_none(pair: Any) -> None:
     mesh, _ = pair()  # no TCP
     assert mesh.round_trip_s == 0

@@ -29,7 +29,6 @@ struct Rows {
 struct Limits {
   uint32_t bucket;     // travels in each frame, and must be the same at both ends
   int64_t timeout_ms;  // without a byte from, or room at, the ranks that are waited for
-  int32_t spread;      // rows go to all ranks at a time, and not to one after the other; below 0: where a rank is far
 };
 
 struct Problem {

@@ -20,7 +20,6 @@ namespace {
 
 constexpr uint32_t kMagic = 0x4e414742;  // "BGAN"
 constexpr int kWakeBytes = 128 << 10;    // to come before a waiting thread is woken
-constexpr int64_t kFarMicros = 4000;     // there and back, from which a rank is far away
 enum Phase : uint32_t { kScatter = 0, kGather = 1, kDone = 2 };
 
 struct Frame {
@@ -34,10 +33,7 @@ struct Peer {
   Phase phase = kScatter;  // of the frame that comes next
   int64_t got = 0;         // bytes of it, with the header
   Frame header;
-  int64_t pushed = 0;                  // bytes of the frame on its way to it
-  bool full = false;                   // its socket
   bool written = false, sent = false;  // this rank's row for it
-  bool answered = false;               // this rank's final row has gone to it
   bool unread = false;                 // its final row has come, and was not read yet
   int wake = 1;                        // SO_RCVLOWAT
 };
@@ -68,7 +64,6 @@ class Exchange {
       peers_[r].sent = peers_[r].written = !rows_.bytes[r];
     }
     combined_ = mine_ == 0;
-    spread_ = limits_.spread < 0 ? bagua_mesh_round_trip_us(mesh_) >= kFarMicros : limits_.spread != 0;
     last_progress_ = now_ms();
     while (true) {
       bool worked = false;
@@ -108,30 +103,23 @@ class Exchange {
   }
 
   // -- sending: to rank + 1 first and one peer at a time, so that no receiver has all senders at once ------------------
-  //
-  // Unless it is spread: what one connection takes at a time is then less than what the link holds, so while one is
-  // full the next ones are sent to.
 
-  // False after an error. Returns when the sockets are full or nothing is left to send.
+  // False after an error. Returns when the socket is full or nothing is left to send.
   bool send(bool* worked) {
-    const int all = 2 * (size_ - 1);
-    for (int turn = turn_; turn < all; ++turn) {
-      const bool gather = turn >= size_ - 1;
-      const int r = at(turn % (size_ - 1));
-      Peer& peer = peers_[r];
+    blocked_ = -1;
+    while (turn_ < 2 * (size_ - 1)) {
+      const bool gather = turn_ >= size_ - 1;
+      const int r = at(turn_ % (size_ - 1));
       const int64_t bytes = gather ? mine_ : rows_.bytes[r];
-      bool& gone = gather ? peer.answered : peer.sent;
-      if (bytes && !gone) {
-        const bool ready = gather ? combined_ && peer.sent : peer.written;
-        if (ready && !peer.full) {
-          const uint8_t* const row = rows_.rows[gather ? rank_ : r];
-          if (!push(r, gather ? kGather : kScatter, row, bytes, worked)) return false;
-          gone = !peer.full;
-          gathered_ += gather && gone;
-        }
-        if (!gone && !spread_) return true;
+      if (bytes) {
+        if (gather ? !combined_ : !peers_[r].written) return true;
+        if (!push(r, gather ? kGather : kScatter, gather ? rows_.rows[rank_] : rows_.rows[r], bytes, worked)) return false;
+        if (blocked_ >= 0) return true;
+        peers_[r].sent = peers_[r].sent || !gather;
+        gathered_ += gather;
       }
-      if (turn == turn_ && (gone || !bytes)) ++turn_;
+      pushed_ = 0;
+      ++turn_;
     }
     return true;
   }
@@ -139,29 +127,27 @@ class Exchange {
   bool push(int r, Phase phase, const uint8_t* row, int64_t bytes, bool* worked) {
     Frame header = {kMagic, mesh_->sequence, limits_.bucket, phase, static_cast<uint64_t>(bytes)};
     const int64_t all = static_cast<int64_t>(sizeof header) + bytes;
-    Peer& peer = peers_[r];
-    while (peer.pushed < all) {
+    while (pushed_ < all) {
       iovec parts[2];
       msghdr message;
       memset(&message, 0, sizeof message);
       message.msg_iov = parts;
-      message.msg_iovlen = split(&header, const_cast<uint8_t*>(row), peer.pushed, bytes, parts);
+      message.msg_iovlen = split(&header, const_cast<uint8_t*>(row), pushed_, bytes, parts);
       const ssize_t n = sendmsg(mesh_->fds[r], &message, MSG_NOSIGNAL | MSG_DONTWAIT);
       if (n < 0 && errno == EINTR) continue;
       if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-        peer.full = true;
+        blocked_ = r;
         return true;
       }
       if (n < 0) return lost(r, strerror(errno));
-      peer.pushed += n;
+      pushed_ += n;
       *worked = true;
       last_progress_ = now_ms();
-      if (peer.pushed < all) {
-        peer.full = true;  // the kernel took what it had room for
+      if (pushed_ < all) {
+        blocked_ = r;  // the kernel took what it had room for
         return true;
       }
     }
-    peer.pushed = 0;
     return true;
   }
 
@@ -231,7 +217,7 @@ class Exchange {
     int num = 0;
     for (int r = 0; r < size_; ++r) {
       if (r == rank_) continue;
-      const int events = (expects(r) ? POLLIN : 0) | (peers_[r].full ? POLLOUT : 0);
+      const int events = (expects(r) ? POLLIN : 0) | (blocked_ == r ? POLLOUT : 0);
       if (!events) continue;
       if (events & POLLIN) wake_at(r);
       polled_[num++] = {mesh_->fds[r], static_cast<short>(events), 0};
@@ -244,7 +230,6 @@ class Exchange {
     if (ready <= 0) return worked || still_waiting();
     for (int k = 0, r = 0; k < num; ++k, ++r) {
       while (mesh_->fds[r] != polled_[k].fd) ++r;
-      if (polled_[k].revents & (POLLOUT | POLLHUP | POLLERR)) peers_[r].full = false;
       if ((polled_[k].revents & (POLLIN | POLLHUP | POLLERR)) && expects(r) && !pull(r)) return false;
     }
     return true;
@@ -267,7 +252,7 @@ class Exchange {
     char ranks[120] = "";
     size_t used = 0;
     for (int r = 0; r < size_ && used < sizeof ranks; ++r)
-      if (r != rank_ && (expects(r) || peers_[r].full))
+      if (r != rank_ && (expects(r) || blocked_ == r))
         used += static_cast<size_t>(snprintf(ranks + used, sizeof ranks - used, "%s%d", used ? ", " : "", r));
     return fail("no answer from rank %s within %g s", ranks, static_cast<double>(limits_.timeout_ms) / 1000);
   }
@@ -331,8 +316,9 @@ class Exchange {
   const int64_t mine_;
   Peer* peers_ = nullptr;
   pollfd* polled_ = nullptr;
-  int turn_ = 0;        // the first that has not gone, of all rows to send, scattered ones first
-  bool spread_ = false; // rows go to several peers at a time
+  int turn_ = 0;        // of all rows to send, scattered ones first
+  int64_t pushed_ = 0;  // bytes of the row in turn
+  int blocked_ = -1;    // the peer whose socket is full
   int gathered_ = 0;    // answers sent
   bool own_written_ = false, combined_ = false, own_unread_ = false, impatient_ = false;
   int64_t last_progress_ = 0;
