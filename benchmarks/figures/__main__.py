@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import bagua
-from benchmarks.figures import advice, charts, convergence, demo, faults, hero, losses, plan, table, tradeoff
+from benchmarks.figures import advice, charts, convergence, curves, demo, faults, hero, losses, plan, table, tradeoff
 from benchmarks.figures.marks import between
-from benchmarks.figures.results import Convergence, Tradeoff, all_of, newest, newest_complete
+from benchmarks.figures.results import RESULTS, Convergence, Tradeoff, all_of, newest, newest_complete
 from benchmarks.figures.svg import Drawing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +29,9 @@ def compared(runs: Convergence) -> list[str]:
 def drawings(times: Tradeoff, runs: Convergence) -> dict[str, Drawing]:
     """Return each figure, by the name of its file."""
     found = {f"convergence-{name}": convergence.draw(runs, name) for name in compared(runs)}
+    for path in sorted(RESULTS.glob("*-curves/curves.json"))[-1:]:  # until there is one, there is no such figure
+        measured = curves.Curves(path)
+        found |= {"bandwidth": curves.draw_bandwidth(measured), "latency": curves.draw_latency(measured)}
     return found | {
         "hero": hero.draw_hero(newest_complete(hero.CONDITION)),
         "steps": tradeoff.draw_steps(times),
