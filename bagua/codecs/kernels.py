@@ -8,7 +8,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Backend", "DifferenceKernels", "FusedKernels", "Kernels", "LerpKernels", "TopKKernels"]
+__all__ = [
+    "Backend",
+    "DifferenceKernels",
+    "FusedKernels",
+    "Kernels",
+    "LerpKernels",
+    "RunningScaleKernels",
+    "TopKKernels",
+]
 
 
 class Kernels(Protocol):
@@ -112,6 +120,16 @@ class TopKKernels(Protocol):
     def decode_mean(self, wire_RW: Tensor, weight: float, out_N: Tensor) -> None: ...
 
 
+class RunningScaleKernels(Protocol):
+    """Scales of elements from the running means of their magnitudes; see `bagua.exchanges.running_scale`.
+
+    Shapes: magnitude_N, x_N: [N] fp32 contiguous, N >= 1; means_K: [ceil(N / 256)] fp32, for `divide` an output.
+    """
+
+    def divide(self, magnitude_N: Tensor, means_K: Tensor, x_N: Tensor) -> None: ...
+    def multiply(self, magnitude_N: Tensor, means_K: Tensor, x_N: Tensor) -> None: ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """The kernels of all codecs; None: eager torch."""
@@ -124,3 +142,4 @@ class Backend:
     staged: bool = False  # callers pass cache-sized chunks, for the sake of the scratch
     mean: Callable[[Tensor, float, Tensor], None] | None = None  # out_N = weight * sum of rows_RN, both CPU
     top_k: TopKKernels | None = None
+    running_scale: RunningScaleKernels | None = None

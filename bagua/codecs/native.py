@@ -24,13 +24,14 @@ __all__ = [
     "NativeKernels",
     "NativeLerp",
     "NativeMean",
+    "NativeRunningScale",
     "NativeTopK",
     "native_backends",
 ]
 
 LIBRARY = Path(__file__).with_name("_native.so")
 ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
-_ABI = 6
+_ABI = 7
 _BLOCK_CODECS = ("eden1", "eden2", "eden3", "eden4", "int4", "minmax_uint8", "sign")
 _SCRATCH = 2048  # elements, as in blocks.h
 _SAMPLE = 1 << 14  # as in top_k.cpp
@@ -252,6 +253,22 @@ class NativeTopK:
             raise ValueError(f"wire_RW holds indices that are not ascending in 0..{out_N.shape[0] - 1}")
 
 
+class NativeRunningScale:
+    """The compiled running scales of one instruction set, see `kernels.RunningScaleKernels`."""
+
+    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+        self._divide = _function(library, f"running_scale_divide_{isa}", "pspp")
+        self._multiply = _function(library, f"running_scale_multiply_{isa}", "pspp")
+
+    def divide(self, magnitude_N: Tensor, means_K: Tensor, x_N: Tensor) -> None:
+        """Two passes: the scale of a window of zeros is known after the first."""
+        self._divide(magnitude_N.data_ptr(), x_N.shape[0], means_K.data_ptr(), x_N.data_ptr())
+
+    def multiply(self, magnitude_N: Tensor, means_K: Tensor, x_N: Tensor) -> None:
+        """One pass."""
+        self._multiply(magnitude_N.data_ptr(), x_N.shape[0], means_K.data_ptr(), x_N.data_ptr())
+
+
 @functools.cache
 def native_backends() -> tuple[dict[str, Backend], str]:
     """The compiled kernels that this CPU runs, slowest first; if there are none, why."""
@@ -270,5 +287,13 @@ def native_backends() -> tuple[dict[str, Backend], str]:
 def _backend(library: ctypes.CDLL, isa: str) -> Backend:
     blocks = {layout: NativeKernels(library, layout, isa) for layout in _BLOCK_CODECS}
     lerp = {layout: NativeLerp(library, layout, isa) for layout in _BLOCK_CODECS} if isa != "baseline" else None
-    mean, top_k = NativeMean(library, isa), NativeTopK(library, isa)
-    return Backend(f"native-{isa}", blocks, fused=blocks, difference=blocks, lerp=lerp, mean=mean, top_k=top_k)
+    return Backend(
+        f"native-{isa}",
+        blocks,
+        fused=blocks,
+        difference=blocks,
+        lerp=lerp,
+        mean=NativeMean(library, isa),
+        top_k=NativeTopK(library, isa),
+        running_scale=NativeRunningScale(library, isa),
+    )

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
-__all__ = ["scale_from_magnitude", "update_magnitude"]
+from bagua.codecs import backends
+from bagua.comm.buffers import Buffers
+
+__all__ = ["divide_by_scale", "scale_from_magnitude", "update_magnitude"]
 
 WINDOW = 256  # elements
 _DECAY_LEFT = 0.01  # 1 - the decay of a step
 _FLOOR = 0.1  # of the mean of a window
 _HALF_OF_ONE = 0x3F800000 >> 1  # of the bits of 1.0
 _MOST = 1e30  # sums of a window stay finite in fp32
+
+
+def divide_by_scale(magnitude_N: Tensor, x_N: Tensor, buffers: Buffers) -> Callable[[], None]:
+    """Divide each element by its scale, in place; in compiled code where there is some, with the same bits.
+
+    Shapes: both [N] fp32, N >= 1.
+
+    Returns:
+        What multiplies `x_N` by the scales again, in place, and counts the result in `magnitude_N`.
+    """
+    kernels, dtype, device = backends.kernels(x_N.device).running_scale, torch.float32, x_N.device
+    if kernels is not None:
+        means_K = buffers.get("scale", (-(-x_N.numel() // WINDOW),), dtype, device)
+        kernels.divide(magnitude_N, means_K, x_N)
+        return partial(kernels.multiply, magnitude_N, means_K, x_N)
+    scale_N = scale_from_magnitude(magnitude_N, buffers.get("scale", (x_N.numel(),), dtype, device))
+    x_N.div_(scale_N)
+    return lambda: update_magnitude(magnitude_N, x_N.mul_(scale_N), scale_N)
 
 
 def scale_from_magnitude(magnitude_N: Tensor, out: Tensor) -> Tensor:

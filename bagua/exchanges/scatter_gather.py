@@ -15,7 +15,7 @@ from bagua.exchanges.base import Exchange, State, check_codec
 from bagua.exchanges.native_rows import NativeRows
 from bagua.exchanges.payload_source import PayloadSource, Piece
 from bagua.exchanges.rows import PartRows, WholeRows, takes_parts
-from bagua.exchanges.running_scale import scale_from_magnitude, update_magnitude
+from bagua.exchanges.running_scale import divide_by_scale
 
 __all__ = ["ScatterGather", "chunk_numel"]
 
@@ -113,14 +113,12 @@ class ScatterGather(Exchange):
         if not self.running_scale:
             self._run_rows(x_N, state, groups)
             return
-        like, buffers = (x_N.numel(),), groups.buffers
-        scale_N = scale_from_magnitude(
-            state["magnitude"].view(-1), buffers.get("scale", like, torch.float32, x_N.device)
-        )
-        y_N = x_N if x_N.dtype == torch.float32 else buffers.get("scaled", like, torch.float32, x_N.device)
-        torch.div(x_N, scale_N, out=y_N)
+        magnitude_N, y_N = state["magnitude"].view(-1), x_N
+        if x_N.dtype != torch.float32:
+            y_N = groups.buffers.get("scaled", (x_N.numel(),), torch.float32, x_N.device).copy_(x_N)
+        multiply_back = divide_by_scale(magnitude_N, y_N, groups.buffers)
         self._run_rows(y_N, {}, groups)
-        update_magnitude(state["magnitude"].view(-1), y_N.mul_(scale_N), scale_N)
+        multiply_back()
         if y_N is not x_N:
             x_N.copy_(y_N)
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from bagua.algorithms import ByteGrad, GradientAllReduce
-from bagua.codecs import Eden
+from bagua.codecs import Eden, available_backends, use_backend
+from bagua.comm.buffers import Buffers
 from bagua.comm.groups import Groups
 from bagua.exchanges import Exchange, ScatterGather, mix
+from bagua.exchanges.running_scale import divide_by_scale
 from tests.codecs.test_eden import encode
 from tests.rank_threads import run_threads
 
@@ -164,3 +166,32 @@ def test_default() -> None:
     assert scaled == [True, False, False, False, False]
     assert not getattr(ByteGrad(codec="eden", running_scale=False).exchange, "running_scale", True)
     assert mix("complete", "eden", running_scale=True).name == "scatter_gather[eden, running scale]"
+
+
+def scaled(backend: str, x_N: torch.Tensor, magnitude_N: torch.Tensor) -> list[torch.Tensor]:
+    """Elements divided by their scales, the same multiplied again after a change, and the magnitudes then."""
+    x_N, magnitude_N = x_N.clone(), magnitude_N.clone()
+    with use_backend(backend):
+        multiply_back = divide_by_scale(magnitude_N, x_N, Buffers())
+    divided = x_N.clone()
+    x_N.mul_(1.5)
+    multiply_back()
+    return [divided, x_N, magnitude_N]
+
+
+@pytest.mark.parametrize("backend", [name for name in available_backends() if name != "torch"])
+@pytest.mark.parametrize("n", [1, 15, 255, 256, 257, 511, 1000, 4096 + 37])
+def test_compiled_scales_are_those_of_torch(backend: str, n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    x_N = torch.randn(n, generator=generator)
+    x_N[torch.arange(n) % 89 == 3] = math.inf
+    x_N[torch.arange(n) % 97 == 5] = math.nan
+    x_N[torch.arange(n) % 101 == 7] = -math.inf
+    magnitude_N = torch.rand(n, generator=generator) * 10.0 ** torch.randint(-44, 31, (n,), generator=generator)
+    some_zero = magnitude_N.clone()
+    some_zero[n // 3 : n // 3 + 600] = 0.0
+    for magnitudes in (magnitude_N.clamp(max=1e30), some_zero.clamp(max=1e30), torch.zeros(n), torch.full((n,), 1e30)):
+        for mine, eager in zip(scaled(backend, x_N, magnitudes), scaled("torch", x_N, magnitudes), strict=True):
+            # NaN in the same places; their signs and payloads are not promised.
+            assert torch.equal(mine.isnan(), eager.isnan())
+            assert torch.equal(mine.nan_to_num().view(torch.int32), eager.nan_to_num().view(torch.int32))

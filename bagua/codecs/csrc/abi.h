@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define BAGUA_CODECS_ABI 6
+#define BAGUA_CODECS_ABI 7
 
 #define BAGUA_JOIN2(a, b) a##_##b
 #define BAGUA_JOIN(a, b) BAGUA_JOIN2(a, b)
@@ -97,4 +97,9 @@ BAGUA_API void BAGUA_FN(bagua_top_k_encode)(const float* x, int64_t x_stride, in
 // holds `rows` integers. Returns 0, or 1 if a row's indices are not ascending in 0..n-1.
 BAGUA_API int32_t BAGUA_FN(bagua_top_k_decode_mean)(const uint8_t* wire, int64_t wire_stride, int64_t rows,
                                                     int64_t count, int64_t n, float weight, int64_t* at, float* out);
+
+// divide: `means` gets what is added to the magnitudes of each 256 elements, x[i] /= their scale. multiply, with the
+// same means: x[i] *= their scale, and the magnitudes move towards |x[i]|. Nothing may overlap.
+BAGUA_API void BAGUA_FN(bagua_running_scale_divide)(const float* magnitude, int64_t n, float* means, float* x);
+BAGUA_API void BAGUA_FN(bagua_running_scale_multiply)(float* magnitude, int64_t n, const float* means, float* x);
 #endif
