@@ -100,7 +100,8 @@ def test_a_host_that_counted_as_lost_meets_the_others_again(monkeypatch: pytest.
     """It was stopped for longer than its heartbeats may be late. The host that comes then does not wait for it."""
     endpoint = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the launcher does
-    beats = {"keep_alive_interval": "1", "keep_alive_max_attempt": "5", "last_call_timeout": "1"}
+    # A host that waits looks each second: a round that closed sooner could close without it.
+    beats = {"keep_alive_interval": "1", "keep_alive_max_attempt": "5", "last_call_timeout": "4"}
     first, second = (
         FailoverRendezvous(RendezvousParameters(BACKEND, endpoint, "late", 1, 2, local_addr="127.0.0.1", **beats))
         for _ in range(2)
