@@ -132,6 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.table and (args.json is None or not args.json.exists()):
         parser.error("--table needs the --json of a run")
     args.faults = args.faults or (2 if args.quick else 12)
+    for name, least in (("per_hour", 0.0), ("round", 0)):
+        value = getattr(args, name)
+        if value is not None and not value > least:
+            parser.error(f"--{name.replace('_', '-')}: expected more than 0, got {value}")
     args.per_hour = args.per_hour or (1200.0 if args.quick else ANCHOR_PER_HOUR)
     found: dict[str, Any] = {"rows": [], "chaos": [], "timelines": [], "not_run": []}
     found |= {"rounds": [], "losses": []} if args.round else {}

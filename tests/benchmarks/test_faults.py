@@ -317,3 +317,10 @@ def test_a_killed_rank_for_real(fork_server: ForkServer, tmp_path: Path) -> None
     assert measured["problems"] == [] and measured["unequal"] == 0 and measured["compared"] > 10
     assert measured["restarted"] == [] and measured["lost_steps"] <= 1
     assert "kill -9 of a rank" in text
+
+
+@pytest.mark.parametrize("words", [["--round", "0"], ["--round", "-3"], ["--per-hour", "-5"]])
+def test_numbers_that_make_no_run_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.main(words)
+    assert f"{words[0]}: expected more than 0" in capsys.readouterr().err
