@@ -1,7 +1,8 @@
 """A bound on each test, below the one of pytest-timeout, whose thread ends the whole process.
 
 The signal of a timer interrupts what waits in Python: a lock, a queue, a pipe, another process. The test fails with the
-stacks of its threads, and the tests after it run. What waits in compiled code is left to pytest-timeout.
+stacks of its threads, and the tests after it run. Clean-up that waits as well is interrupted in its turn. What waits in
+compiled code is left to pytest-timeout.
 """
 
 from __future__ import annotations
@@ -17,10 +18,19 @@ from types import FrameType
 
 import pytest
 
-__all__ = ["LEFT", "SHARE", "bound_of", "pytest_runtest_call", "pytest_runtest_protocol", "pytest_runtest_setup"]
+__all__ = [
+    "AGAIN",
+    "LEFT",
+    "SHARE",
+    "bound_of",
+    "pytest_runtest_call",
+    "pytest_runtest_protocol",
+    "pytest_runtest_setup",
+]
 
 SHARE = 5 / 6  # of the time that pytest-timeout gives a test: for its set-up and itself
 LEFT = 1 / 12  # at least, for its end
+AGAIN = 1 / 60  # until the next interruption: clean-up, as of a process that is waited for, may wait as well
 _end = pytest.StashKey[float]()
 
 
@@ -71,7 +81,7 @@ def _bounded(item: pytest.Item, seconds: float) -> Iterator[None]:
         pytest.fail(f"{item.nodeid}: not done within {bound_of(item) * SHARE:g} s; other threads:\n{_stacks()}")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001), bound_of(item) * AGAIN)
     try:
         yield
     finally:

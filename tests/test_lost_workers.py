@@ -41,6 +41,12 @@ import pytest
 def test_that_waits():
     threading.Event().wait()
 
+def test_whose_clean_up_waits():
+    try:
+        threading.Event().wait()
+    finally:
+        threading.Event().wait()
+
 @pytest.fixture
 def never_ends():
     yield
@@ -58,8 +64,9 @@ def test_waits_without_end_are_failures_of_their_tests(tmp_path: Path) -> None:
     early = "from tests import bounds\nbounds.SHARE = bounds.LEFT = 0.02\n"  # long before pytest-timeout
     files = {"conftest.py": early, "test_waits.py": WAITING}
     said = run_pytest(tmp_path, files, "-p", "tests.bounds", "--timeout=60")
-    assert failed(said) == ["test_waits.py::test_that_waits", "test_waits.py::test_whose_fixture_waits"]
-    assert "1 failed, 2 passed, 1 error" in said
+    names = ("that_waits", "whose_clean_up_waits", "whose_fixture_waits")
+    assert failed(said) == [f"test_waits.py::test_{name}" for name in names]
+    assert "2 failed, 2 passed, 1 error" in said
     assert "test_that_waits: not done within 1.2 s" in said and "threading.Event().wait()" in said
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from bagua.lab.errors import LabError
@@ -93,7 +94,7 @@ class Pacing:
         """
         if line.startswith("kill_rank "):
             try:
-                return kill_rank(int(line.split()[1]), _descendants(self._roots[index]))
+                return kill_rank(int(line.split()[1]), partial(_descendants, self._roots[index]))
             except ProcessLookupError as error:
                 raise LabError(str(error)) from None
         number = {"pause": signal.SIGSTOP, "resume": signal.SIGCONT, "kill": signal.SIGKILL}.get(line)

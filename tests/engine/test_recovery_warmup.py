@@ -40,10 +40,12 @@ def pairs() -> list[tuple[int, int | None]]:
     return found
 
 
-def lose(monkeypatch: pytest.MonkeyPatch, store: str, name: str, place: int, dies: int, holds: int | None) -> Any:
+def lose(
+    monkeypatch: pytest.MonkeyPatch, store: str, name: str, place: int, dies: int, holds: int | None, after: int = -1
+) -> Any:
     """Train through the switch; the survivors must agree."""
     algorithm = Warmup(INTERVAL, "gradient_allreduce", ALGORITHMS[name])
-    script, ends = run(monkeypatch, store, algorithm, place, dies, holds)
+    script, ends = run(monkeypatch, store, algorithm, place, dies, holds, after=after)
     if name == "sparse_loco":  # residuals differ
         ends = [
             {**end, "kept": {key: each for key, each in end["kept"].items() if key[0] != "residual"}} for end in ends
@@ -83,7 +85,7 @@ def test_a_rank_that_lacks_the_last_step_of_the_warm_up_takes_over_the_outer_sta
     monkeypatch: pytest.MonkeyPatch, store: str
 ) -> None:
     """The one that it follows has moved from its anchor already, so a new anchor would be another one."""
-    script, ends = lose(monkeypatch, store, "diloco", 2, AHEAD, LAST)
+    script, ends = lose(monkeypatch, store, "diloco", 2, AHEAD, LAST, after=AHEAD)
     assert sorted(script.members.reports[0].values()) == [INTERVAL - 1, INTERVAL], "the test shows something"
     assert {key[0] for key in ends[0]["kept"]} == {"anchor", "momentum"}
     assert len(ends) == SIZE - 1

@@ -32,6 +32,7 @@ def test_one_rank_is_killed(mode: str, request: pytest.FixtureRequest) -> None:
                 kept.enter_context(host.popen(["sh", "-c", RANKS], stdout=subprocess.PIPE, text=True))
                 for host in (first, second)
             ]
+            kept.callback(lambda: [each.kill() for each in started])  # else a failure waits for them for ever
             (one, other) = (each.stdout for each in started)
             for each in (one, other):
                 assert {read_line(each, "rank that runs"), read_line(each, "second rank that runs")} == RUN
@@ -44,3 +45,24 @@ def test_one_rank_is_killed(mode: str, request: pytest.FixtureRequest) -> None:
             second.kill_rank(1)  # it has been left alone until now
             assert read_line(other, "end of rank 1 of the other host") == "rank 1: 137\n"
             second.kill_rank(0)
+
+
+@pytest.mark.parametrize("mode", ["namespaces", "pacing"])
+def test_a_rank_that_starts_processes_all_the_time_leaves_none(mode: str, request: pytest.FixtureRequest) -> None:
+    """A process that began between the look and the kill would go on without its parent."""
+    if mode == "namespaces":
+        request.getfixturevalue("namespaces")
+    code = "echo runs; while :; do sleep 1000 & kill $!; done"
+    with Cluster(2, mode=mode) as cluster:
+        host = cluster.hosts[0]
+        for _ in range(5):
+            with ExitStack() as kept:
+                words = ["env", "LOCAL_RANK=1", "sh", "-c", code]
+                rank = kept.enter_context(
+                    host.popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+                )
+                kept.callback(rank.kill)
+                assert read_line(rank.stdout, "rank that runs") == "runs\n"
+                host.kill_rank(1)
+                with pytest.raises(LabError, match="no process has LOCAL_RANK=1"):
+                    host.kill_rank(1)
