@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,8 +22,8 @@ from benchmarks.convergence.plots import plot
 from benchmarks.convergence.pool import run_simulated
 from benchmarks.convergence.processes import run_in_processes
 from benchmarks.convergence.report import TARGETS, summarise, table, to_json
-from benchmarks.convergence.tasks import RANKS, TASKS, make_task
-from benchmarks.convergence.training import BUCKET_BYTES, Outcome
+from benchmarks.convergence.tasks import BUCKET_BYTES, RANKS, TASKS, make_task
+from benchmarks.convergence.training import Job, Outcome
 
 SEEDS = 3
 
@@ -84,14 +85,20 @@ def main(argv: list[str] | None = None) -> int:
     machine, started = describe_machine(), time.perf_counter()
     seeds = range(1 if args.quick else SEEDS)
     jobs = {
-        real: [(task, each.name, seed) for seed in seeds for task in tasks for each in chosen if each.processes is real]
+        real: [
+            Job(task, each, seed, partial(make_task, task, seed, args.quick))
+            for seed in seeds
+            for task in tasks
+            for each in chosen
+            if each.processes is real
+        ]
         for real in (True, False)
     }
     print(f"{len(jobs[True])} runs in {RANKS} processes over gloo", flush=True)
-    outcomes = run_in_processes(jobs[True], args.quick)
+    outcomes = run_in_processes(jobs[True])
     print(f"{len(jobs[False])} simulated runs", flush=True)
     seconds = 60 * args.limit - (time.perf_counter() - started)
-    outcomes += run_simulated(jobs[False], args.quick, args.workers, seconds)
+    outcomes += run_simulated(jobs[False], args.workers, seconds)
     outcomes = combine(earlier, outcomes)
     again, chosen = [each.name for each in chosen], _with_runs(outcomes, tasks)
     rows = summarise(outcomes, chosen, {name: task.metric for name, task in tasks.items()})

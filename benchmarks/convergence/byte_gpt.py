@@ -11,7 +11,6 @@ import argparse
 import datetime
 import hashlib
 import json
-import math
 import multiprocessing
 import sysconfig
 import time
@@ -29,12 +28,14 @@ import bagua
 from bagua.algorithms import Algorithm
 from bagua.simulation import Simulation
 from benchmarks.char_lm import draw_windows, even_windows
+from benchmarks.convergence.training import Schedule
 from benchmarks.overhead import describe_machine
 
 __all__ = [
     "MUON_RATE",
     "OWN_OPTIMIZERS",
     "TASKS",
+    "Block",
     "ByteGPT",
     "Job",
     "Task",
@@ -77,17 +78,26 @@ TASKS: Mapping[str, Task] = {
 }
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
+class Block(nn.Module):
+    """Attention with four heads and an MLP, each after a norm and added to its input: [B, T, width].
+
+    Args:
+        width: of the features.
+        causal: no position sees a later one.
+    """
+
+    def __init__(self, width: int, causal: bool = True) -> None:
         super().__init__()
+        self.causal = causal
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.mixed = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return features [B, T, width]."""
         b, t, width = x.shape
         q, k, v = self.qkv(self.before_attention(x)).view(b, t, 3, 4, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.mixed(y.transpose(1, 2).reshape(b, t, width))
         return x + self.mlp(self.before_mlp(x))
 
@@ -100,7 +110,7 @@ class ByteGPT(nn.Module):
         width = task.width
         self.token = nn.Embedding(256, width)
         self.position = nn.Parameter(torch.randn(task.context, width) * 0.02)
-        self.blocks = nn.Sequential(*(_Block(width) for _ in range(task.layers)))
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(task.layers)))
         self.norm = nn.LayerNorm(width)
         self.out = nn.Linear(width, 256)
         nn.init.normal_(self.token.weight, std=0.02)
@@ -159,17 +169,15 @@ def train_ranks(job: Job, algorithm: Algorithm) -> tuple[Simulation, float]:
     started, (text, _, _) = time.perf_counter(), load_source(task.text)
     generator = torch.Generator().manual_seed(job.seed)
     batches = [[draw_windows(text, BATCH, task.context, generator) for _ in range(RANKS)] for _ in range(job.steps)]
-    groups: dict[int, list[tuple[dict[str, Any], float]]] = {}  # groups and their rates, by the first parameter
+    schedules: dict[int, Schedule] = {}  # by the identity of the first parameter
 
     def optimizer(params: Any) -> list[torch.optim.Optimizer]:
         made = make_optimizers(job.optimizer, list(params), task)
-        groups[id(params[0])] = [(group, group["lr"]) for each in made for group in each.param_groups]
+        schedules[id(params[0])] = Schedule(made, job.steps, WARM)
         return made
 
     def loss(module: nn.Module, rank: int, step: int) -> Tensor:
-        grown = min(1.0, (step + 1) / (WARM * job.steps))
-        for group, rate in groups[id(next(module.parameters()))]:
-            group["lr"] = rate * grown * 0.5 * (1 + math.cos(math.pi * step / job.steps))
+        schedules[id(next(module.parameters()))].set(step)
         inputs, following = batches[step][rank]
         return F.cross_entropy(module(inputs).flatten(0, 1), following.flatten())
 

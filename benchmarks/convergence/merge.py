@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.convergence.configurations import Configuration, all_configurations
 from benchmarks.convergence.training import Outcome
 
-__all__ = ["combine", "read", "without_known_bases"]
+__all__ = ["combine", "outcome_of", "read", "without_known_bases"]
 
 
 def read(path: Path, quick: bool) -> list[Outcome]:
@@ -24,11 +24,11 @@ def read(path: Path, quick: bool) -> list[Outcome]:
     if data["quick"] is not quick:
         raise ValueError(f"{path}: made {'with' if data['quick'] else 'without'} --quick; the two cannot be merged")
     known = {each.name for each in all_configurations()}
-    return [_outcome(run) for run in data["runs"] if run["configuration"] in known]
+    return [outcome_of(run) for run in data["runs"] if run["configuration"] in known]
 
 
-def _outcome(run: dict[str, Any]) -> Outcome:
-    """JSON has null for what is not finite, and lists."""
+def outcome_of(run: dict[str, Any]) -> Outcome:
+    """Return a run as `to_json` wrote it: JSON has null for what is not finite, and lists."""
     finite = {key: math.nan if value is None else value for key, value in run.items()}
     curves = {key: tuple(math.nan if each is None else each for each in run[key]) for key in run if "curve" in key}
     return Outcome(**{**finite, **curves})

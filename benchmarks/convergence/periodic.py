@@ -67,6 +67,18 @@ def make_algorithm(row: str, steps: int) -> Algorithm:
         >>> make_algorithm("diloco:communication_interval=16:outer_momentum=0.5@0.25", 100).steps
         25
     """
+    name, options, warm = parse_row(row)
+    algorithm = bagua.algorithms.get(name, **options)
+    return Warmup(round(warm * steps), "gradient_allreduce", algorithm) if warm else algorithm
+
+
+def parse_row(row: str) -> tuple[str, dict[str, Any], float]:
+    """Return the algorithm's name, its options, and the part of the steps that is made with gradient_allreduce before.
+
+    Examples:
+        >>> parse_row("bytegrad:codec=eden/bits~1")
+        ('bytegrad', {'codec': 'eden:bits=1'}, 0.0)
+    """
     text, _, warm = row.partition("@")
     name, *options = text.split(":")
     if name == "demo":
@@ -77,8 +89,7 @@ def make_algorithm(row: str, steps: int) -> Algorithm:
             given[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):  # a word
             given[key] = value.replace("/", ":").replace("~", "=")
-    algorithm = bagua.algorithms.get(name, **given)
-    return Warmup(round(float(warm) * steps), "gradient_allreduce", algorithm) if warm else algorithm
+    return name, given, float(warm or 0)
 
 
 def train(job: Job) -> Run:

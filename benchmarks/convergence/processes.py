@@ -16,33 +16,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua
 from bagua.bench.spawned import run_ranks
-from benchmarks.convergence.configurations import Configuration, by_name, make_optimizer
-from benchmarks.convergence.tasks import RANKS, Task, make_task
-from benchmarks.convergence.training import BUCKET_BYTES, Outcome, Recorder, set_rate
+from benchmarks.convergence.configurations import Configuration
+from benchmarks.convergence.tasks import BUCKET_BYTES, RANKS, Task
+from benchmarks.convergence.training import Job, Outcome, Recorder, Schedule
 
-__all__ = ["Job", "run_in_processes"]
-
-Job = tuple[str, str, int]  # task, configuration, seed
+__all__ = ["run_in_processes"]
 
 
-def run_in_processes(jobs: Sequence[Job], quick: bool) -> list[Outcome]:
+def run_in_processes(jobs: Sequence[Job]) -> list[Outcome]:
     """Run all jobs, one after another, in one set of processes."""
     if not jobs:
         return []
     with TemporaryDirectory() as folder:
         answer = Path(folder) / "outcomes.json"
-        run_ranks(_rank_main, RANKS, jobs, quick, answer)
+        run_ranks(_rank_main, RANKS, jobs, answer)
         outcomes = [Outcome(**each) for each in json.loads(answer.read_text())]
     return outcomes
 
 
-def _rank_main(rank: int, jobs: Sequence[Job], quick: bool, answer: Path) -> None:
+def _rank_main(rank: int, jobs: Sequence[Job], answer: Path) -> None:
     outcomes: list[Outcome] = []
-    for task_name, name, seed in jobs:
-        outcome = _train(by_name(name), make_task(task_name, seed, quick), seed, rank)
+    for job in jobs:
+        outcome = _train(job.configuration, job.make_task(), job.seed, rank)
         if outcome is not None:
             outcomes.append(outcome)
-            print(f"  {task_name}, {name}, seed {seed}: {outcome.seconds:.1f} s", flush=True)
+            print(f"  {job.task}, {job.configuration.name}, seed {job.seed}: {outcome.seconds:.1f} s", flush=True)
     if rank == 0:
         answer.write_text(json.dumps([asdict(each) for each in outcomes]))
 
@@ -54,23 +52,26 @@ def _train(configuration: Configuration, task: Task, seed: int, rank: int) -> Ou
     recorder = Recorder(task)
     torch.manual_seed(seed)
     module = task.model()
-    optimizer = make_optimizer(configuration.optimizer or configuration.family, module.parameters(), 0.1, task.steps)
+    optimizers = task.optimizers(configuration, list(module.parameters()))
+    schedule = Schedule(optimizers, task.steps, task.warm)
     trained: nn.Module = module
     if configuration.algorithm:
-        bagua.distribute(module, optimizer, configuration.make(task.steps), bucket_bytes=BUCKET_BYTES)
+        bagua.distribute(module, optimizers, configuration.make(task.steps), bucket_bytes=task.bucket_bytes)
     else:
-        trained = DistributedDataParallel(module, bucket_cap_mb=BUCKET_BYTES / 2**20)
+        trained = DistributedDataParallel(module, bucket_cap_mb=(task.bucket_bytes or BUCKET_BYTES) / 2**20)
     dense = 2 * (RANKS - 1) / RANKS * sum(param.numel() * param.element_size() for param in module.parameters())
 
     def bytes_sent(step: int) -> float:
         return bagua.stats(module).total.bytes_sent if configuration.algorithm else step * dense
 
     for step in range(task.steps):
-        set_rate(optimizer, task, configuration.family, step)
+        schedule.set(step)
         recorder.look(step, module, bytes_sent(step))
-        optimizer.zero_grad()
+        for each in optimizers:
+            each.zero_grad()
         task.loss(trained, rank, step).backward()
-        optimizer.step()
+        for each in optimizers:
+            each.step()
     recorder.keep(module, bytes_sent(task.steps))
     if configuration.algorithm:
         bagua.detach(module)

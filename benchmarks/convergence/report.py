@@ -127,10 +127,10 @@ def table(rows: Sequence[Row]) -> str:
     return columns.table(lines)
 
 
-def to_json(header: Mapping[str, Any], rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
-    """Return everything as JSON, one row and one run a line; 6 digits; null for what is not finite."""
+def to_json(header: Mapping[str, Any], rows: Sequence[Any], outcomes: Sequence[Outcome]) -> str:
+    """Return everything as JSON, one row (a dataclass) and one run a line; 6 digits; null for what is not finite."""
 
-    def lines(items: Sequence[Row] | Sequence[Outcome]) -> str:
+    def lines(items: Sequence[Any]) -> str:
         return ",\n".join(f"    {json.dumps(_plain(asdict(item)), separators=(',', ':'))}" for item in items)
 
     top = json.dumps(_plain(dict(header)), indent=2)[:-2]

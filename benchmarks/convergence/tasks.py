@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.char_lm import CharLM, draw_windows, even_windows, load_text
+from benchmarks.convergence.configurations import Configuration, make_optimizer
 
-__all__ = ["RANKS", "TASKS", "Evaluation", "Task", "make_task"]
+__all__ = ["BUCKET_BYTES", "RANKS", "TASKS", "Batch", "Evaluation", "Task", "make_task"]
 
 RANKS = 4
+BUCKET_BYTES = 96 * 1024  # several buckets, small as the models are
 Batch = tuple[Tensor, Tensor]
 
 
@@ -38,6 +40,8 @@ class Task:
         curve_test: a part of it, for the curves.
         rates: learning rate by family of optimizers.
         about: for the report.
+        warm: part of the steps in which the learning rate grows.
+        bucket_bytes: as in `bagua.distribute`; None for its default.
     """
 
     name: str
@@ -48,11 +52,18 @@ class Task:
     curve_test: Batch
     rates: Mapping[str, float]
     about: Mapping[str, str | int]
+    warm: float = 0.05
+    bucket_bytes: int | None = BUCKET_BYTES
 
     @property
     def steps(self) -> int:
         """Training steps."""
         return len(self.batches)
+
+    def optimizers(self, configuration: Configuration, params: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        """Return the optimizers of `params`, with the learning rates that the schedule begins from."""
+        kind, rate = configuration.optimizer or configuration.family, self.rates[configuration.family]
+        return [make_optimizer(kind, params, rate, self.steps)]
 
     def loss(self, module: nn.Module, rank: int, step: int) -> Tensor:
         """Mean cross entropy of a rank's batch."""

@@ -5,22 +5,29 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import bagua
-from benchmarks.convergence.configurations import Configuration, make_optimizer
+from benchmarks.convergence.configurations import Configuration
 from benchmarks.convergence.tasks import RANKS, Task
 
-__all__ = ["BUCKET_BYTES", "CURVE_POINTS", "Outcome", "Recorder", "flat", "set_rate", "simulate"]
+__all__ = ["CURVE_POINTS", "Job", "Outcome", "Recorder", "Schedule", "flat", "simulate"]
 
-BUCKET_BYTES = 96 * 1024  # several buckets, small as the models are
 CURVE_POINTS = 16
-_WARM = 0.05  # of the steps: the learning rate grows
+
+
+class Job(NamedTuple):
+    """One run to be made: the task's name, the configuration, the seed, and what makes the task."""
+
+    task: str
+    configuration: Configuration
+    seed: int
+    make_task: Callable[[], Task]
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Outcome:
         curve_steps, curve_loss, curve_mb: steps done, loss of the mean weights on a part of the data held out, and
             megabytes sent per rank until then.
         error: what stopped the run, or "".
+        accuracy_own, loss_own: means over the ranks of what each rank's own weights reach.
     """
 
     task: str
@@ -53,6 +61,8 @@ class Outcome:
     curve_loss: tuple[float, ...]
     curve_mb: tuple[float, ...]
     error: str = ""
+    accuracy_own: float = math.nan
+    loss_own: float = math.nan
 
 
 def flat(module: nn.Module) -> Tensor:
@@ -60,11 +70,24 @@ def flat(module: nn.Module) -> Tensor:
     return torch.cat([param.detach().reshape(-1) for param in module.parameters()])
 
 
-def set_rate(optimizer: torch.optim.Optimizer, task: Task, family: str, step: int) -> None:
-    """Linear growth of the learning rate, then half a cosine down to 0."""
-    grown = min(1.0, (step + 1) / (_WARM * task.steps))
-    for group in optimizer.param_groups:
-        group["lr"] = task.rates[family] * grown * 0.5 * (1 + math.cos(math.pi * step / task.steps))
+class Schedule:
+    """Linear growth of the learning rates with which optimizers were made, then half a cosine down to 0.
+
+    Args:
+        optimizers: of one rank.
+        steps: of the run.
+        warm: part of them in which the rates grow.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], steps: int, warm: float) -> None:
+        self._rates = [(group, float(group["lr"])) for each in optimizers for group in each.param_groups]
+        self._steps, self._warm = steps, warm
+
+    def set(self, step: int) -> None:
+        """Call before each step, counted from 0."""
+        grown = min(1.0, (step + 1) / (self._warm * self._steps))
+        for group, rate in self._rates:
+            group["lr"] = rate * grown * 0.5 * (1 + math.cos(math.pi * step / self._steps))
 
 
 class Recorder:
@@ -104,21 +127,25 @@ class Recorder:
         means = [each.double().mean(0) for each in weights]
         curve = [task.evaluate(_load(probe, mean), curve=True).loss for mean in means]
         last, mean = weights[-1], means[-1]
-        final, first = task.evaluate(_load(probe, mean)), task.evaluate(_load(probe, last[0]))
+        final = task.evaluate(_load(probe, mean))
+        equal = all(torch.equal(each, last[0]) for each in last)
+        own = [task.evaluate(_load(probe, each)) for each in (last[:1] if equal else last)]
         return Outcome(
             task=task.name,
             configuration=name,
             seed=seed,
             accuracy=final.accuracy,
             loss=final.loss,
-            accuracy_rank0=first.accuracy,
-            loss_rank0=first.loss,
+            accuracy_rank0=own[0].accuracy,
+            loss_rank0=own[0].loss,
             bytes_per_step=1e6 * mb[-1] / task.steps,
             consensus=(last.double() - mean).square().sum(1).mean().sqrt().item(),
             seconds=seconds,
             curve_steps=(*self.at, task.steps),
             curve_loss=tuple(curve),
             curve_mb=tuple(mb),
+            accuracy_own=sum(each.accuracy for each in own) / len(own),
+            loss_own=sum(each.loss for each in own) / len(own),
         )
 
 
@@ -132,16 +159,15 @@ def simulate(configuration: Configuration, task: Task, seed: int) -> Outcome:
     """Train 4 ranks in this process, deterministically."""
     started = time.perf_counter()
     recorders = [Recorder(task) for _ in range(RANKS)]
-    optimizers: dict[Tensor, torch.optim.Optimizer] = {}  # by the first parameter
+    schedules: dict[int, Schedule] = {}  # by the identity of the first parameter
 
-    def optimizer(params: Any) -> torch.optim.Optimizer:
-        family = configuration.family
-        made = make_optimizer(configuration.optimizer or family, params, task.rates[family], task.steps)
-        optimizers[made.param_groups[0]["params"][0]] = made
+    def optimizer(params: Any) -> list[torch.optim.Optimizer]:
+        made = task.optimizers(configuration, params)
+        schedules[id(params[0])] = Schedule(made, task.steps, task.warm)
         return made
 
     def loss(module: nn.Module, rank: int, step: int) -> Tensor:
-        set_rate(optimizers[next(module.parameters())], task, configuration.family, step)
+        schedules[id(next(module.parameters()))].set(step)
         recorders[rank].look(step, module, bagua.stats(module).total.bytes_sent)
         return task.loss(module, rank, step)
 
@@ -153,7 +179,7 @@ def simulate(configuration: Configuration, task: Task, seed: int) -> Outcome:
         steps=task.steps,
         optimizer=optimizer,
         seed=seed,
-        bucket_bytes=BUCKET_BYTES,
+        bucket_bytes=task.bucket_bytes,
     )
     for recorder, model, stats in zip(recorders, result.models, result.stats, strict=True):
         recorder.keep(model, stats.total.bytes_sent)

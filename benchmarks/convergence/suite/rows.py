@@ -1,0 +1,133 @@
+"""The rows of the suite: every algorithm at its defaults, and the settings that the documentation recommends.
+
+An algorithm that is registered and not named here gets a row at its defaults in each family. To add a setting, add an
+entry to SETTINGS: `(algorithm with options, families)`, in the grammar of `benchmarks.convergence.periodic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import bagua
+from benchmarks.convergence.byte_gpt import OWN_OPTIMIZERS
+from benchmarks.convergence.configurations import DDP, Configuration
+from benchmarks.convergence.periodic import parse_row
+
+__all__ = ["BASELINE", "BUDGETS", "FAMILIES", "SuiteRow", "all_rows", "budget_row", "select_rows"]
+
+BASELINE = "gradient_allreduce"
+FAMILIES = ("sgd", "adamw", "lamb", "muon")
+BUDGETS = tuple(Fraction(1, 2**k) for k in range(1, 7))  # parts of the steps, for what the baseline does with less
+_BOTH = ("sgd", "adamw")  # families that an algorithm runs in unless it says otherwise
+_ONLY = {"qadam": ("adamw",), "zero_one_adam": ("adamw",), "one_bit_lamb": ("lamb",)}  # for want of another optimizer
+_OWN = {**{name: name for name in OWN_OPTIMIZERS}, "one_bit_lamb": "one_bit_lamb"}  # optimizers
+SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
+    ("bytegrad:codec=eden/bits~1", _BOTH),
+    ("bytegrad:codec=eden/bits~2", _BOTH),
+    ("qadam:codec=eden", ("adamw",)),
+    ("zero_one_adam:codec=eden", ("adamw",)),
+    ("one_bit_lamb:codec=eden", ("lamb",)),
+    ("diloco:communication_interval=16", (*_BOTH, "muon")),
+    ("decentralized:mean_moments=True", ("adamw",)),
+    ("sparse_loco:communication_interval=15", _BOTH),
+    ("local_sgd@0.25", _BOTH),
+    ("local_sgd:scale_second_moment=True", ("adamw",)),
+    ("power_sgd:rank=1", _BOTH),
+    ("power_sgd:rank=16", _BOTH),
+    ("demo", ("adamw",)),
+    ("diloco", ("muon",)),
+    ("diloco:communication_interval=8:codec=int4", ("muon",)),
+    ("bytegrad:codec=int4", _BOTH),
+    ("bytegrad:codec=sign", ("sgd",)),
+    ("decentralized:peer_selection_mode=shift_one", _BOTH),
+    ("low_precision_decentralized:overlap=True", _BOTH),
+    ("diloco@0.25", _BOTH),
+    ("qadam:codec=sign", ("adamw",)),
+    ("power_sgd@0.1", _BOTH),
+)
+
+
+@dataclass(frozen=True)
+class SuiteRow:
+    """A row, and how early it is run.
+
+    Attributes:
+        configuration: what is run; its family names the baseline.
+        label: without the family.
+        rank: rows of a lower one are run first: 0 baselines and defaults, 1 baselines with less, 2 settings, 3 what
+            runs in processes.
+        share: of the steps.
+    """
+
+    configuration: Configuration
+    label: str
+    rank: int
+    share: Fraction = Fraction(1)
+
+    @property
+    def name(self) -> str:
+        """Of the configuration."""
+        return self.configuration.name
+
+    @property
+    def baseline(self) -> bool:
+        """Whether others are compared with it."""
+        return self.label == BASELINE and self.share == 1
+
+
+def _row(setting: str, family: str, rank: int) -> SuiteRow:
+    name, options, warmup = parse_row(setting)
+    label = " ".join([name, ", ".join(f"{key}={value}" for key, value in options.items())]).strip()
+    label += f" after {100 * warmup:g} %" if warmup else ""
+    processes = bagua.algorithms.get(name).exactness is bagua.algorithms.Exactness.ASYNCHRONOUS
+    optimizer = _OWN.get(name, family)
+    made = Configuration(f"{label}, {family}", family, name, options, warmup, optimizer, processes)
+    return SuiteRow(made, label, 3 if processes else rank)
+
+
+def budget_row(family: str, share: Fraction) -> SuiteRow:
+    """Return the baseline of a family with a part of its steps; its schedule is as much shorter."""
+    row = _row(BASELINE, family, 1)
+    name = f"{row.name}, {share} of the steps"
+    return replace(row, configuration=replace(row.configuration, name=name), share=share)
+
+
+def _ddp(family: str) -> SuiteRow:
+    return SuiteRow(Configuration(f"{DDP}, {family}", family, "", processes=True), DDP, 3)
+
+
+def all_rows() -> list[SuiteRow]:
+    """Return every row, in the order of the tables."""
+    found: list[SuiteRow] = []
+    names = [row.name for row in bagua.algorithms.available(builtin_only=True) if row.name != BASELINE]
+    for family in FAMILIES:
+        found.append(_row(BASELINE, family, 2 if family == "muon" else 0))
+        found += [_ddp(family)] if family in _BOTH else []
+        found += [_row(name, family, 0) for name in names if family in _ONLY.get(name, _BOTH)]
+        found += [_row(setting, family, 2) for setting, chosen in SETTINGS if family in chosen]
+        found += [budget_row(family, share) for share in BUDGETS]
+    return found
+
+
+def select_rows(words: Iterable[str]) -> list[SuiteRow]:
+    """Return the rows that have one of `words` as name, label, algorithm or family, and their baselines.
+
+    Raises:
+        ValueError: a word fits no row.
+    """
+    rows, chosen = all_rows(), set[str]()
+    for word in words:
+        fits = {row.name for row in rows if word in _names(row)}
+        if not fits:
+            raise ValueError(f"--only: {word!r} is no row; there are: {'; '.join(row.name for row in rows)}")
+        chosen |= fits
+    kept = {row.configuration.family for row in rows if row.name in chosen}
+    return [row for row in rows if row.name in chosen or (row.baseline and row.configuration.family in kept)]
+
+
+def _names(row: SuiteRow) -> tuple[str, ...]:
+    if row.share != 1:
+        return (row.name, "budgets")
+    return (row.name, row.label, row.configuration.algorithm, row.configuration.family)
