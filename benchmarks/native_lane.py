@@ -1,9 +1,10 @@
-"""The native transport beside gloo: `python -m benchmarks.native_lane [--json FILE] [--conditions LIST]`.
+"""The native transport beside gloo and DDP: `python -m benchmarks.native_lane [--json FILE] [--conditions LIST]`.
 
 Each rank holds copies of a model, whose gradients appear after a set time: one that exchanges over gloo, one over the
-native transport, and one that exchanges nothing. They take turns in the same processes. Of each turn count the time
-of a step and the CPU seconds of all threads of all ranks; those of the copy that exchanges nothing are taken off. Bytes
-are those that the ranks sent. CPU seconds that Linux spends on behalf of no process do not count.
+native transport, one that exchanges nothing, and with `--transports gloo,native,ddp` one in DistributedDataParallel.
+They take turns in the same processes. Of each turn count the time of a step and the CPU seconds of all threads of all
+ranks; those of the copy that exchanges nothing are taken off. Bytes are those that the ranks sent, for DDP those of its
+all-reduce. CPU seconds that Linux spends on behalf of no process do not count.
 
 Ranks are processes of this machine on loopback, or with --conditions one on each emulated host (root or user
 namespaces). Results are written after each system. With --resume, what the file has is not measured again.
@@ -18,15 +19,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import bagua
-from bagua.bench import conditions, models, progress, results_file
-from bagua.bench.bounds import Timing, all_to_all_mean, bound_s
+from bagua.bench import bounds, conditions, models, progress, results_file
+from bagua.bench.bounds import Timing, Traffic, all_to_all_mean, bound_s
 from bagua.bench.compute import Compute, EmulatedModel
 from bagua.bench.conditions import Condition
 from bagua.bench.hosts import Hosts, LabHosts, LocalHosts, rank_environment
@@ -39,12 +41,43 @@ from bagua.bench.worker import await_file, connect, run_rank
 from bagua.comm.mesh_connect import CONGESTION
 from bagua.lab.errors import LabError
 
-SYSTEMS: dict[str, tuple[str, dict[str, Any], float]] = {  # algorithm, options, bits per element
-    "bytegrad": ("bytegrad", {}, 8 + 8 * 8 / 1024),
-    "int4": ("gradient_allreduce", {"codec": "int4"}, 4 + 32 / 128),
-    "sign": ("gradient_allreduce", {"codec": "sign"}, 1 + 32 / 2048),
+
+
+class System(NamedTuple):
+    """An algorithm, its options, and what a host sends in a step, of the model and the number of ranks."""
+
+    algorithm: str
+    options: dict[str, Any]
+    traffic: Callable[[Model, int], Traffic]
+
+
+def _mean(bits: float) -> Callable[[Model, int], Traffic]:
+    return lambda model, ranks: all_to_all_mean(model.num_elements, ranks, bits)
+
+
+_POWER_RANK = 4
+SYSTEMS = {
+    "bytegrad": System("bytegrad", {}, _mean(8 + 8 * 8 / 1024)),
+    "int4": System("gradient_allreduce", {"codec": "int4"}, _mean(4 + 32 / 128)),
+    "sign": System("gradient_allreduce", {"codec": "sign"}, _mean(1 + 32 / 2048)),
+    "allreduce": System("gradient_allreduce", {}, _mean(32)),
+    "bf16": System("gradient_allreduce", {"codec": "bf16"}, _mean(16)),
+    "gossip": System(
+        "decentralized",
+        {"peer_selection_mode": "shift_one", "hierarchical": False},
+        lambda model, ranks: bounds.gossip(model.num_elements, ranks),
+    ),
+    "differences": System(
+        "low_precision_decentralized",
+        {"hierarchical": False},
+        lambda model, ranks: bounds.difference_gossip(model.num_elements, ranks),
+    ),
+    "power_sgd": System(
+        "power_sgd", {"rank": _POWER_RANK}, lambda model, ranks: bounds.low_rank(model.shapes, ranks, _POWER_RANK)
+    ),
 }
-TRANSPORTS = ("gloo", "native", "native_bbr", "native_cubic")
+DDP = "ddp"
+TRANSPORTS = ("gloo", "native", "native_bbr", "native_cubic", DDP)
 EQUAL = "equal"
 LOOPBACK = "loopback"
 _LAYERS = 16
@@ -71,14 +104,17 @@ class Contender:
     def __init__(self, transport: str | None, system: str, args: argparse.Namespace) -> None:
         model = model_of(args.model, args.elements)
         self.model = EmulatedModel(model, Compute(args.compute_ms / 1000), dist.get_rank())
-        optimizer = make_optimizer("sgd", self.model)
-        if transport is not None:
-            algorithm, options, _ = SYSTEMS[system]
+        optimizer, trained = make_optimizer("sgd", self.model), self.model
+        self._distributed, self._sent, self._steps_sent = transport not in (None, DDP), 0.0, 0
+        if transport == DDP:
+            trained = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            self._sent = all_to_all_mean(model.num_elements, dist.get_world_size(), 32).bytes_per_host
+        elif transport is not None:
             way, _, congestion = transport.partition("_")
             os.environ[CONGESTION] = congestion
-            bagua.distribute(self.model, optimizer, algorithm, transport=way, **options)
-        self._distributed = transport is not None
-        self._training = Training.of(self.model, optimizer)
+            chosen = SYSTEMS[system]
+            bagua.distribute(self.model, optimizer, chosen.algorithm, transport=way, **chosen.options)
+        self._training = Training.of(trained, optimizer)
         self._steps = args.steps
 
     def measure(self) -> dict[str, float]:
@@ -87,13 +123,14 @@ class Contender:
         sent, cpu, started = self.sent, time.process_time(), time.perf_counter()
         for _ in range(self._steps):
             self._training.step()
+            self._steps_sent += 1
         found = time.perf_counter() - started, time.process_time() - cpu, self.sent - sent
         dist.barrier()
         return {name: value / self._steps for name, value in zip(("step_s", "cpu_s", "sent_bytes"), found, strict=True)}
 
     @property
-    def sent(self) -> int:
-        return bagua.stats(self.model).total.bytes_sent if self._distributed else 0
+    def sent(self) -> float:
+        return bagua.stats(self.model).total.bytes_sent if self._distributed else self._sent * self._steps_sent
 
     def close(self) -> None:
         if self._distributed:
@@ -168,6 +205,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Medians over rounds: milliseconds of a step, CPU seconds per GB, shares of the bound; ratios are to gloo.
 
+    `faster_than_ddp` is the step of DDP in the same round, over this one's.
+
     Args:
         system: one of `SYSTEMS`.
         found: of each rank, what each round of each copy measured.
@@ -197,14 +236,17 @@ def summarise(
         pairs = zip(slowest("gloo"), slowest(name), strict=True)
         row[f"{name}_step_ratio"] = statistics.median(mine / gloo for gloo, mine in pairs)
         row[f"{name}_cpu_ratio"] = row[f"{name}_cpu_s_per_gb"] / row["gloo_cpu_s_per_gb"]
+    for name in names if DDP in names else ():
+        pairs = zip(slowest(DDP), slowest(name), strict=True)
+        row[f"{name}_faster_than_ddp"] = statistics.median(ddp / mine for ddp, mine in pairs)
     if condition is not None:
-        traffic = all_to_all_mean(model.num_elements, ranks, SYSTEMS[system][2])
+        traffic = SYSTEMS[system].traffic(model, ranks)
         # The optimizer's share of a step without compute is all of what is left of it.
         compute_s = compute_ms / 1000
         timing = Timing(alone_s, compute_s / 3, max(alone_s - compute_s, 0.0))
         rate, latency_s = condition.host_bits_per_s(ranks), condition.least_latency_s(ranks)
         row["bound_ms"] = 1000 * bound_s(traffic, timing, rate, latency_s)
-        row |= {f"{name}_share": row["bound_ms"] / row[f"{name}_step_ms"] for name in names}
+        row |= {f"{name}_share": row["bound_ms"] / row[f"{name}_step_ms"] for name in names if name != DDP}
     return row
 
 
@@ -212,14 +254,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """For a terminal."""
     columns = Columns(
         ("condition", -18), ("system", -10), ("ranks", 6), (" transport", -15), ("ms", 9), ("x gloo", 8),
-        ("CPU s/GB", 10), ("x gloo", 8), ("share", 7),
+        ("CPU s/GB", 10), ("x gloo", 8), ("DDP / it", 9), ("share", 7),
     )  # fmt: skip
     return columns.table(
         [
             [
                 row["condition"], row["system"], str(row["ranks"]), f" {name}", f"{row[f'{name}_step_ms']:.1f}",
                 _number(row, f"{name}_step_ratio"), f"{row[f'{name}_cpu_s_per_gb']:.2f}",
-                _number(row, f"{name}_cpu_ratio"), _number(row, f"{name}_share"),
+                _number(row, f"{name}_cpu_ratio"), _number(row, f"{name}_faster_than_ddp"), _number(row, f"{name}_share"),
             ]
             for row in rows
             for name in TRANSPORTS if f"{name}_step_ms" in row
@@ -256,11 +298,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="of a turn (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="turns that count (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="2 ranks, a small model, few turns: to see that it runs")
-    parser.add_argument("--only", default=",".join(SYSTEMS), help="systems (%(default)s)")
+    parser.add_argument(
+        "--only",
+        default="bytegrad,int4,sign",
+        help=f"systems: {', '.join(SYSTEMS)} (%(default)s)",
+    )
     parser.add_argument(
         "--transports",
         default="gloo,native",
-        help=f"of {', '.join(TRANSPORTS)}; the last two choose the congestion control (%(default)s)",
+        help=f"of {', '.join(TRANSPORTS)}; an ending chooses the congestion control, {DDP} is torch's, which sums in "
+        "full precision whatever the system (%(default)s)",
     )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

@@ -2,7 +2,8 @@
 
 On gloo the row exchanges are built from point-to-point transfers: every receive is posted first, then sends in
 staggered order (peer rank + k in round k), then all are awaited. Waiting for one peer at a time deadlocks on a
-ring, and one order for all floods the first peer. On NCCL the library's own collectives are used.
+ring, and one order for all floods the first peer. On NCCL the library's own collectives are used. If a group has a mesh,
+sums of floating-point numbers and point-to-point transfers go over it, with the same results.
 
 Legend: R = ranks of the group, W = bytes (or elements) of a row, N = elements.
 """
@@ -16,8 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua.comm.groups import Group
+from bagua.comm.mesh import SUMMED
 
-__all__ = ["REDUCE_OPS", "all_gather_rows", "all_reduce_", "all_to_all_rows", "broadcast_", "reduce_", "swap"]
+__all__ = [
+    "REDUCE_OPS",
+    "all_gather_rows",
+    "all_reduce_",
+    "all_to_all_rows",
+    "broadcast_",
+    "reduce_",
+    "sum_of_pieces_",
+    "swap",
+]
 
 REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -42,12 +53,28 @@ def all_reduce_(group: Group, x_N: Tensor, op: str = "sum") -> Tensor:
     """
     if group.size == 1:
         return x_N
-    options = dist.AllreduceOptions()
-    options.reduceOp = REDUCE_OPS[op]
-    group.wait(group.pg.allreduce([x_N], options))
+    if group.mesh is not None and op == "sum" and x_N.dtype in SUMMED and x_N.is_contiguous():
+        group.mesh.sum_(x_N)
+    else:
+        options = dist.AllreduceOptions()
+        options.reduceOp = REDUCE_OPS[op]
+        group.wait(group.pg.allreduce([x_N], options))
     wire = 2 * _nbytes(x_N) * (group.size - 1) / group.size
     group.meter.add(wire, wire)
     return x_N
+
+
+def sum_of_pieces_(group: Group, x_N: Tensor, pieces: Sequence[tuple[int, Tensor]], factor: float) -> None:
+    """Sum over a group with a mesh into `x_N`. Summands lie elsewhere and count times `factor`, without a pass for that.
+
+    Args:
+        x_N: fp32 on a CPU.
+        pieces: of all of it: first element and elements, in order.
+    """
+    assert group.mesh is not None
+    group.mesh.sum_(x_N, pieces, factor)
+    wire = 2 * _nbytes(x_N) * (group.size - 1) / group.size
+    group.meter.add(wire, wire)
 
 
 def broadcast_(group: Group, x: Tensor, src: int = 0) -> Tensor:
@@ -130,6 +157,10 @@ def swap(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[t
     """
     if not sends and not receives:
         return  # NCCL returns no work for an empty batch
+    if group.mesh is not None:
+        group.mesh.swap(sends, receives)
+        group.meter.add(sum(_nbytes(t) for _, t in sends), sum(_nbytes(t) for _, t in receives))
+        return
     if group.backend == "nccl":
         group.pg._start_coalescing()
     works = [group.recv(tensor, peer, tag) for tag, (peer, tensor) in _tagged(receives)]

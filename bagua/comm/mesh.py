@@ -1,4 +1,4 @@
-"""The native transport: an exchange of rows between all ranks in compiled code, over sockets of its own.
+"""The native transport: exchanges of rows, sums and transfers in compiled code, over sockets of its own.
 
 `_mesh.so` is called through ctypes, which releases the GIL during a call. One thread does all of an exchange: it
 encodes, sends, receives and decodes, where gloo hands every transfer to a thread of its own and back.
@@ -14,15 +14,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bagua.errors import CommunicationError
 
-__all__ = ["LIBRARY", "Encoded", "Kernels", "Mesh", "Piece", "why_no_mesh"]
+__all__ = ["LIBRARY", "SUMMED", "Encoded", "Kernels", "Mesh", "Piece", "why_no_mesh"]
 
 LIBRARY = Path(__file__).with_name("_mesh.so")
-_ABI = 2
+_ABI = 3
 _RAISED = 1  # result of a step that raised
+SUMMED = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}  # numbers as in csrc/abi.h
 
 _WRITE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
 _COMBINE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
@@ -80,6 +82,21 @@ class Encoded(ctypes.Structure):
     ]
 
 
+class _Sum(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+        ("pieces", ctypes.POINTER(Piece)),
+        ("num_pieces", ctypes.c_int64),
+    ]
+
+
+class _Transfer(ctypes.Structure):
+    _fields_ = [("peer", ctypes.c_int64), ("data", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
+
+
 @functools.cache
 def _load() -> tuple[Any, str]:
     """The library; if there is none, why."""
@@ -97,6 +114,9 @@ def _load() -> tuple[Any, str]:
     library.bagua_mesh_exchange.argtypes = [mesh, pointer, pointer, pointer, pointer]
     library.bagua_mesh_round_trip_us.argtypes, library.bagua_mesh_round_trip_us.restype = [mesh], ctypes.c_int64
     library.bagua_mesh_exchange_encoded.argtypes = [mesh, pointer, pointer, pointer]
+    library.bagua_mesh_sum.argtypes = [mesh, pointer, pointer, pointer]
+    transfers = [pointer, ctypes.c_int64]
+    library.bagua_mesh_swap.argtypes = [mesh, *transfers, *transfers, pointer, pointer]
     for name in ("abort", "close", "close_copies", "free"):
         function = getattr(library, f"bagua_mesh_{name}")
         function.argtypes, function.restype = [mesh], None
@@ -212,6 +232,37 @@ class Mesh:
         """
         self._run(self._library.bagua_mesh_exchange_encoded, ctypes.byref(encoded))
 
+    def sum_(self, x_N: Tensor, pieces: Sequence[tuple[int, Tensor]] = (), factor: float = 1.0) -> None:
+        """Sum over all ranks in a ring, with the bits that gloo's all-reduce has. In place.
+
+        Args:
+            x_N: a contiguous CPU tensor of a type in `SUMMED`, of one size on all ranks.
+            pieces: where this rank's summands lie, if not in `x_N`: its first element and a contiguous tensor of each
+                run of it, in order and without gaps. fp32 alone.
+            factor: of each summand, rounded to fp32, where there are `pieces`.
+
+        Raises:
+            CommunicationError: as `exchange`.
+        """
+        ends = [*(lo for lo, _ in pieces[1:]), x_N.numel()]
+        array = (Piece * len(pieces))(
+            *(Piece(lo, hi, x.data_ptr(), None) for (lo, x), hi in zip(pieces, ends, strict=False))
+        )
+        total = _Sum(x_N.data_ptr(), x_N.numel(), SUMMED[x_N.dtype], factor, array if pieces else None, len(pieces))
+        self._run(self._library.bagua_mesh_sum, ctypes.byref(total))
+
+    def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send and receive the given (peer, tensor) pairs all at once, those of one peer in order.
+
+        Args:
+            sends, receives: contiguous CPU tensors, of sizes that both ends know. Ranks that nothing is exchanged with
+                need not take part.
+
+        Raises:
+            CommunicationError: as `exchange`.
+        """
+        self._run(self._library.bagua_mesh_swap, *_transfers(sends), *_transfers(receives))
+
     def _run(self, function: Any, *args: Any) -> None:
         limits, problem = _Limits(self.bucket, self._timeout_ms), _Problem()
         if function(self._mesh, *args, ctypes.byref(limits), ctypes.byref(problem)):
@@ -234,3 +285,9 @@ class Mesh:
         """Close the descriptors of a forked child; the parent's connections go on."""
         if self._finalizer.alive:
             self._library.bagua_mesh_close_copies(self._mesh)
+
+
+def _transfers(pairs: Sequence[tuple[int, Tensor]]) -> tuple[Any, int]:
+    """An array of `Transfer`, and its length."""
+    array = (_Transfer * len(pairs))(*(_Transfer(peer, x.data_ptr(), x.nbytes) for peer, x in pairs))
+    return array, len(pairs)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bagua.codecs import Codec, Identity
-from bagua.comm.collectives import all_reduce_
-from bagua.comm.groups import Groups
+from bagua.comm.collectives import all_reduce_, sum_of_pieces_
+from bagua.comm.groups import Group, Groups
 from bagua.comm.pipelined import scatter_gather_rows
 from bagua.exchanges.base import Exchange, State, check_codec
 from bagua.exchanges.payload_source import PayloadSource
@@ -105,8 +105,7 @@ class AllReduce(Exchange):
             super().run_from(source, state, groups, step)
             return
         if codec.lossless:
-            source.fill_scaled(factor)
-            all_reduce_(group, x_N)
+            _sum_scaled(group, source, factor)
         else:
             wire_1W = groups.buffers.get("wire", (1, codec.wire_bytes(n, x_N.dtype)), torch.uint8, x_N.device)
             sums_M = wire_1W.view(codec.wire_dtype(x_N.dtype))[0]
@@ -126,6 +125,16 @@ class AllReduce(Exchange):
     def bytes_per_rank(self, n: int, size: int) -> float:
         """2 (R-1)/R times the encoded size."""
         return 2 * self.codec.wire_bytes(n, torch.float32) * (size - 1) / size
+
+
+def _sum_scaled(group: Group, source: PayloadSource, factor: float) -> None:
+    x_N = source.x_N
+    mixed = source.mixed_pieces() if group.mesh is not None and source.hook is None else None
+    if mixed is not None and x_N.dtype == torch.float32:
+        sum_of_pieces_(group, x_N, [(piece.lo, piece.x) for piece, _ in mixed.pieces], factor)
+        return
+    source.fill_scaled(factor)
+    all_reduce_(group, x_N)
 
 
 def _direct(x_N: Tensor, groups: Groups, average: bool) -> None:

@@ -61,6 +61,18 @@ class Gossip(Exchange):
         group, buffers, codec, n = groups.world, groups.buffers, self.codec, x_N.numel()
         peers = self.topology.peers(group.rank, group.size, step)
         receivers = self.topology.receivers(group.rank, group.size, step)
+        if codec.lossless:
+            values_PN = buffers.get("values", (max(1, len(peers)), n), x_N.dtype, x_N.device)
+            swap(
+                group,
+                sends=[(receiver, x_N) for receiver in receivers],
+                receives=[(peer, values_PN[k]) for k, (peer, _) in enumerate(peers)],
+            )
+            if peers:
+                x_N.mul_(1.0 - sum(weight for _, weight in peers))
+            for (_, weight), value_N in zip(peers, values_PN, strict=False):
+                x_N.add_(value_N, alpha=weight)
+            return
         width = codec.wire_bytes(n, x_N.dtype)
         mine_1W = buffers.get("wire", (1, width), torch.uint8, x_N.device)
         peers_PW = buffers.get("peers", (max(1, len(peers)), width), torch.uint8, x_N.device)

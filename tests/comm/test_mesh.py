@@ -55,14 +55,28 @@ def pair() -> Iterator[Callable[..., tuple[Mesh, socket.socket]]]:
         each.close()
 
 
-def run_in_thread(mesh: Mesh, numel: int = 8) -> Callable[[], BaseException | None]:
-    """Exchange rows of `numel` bytes in a thread; returns what waits for it and returns its error."""
+PHASES = {"exchange": 0, "sum": 3, "swap": 4}  # of the first frame
+every_kind = pytest.mark.parametrize("kind", PHASES)
+
+
+def begin(mesh: Mesh, kind: str, numel: int) -> None:
+    """An exchange in which rank 1's first frame has `numel` bytes; this rank's has as many."""
+    rows, peers = torch.zeros(2, numel, dtype=torch.uint8), torch.zeros(2, numel, dtype=torch.uint8)
+    if kind == "exchange":
+        mesh.exchange(list(rows), list(peers), lambda row: None, lambda: None, lambda row: None)
+    elif kind == "sum":
+        mesh.sum_(rows[0].view(torch.float16))
+    else:
+        mesh.swap([(1, rows[0])], [(1, peers[0])])
+
+
+def run_in_thread(mesh: Mesh, numel: int = 8, kind: str = "exchange") -> Callable[[], BaseException | None]:
+    """Exchange `numel` bytes in a thread; returns what waits for it and returns its error."""
     found: list[BaseException | None] = []
 
     def work() -> None:
-        rows, peers = torch.zeros(2, numel, dtype=torch.uint8), torch.zeros(2, numel, dtype=torch.uint8)
         try:
-            mesh.exchange(list(rows), list(peers), lambda row: None, lambda: None, lambda row: None)
+            begin(mesh, kind, numel)
             found.append(None)
         except BaseException as error:
             found.append(error)
@@ -92,21 +106,37 @@ def test_a_peer_that_follows_the_protocol_is_served(pair: Any) -> None:
     assert join() is None
 
 
+def test_a_sum_with_a_peer_that_follows_the_protocol(pair: Any) -> None:
+    mesh, peer = pair()
+    x_N = torch.tensor([1.0, 2, 3, 4])
+    thread = threading.Thread(target=mesh.sum_, args=(x_N,), daemon=True)
+    thread.start()
+    # The second half begins here, and the first one there; then the sums follow in the same frame.
+    assert peer.recv(32, socket.MSG_WAITALL) == frame(phase=3, nbytes=16) + struct.pack("<2f", 3, 4)
+    peer.sendall(frame(phase=3, nbytes=16) + struct.pack("<2f", 10, 20))
+    assert peer.recv(8, socket.MSG_WAITALL) == struct.pack("<2f", 11, 22)
+    peer.sendall(struct.pack("<2f", 33, 44))
+    thread.join(WAIT_S)
+    assert x_N.tolist() == [11, 22, 33, 44]
+
+
+@every_kind
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("changed", "told"),
     [
-        (frame(nbytes=9), "rank 1 sent a row of 9 bytes instead of 8"),
-        (frame(nbytes=2**63), "rank 1 sent a row of 9223372036854775808 bytes instead of 8"),
-        (frame(sequence=3), "rank 1 is at exchange 3 of this lane, this rank at 0"),
-        (frame(bucket=5), "rank 1 exchanges bucket 5, this rank bucket 0"),
-        (frame(phase=1), "rank 1 sent phase 1 instead of 0"),
-        (frame(magic=7), "rank 1 sent what is no frame"),
+        ({"nbytes": 9}, "rank 1 sent a row of 9 bytes instead of 8"),
+        ({"nbytes": 2**63}, "rank 1 sent a row of 9223372036854775808 bytes instead of 8"),
+        ({"sequence": 3}, "rank 1 is at exchange 3 of this lane, this rank at 0"),
+        ({"bucket": 5}, "rank 1 exchanges bucket 5, this rank bucket 0"),
+        ({"phase": 1}, "rank 1 sent phase 1 instead of {phase}"),
+        ({"magic": 7}, "rank 1 sent what is no frame"),
     ],
 )
-def test_a_wrong_frame_is_refused_with_the_peers_rank(pair: Any, sent: bytes, told: str) -> None:
+def test_a_wrong_frame_is_refused_with_the_peers_rank(pair: Any, changed: Any, told: str, kind: str) -> None:
     mesh, peer = pair()
-    join = run_in_thread(mesh)
-    peer.sendall(sent + bytes(64))
+    join = run_in_thread(mesh, kind=kind)
+    told = told.format(phase=PHASES[kind])
+    peer.sendall(frame(**{"phase": PHASES[kind], **changed}) + bytes(64))
     error = join()
     assert isinstance(error, CommunicationError) and told in str(error)
     # Out of step for good: the peer is told, and later exchanges are refused.
@@ -116,11 +146,12 @@ def test_a_wrong_frame_is_refused_with_the_peers_rank(pair: Any, sent: bytes, to
     assert isinstance(again, CommunicationError) and "were cut" in str(again)
 
 
+@every_kind
 @pytest.mark.parametrize("after", [0, 10, 24, 30])
-def test_a_peer_that_dies_in_mid_exchange(pair: Any, after: int) -> None:
+def test_a_peer_that_dies_in_mid_exchange(pair: Any, after: int, kind: str) -> None:
     mesh, peer = pair()
-    join = run_in_thread(mesh)
-    peer.sendall((frame() + bytes(8))[:after])
+    join = run_in_thread(mesh, kind=kind)
+    peer.sendall((frame(phase=PHASES[kind]) + bytes(8))[:after])
     peer.shutdown(socket.SHUT_RDWR)
     error = join()
     assert isinstance(error, CommunicationError) and "rank 1" in str(error)
@@ -134,10 +165,11 @@ def test_an_error_in_a_group_of_some_ranks_says_which_these_are(pair: Any) -> No
     assert "rank 1: " in str(join()) and str(join()).endswith("(numbers are places in the group of ranks 4, 2)")
 
 
+@every_kind
 @pytest.mark.parametrize("numel", [8, 1 << 24])
-def test_a_silent_peer_is_named_at_the_timeout(pair: Any, numel: int) -> None:
+def test_a_silent_peer_is_named_at_the_timeout(pair: Any, numel: int, kind: str) -> None:
     mesh, _ = pair(timeout_s=0.3)  # with the larger row, it is also the peer's socket that is full
-    error = run_in_thread(mesh, numel)()
+    error = run_in_thread(mesh, numel, kind)()
     assert isinstance(error, CommunicationError) and "no answer from rank 1 within 0.3 s" in str(error)
 
 
@@ -160,11 +192,13 @@ def test_round_trips_are_those_of_tcp() -> None:
         assert 0 < seconds < WAIT_S
 
 
+@every_kind
 @pytest.mark.parametrize("close", [False, True])
-def test_abort_frees_a_blocked_exchange(pair: Any, close: bool) -> None:
+def test_abort_frees_a_blocked_exchange(pair: Any, close: bool, kind: str) -> None:
     mesh, peer = pair()
-    join = run_in_thread(mesh)
-    assert len(peer.recv(32, socket.MSG_WAITALL)) == 32  # it waits for this peer now
+    join = run_in_thread(mesh, kind=kind)
+    sent = 28 if kind == "sum" else 32
+    assert len(peer.recv(sent, socket.MSG_WAITALL)) == sent  # it waits for this peer now
     before = sockets()
     mesh.close() if close else mesh.abort()
     error = join()

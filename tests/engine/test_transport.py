@@ -29,6 +29,10 @@ SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sign": ("gradient_allreduce", {"codec": "sign"}),
     "eden": ("gradient_allreduce", {"codec": "eden"}),
     "full precision": ("gradient_allreduce", {}),
+    "ring": ("gradient_allreduce", {"hierarchical": False}),
+    "half precision": ("gradient_allreduce", {"codec": "bf16"}),
+    "shift one": ("decentralized", {"peer_selection_mode": "shift_one"}),
+    "power_sgd": ("power_sgd", {"rank": 2}),
     "gossip": ("low_precision_decentralized", {}),
     "hierarchical": ("bytegrad", {"hierarchical": True}),
 }
@@ -65,7 +69,7 @@ def train(team: Team, transport: str, system: str, steps: int = 4, qadam: bool =
 @there
 @pytest.mark.parametrize("system", [*SYSTEMS, "qadam"])
 def test_training_has_the_bits_and_the_statistics_that_it_has_over_gloo(system: str) -> None:
-    nodes = [0, 0, 1] if system == "hierarchical" else [0, 1, 2]
+    nodes = {"hierarchical": [0, 0, 1], "ring": [0, 0, 0]}.get(system, [0, 1, 2])
     name = "bytegrad" if system == "qadam" else system
     args = name, 4, system == "qadam"
     over_gloo = run_teams(3, train, "gloo", *args, nodes=nodes)
@@ -148,11 +152,12 @@ def test_a_rank_that_leaves_is_named_and_all_others_fail_too() -> None:
     assert all("no response from rank 2" in text and "minmax_uint8" in text for text in failed.values()), failed
 
 
-def die_in_step(victim: int) -> str:
+def die_in_step(victim: int, system: str) -> str:
     """On a rank: what its training ended with."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    bagua.distribute(model, optimizer, "gradient_allreduce", codec="int4", transport="native")
+    algorithm, options = SYSTEMS[system]
+    bagua.distribute(model, optimizer, algorithm, transport="native", **options)
     for step in range(100):
         if step == 2 and dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -172,8 +177,9 @@ def train_in_process(system: str, transport: str) -> list[Tensor]:
 @there
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_named_by_all_others(pool: RankPool) -> None:
-    found = pool.run(3, die_in_step, 2, dies=[2])
+@pytest.mark.parametrize("system", ["int4", "ring", "shift one"])
+def test_a_process_that_is_killed_is_named_by_all_others(pool: RankPool, system: str) -> None:
+    found = pool.run(3, die_in_step, 2, system, dies=[2])
     assert all("no response from rank 2" in found[rank] for rank in (0, 1)), found
 
 

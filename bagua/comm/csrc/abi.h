@@ -1,11 +1,11 @@
-// C ABI of the native transport: an exchange of rows between all ranks, over sockets that are connected already.
+// C ABI of the native transport: exchanges between ranks, over sockets that are connected already.
 //
 // A mesh is used by one thread at a time; abort may come from any other. No function throws or needs an interpreter.
 #pragma once
 
 #include <stdint.h>
 
-#define BAGUA_MESH_ABI 2
+#define BAGUA_MESH_ABI 3
 #define BAGUA_API extern "C" __attribute__((visibility("default")))
 
 struct Mesh;
@@ -66,6 +66,26 @@ struct Encoded {
   uint8_t* peers;
 };
 
+// Types of the elements of a sum.
+enum { BAGUA_FLOAT32 = 0, BAGUA_FLOAT64 = 1, BAGUA_FLOAT16 = 2, BAGUA_BFLOAT16 = 3 };
+
+// A sum over all ranks, in a ring. `other` of the pieces is not used.
+struct Sum {
+  uint8_t* x;  // n elements of `type`; becomes the sum
+  int64_t n;
+  int32_t type;
+  float factor;         // of each summand
+  const Piece* pieces;  // where the summands lie, fp32 alone; null: in x, and they have no factor
+  int64_t num_pieces;
+};
+
+// What goes to one peer, or comes from it.
+struct Transfer {
+  int64_t peer;
+  uint8_t* data;
+  int64_t bytes;
+};
+
 BAGUA_API int32_t bagua_mesh_abi();
 // Takes the descriptors over, fds[rank] is ignored. Null if there is no memory.
 BAGUA_API Mesh* bagua_mesh_new(int32_t rank, int32_t size, const int32_t* fds);
@@ -76,6 +96,11 @@ BAGUA_API int32_t bagua_mesh_exchange(Mesh* mesh, const Rows* rows, const Steps*
                                       Problem* problem);
 BAGUA_API int32_t bagua_mesh_exchange_encoded(Mesh* mesh, const Encoded* encoded, const Limits* limits,
                                               Problem* problem);
+// Every rank of the mesh calls it with as many elements of one type.
+BAGUA_API int32_t bagua_mesh_sum(Mesh* mesh, const Sum* sum, const Limits* limits, Problem* problem);
+// All transfers at once, those of one peer in order. Ranks that nothing is exchanged with need not call it.
+BAGUA_API int32_t bagua_mesh_swap(Mesh* mesh, const Transfer* sends, int64_t num_sends, const Transfer* receives,
+                                  int64_t num_receives, const Limits* limits, Problem* problem);
 // Shuts the connections down: an exchange in flight fails, here and at the peers.
 BAGUA_API void bagua_mesh_abort(Mesh* mesh);
 // Aborts, and closes once no exchange is in flight. The mesh itself remains.

@@ -70,16 +70,24 @@ int32_t bagua_mesh_abi() { return BAGUA_MESH_ABI; }
 
 Mesh* bagua_mesh_new(int32_t rank, int32_t size, const int32_t* fds) {
   Mesh* const mesh = new (std::nothrow) Mesh;
-  int32_t* const own = static_cast<int32_t*>(malloc(static_cast<size_t>(size) * sizeof *own));
-  if (!mesh || !own) {
+  const size_t num = static_cast<size_t>(size);
+  int32_t* const own = static_cast<int32_t*>(malloc(2 * num * sizeof *own));
+  uint32_t* const sequences = static_cast<uint32_t*>(calloc(num, sizeof *sequences));
+  if (!mesh || !own || !sequences) {
     delete mesh;
     free(own);
+    free(sequences);
     return nullptr;
   }
-  for (int32_t r = 0; r < size; ++r) own[r] = r == rank ? -1 : fds[r];
+  for (int32_t r = 0; r < size; ++r) {
+    own[r] = r == rank ? -1 : fds[r];
+    own[size + r] = 1;
+  }
   mesh->rank = rank;
   mesh->size = size;
   mesh->fds = own;
+  mesh->wakes = own + size;
+  mesh->sequences = sequences;
   return mesh;
 }
 
@@ -119,5 +127,6 @@ void bagua_mesh_close_copies(Mesh* mesh) {
 void bagua_mesh_free(Mesh* mesh) {
   close_all(mesh);
   free(mesh->fds);
+  free(mesh->sequences);
   delete mesh;
 }

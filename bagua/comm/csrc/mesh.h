@@ -8,7 +8,8 @@
 struct Mesh {
   int32_t rank, size;
   int32_t* fds;
-  uint32_t sequence = 0;  // of the next exchange
+  uint32_t* sequences;    // of the next exchange with each peer
+  int32_t* wakes;         // SO_RCVLOWAT of each socket
   bool failed = false;    // the streams are out of step
   pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
   // Under the lock:
