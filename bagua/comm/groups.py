@@ -50,7 +50,7 @@ class Group:
             nodes and never measured, so that a repeated run sums in the same order.
         connections: of gloo, where a loss can have to free what waits.
         address: at which gloo listens, if it was looked for.
-        mesh: of the native transport, which then carries the rows of `pipelined`; None: gloo does.
+        mesh: of the native transport, which then carries what `pipelined` and `collectives` say; None: gloo does.
         waits_since: when the lane's thread began to wait for the transfer that it waits for; None: it does not wait.
             Known if there are `connections`.
     """

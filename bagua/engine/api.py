@@ -111,8 +111,8 @@ def distribute(
             once (seconds for each host, on slow links) and takes the ring whose slowest link is the fastest; a list of
             all ranks gives the order. Only the order of sums changes, and who is whose neighbour in gossip. Default:
             BAGUA_RANK_ORDER, or the order of the ranks; for a switch, the previous order.
-        transport: "native": on a CPU, rows of compressed exchanges go over sockets of their own, in compiled code, with
-            the same bits as over "gloo" (docs/performance.md). Default: BAGUA_TRANSPORT or "gloo".
+        transport: "native": on a CPU, compressed rows, sums and gossip go over sockets of their own, in compiled code,
+            with the same bits as over "gloo" (docs/performance.md). Default: BAGUA_TRANSPORT or "gloo".
         autotune: measure bucket sizes and other settings in the first steps and keep the fastest. True, a
             `bagua.Autotune`, a dict of its arguments, or the path of a results file. Only the order of sums changes.
             Default: BAGUA_AUTOTUNE, or off.

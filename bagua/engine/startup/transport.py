@@ -1,4 +1,4 @@
-"""What carries encoded rows between ranks on a CPU: gloo, or sockets of the library's own."""
+"""What carries exchanges between ranks on a CPU: gloo, or sockets of the library's own."""
 
 from __future__ import annotations
 
