@@ -42,7 +42,6 @@ from bagua.comm.mesh_connect import CONGESTION
 from bagua.lab.errors import LabError
 
 
-
 class System(NamedTuple):
     """An algorithm, its options, and what a host sends in a step, of the model and the number of ranks."""
 
@@ -261,7 +260,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             [
                 row["condition"], row["system"], str(row["ranks"]), f" {name}", f"{row[f'{name}_step_ms']:.1f}",
                 _number(row, f"{name}_step_ratio"), f"{row[f'{name}_cpu_s_per_gb']:.2f}",
-                _number(row, f"{name}_cpu_ratio"), _number(row, f"{name}_faster_than_ddp"), _number(row, f"{name}_share"),
+                _number(row, f"{name}_cpu_ratio"), _number(row, f"{name}_faster_than_ddp"),
+                _number(row, f"{name}_share"),
             ]
             for row in rows
             for name in TRANSPORTS if f"{name}_step_ms" in row

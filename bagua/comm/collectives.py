@@ -2,8 +2,8 @@
 
 On gloo the row exchanges are built from point-to-point transfers: every receive is posted first, then sends in
 staggered order (peer rank + k in round k), then all are awaited. Waiting for one peer at a time deadlocks on a
-ring, and one order for all floods the first peer. On NCCL the library's own collectives are used. If a group has a mesh,
-sums of floating-point numbers and point-to-point transfers go over it, with the same results.
+ring, and one order for all floods the first peer. On NCCL the library's own collectives are used. If a group has
+a mesh, sums of floating-point numbers and point-to-point transfers go over it, with the same results.
 
 Legend: R = ranks of the group, W = bytes (or elements) of a row, N = elements.
 """
@@ -65,7 +65,7 @@ def all_reduce_(group: Group, x_N: Tensor, op: str = "sum") -> Tensor:
 
 
 def sum_of_pieces_(group: Group, x_N: Tensor, pieces: Sequence[tuple[int, Tensor]], factor: float) -> None:
-    """Sum over a group with a mesh into `x_N`. Summands lie elsewhere and count times `factor`, without a pass for that.
+    """Sum over a group with a mesh into `x_N`. Summands lie elsewhere and count times `factor`; no pass is made for it.
 
     Args:
         x_N: fp32 on a CPU.

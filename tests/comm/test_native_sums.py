@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from typing import Any
 
@@ -44,8 +45,8 @@ def sums(team: Team, native: bool, dtype: torch.dtype, sizes: tuple[int, ...]) -
 def in_a_ring(parts: list[Tensor]) -> Tensor:
     """Chunk c: rank c - 1 begins, and each rank before it adds its own; rank c is the last."""
     size, n, width = len(parts), parts[0].numel(), parts[0].element_size()
-    segments = -(-max(-(-n * width // SEGMENT), 2 * size) // size)
-    c = segments * -(-(-(-n * width // (segments * size))) // width)
+    segments = math.ceil(max(math.ceil(n * width / SEGMENT), 2 * size) / size)
+    c = segments * math.ceil(math.ceil(n * width / (segments * size)) / width)
     total = torch.empty_like(parts[0])
     for chunk in range(size):
         cut = slice(chunk * c, (chunk + 1) * c)
