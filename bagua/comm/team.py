@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bagua.comm.backend_kind import backend_kind
+from bagua.comm.connecting import connect_gloo
 from bagua.comm.flight_recorder import avoid_race
 from bagua.comm.groups import Group, Groups
 from bagua.comm.mesh_connect import add_meshes
@@ -31,7 +32,7 @@ avoid_race()
 __all__ = ["Team", "node_key"]
 
 _POLL_S = 0.05
-_ALERT_S = 0.5  # between two alerts of a rank that waits
+_ALERT_S = 0.1  # between two alerts of a rank that waits
 _GRACE_S = 3.0  # for what remains to be asked when the time of a wait is over
 _MAX_BROADCASTS = 8  # messages of `broadcast_bytes` in the store, until an all-gather lets them be deleted
 
@@ -329,10 +330,10 @@ class Team:
         else:
             rendezvous = RendezvousStore(self.store.under(f"group/{name}"), self.alert, finds=native)
             try:
-                pg: Any = dist.ProcessGroupGloo(rendezvous, rank, size, self.timeout)
-                # A rank that gave the group up at once would close connections of ranks that still make theirs.
-                pg.barrier().wait()
+                pg: Any = connect_gloo(rendezvous, rank, size, self.timeout, self.alert)
             except RuntimeError as error:
+                if self.alert is not None:
+                    self.alert()  # it knows better why
                 gone = self.describe_missing(f"unconnected/{name}")
                 raise CommunicationError(f"ranks {ranks}: connecting over gloo failed: {error}{gone}") from error
             self.retire([f"group/{name}/{key}" for key in rendezvous.written])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["Detector", "place"]
 
+_REMEMBER_S = 60.0  # a closed connection: far longer than it takes to decide an epoch
 _SHARE = 0.2  # of the time for which a member may be waited for, in short waits, without being called slow
 
 
@@ -40,16 +41,22 @@ class Detector:
     def __init__(self, detect_s: float, max_wait_s: float, now: float) -> None:
         self._detect_s, self._max_wait_s = detect_s, max_wait_s
         self._peers: dict[str, _Peer] = {}
+        self._closed: dict[str, float] = {}  # of whom, members or not, and when; until they are heard again
         self._now = now
         self._mine: int | None = None
         self._arrived = math.inf  # since when this member waits in an exchange
 
     def watch(self, trains: Mapping[str, bool]) -> None:
-        """Watch these and nobody else, from now on. Those that do not train are not waited for."""
-        self._peers = {name: _Peer(self._now, value) for name, value in trains.items()}
+        """Watch these and nobody else, from now on. Those that do not train are not waited for.
+
+        A member whose connection was closed while it was voted on, or before, is lost: it does not get `detect_s` anew.
+        """
+        self._closed = {name: at for name, at in self._closed.items() if self._now - at < _REMEMBER_S}
+        self._peers = {name: _Peer(self._now, value, closed=name in self._closed) for name, value in trains.items()}
 
     def heard(self, now: float, name: str, place: int | None = None) -> None:
         """A message came from `name`. It clears a suspicion of silence, and its `place` one of slowness."""
+        self._closed.pop(name, None)
         if (peer := self._peers.get(name)) is not None:
             peer.heard, peer.closed = self._now, False
             if place is None:
@@ -62,6 +69,7 @@ class Detector:
 
     def closed(self, name: str) -> None:
         """The connection to `name` was closed at its end."""
+        self._closed[name] = self._now
         if (peer := self._peers.get(name)) is not None:
             peer.closed = True
 

@@ -385,6 +385,19 @@ def test_a_closed_connection_is_a_loss_at_once_unless_heard_again() -> None:
     assert not agent.suspected
 
 
+def test_a_host_that_dies_while_an_epoch_is_decided_is_lost_at_once() -> None:
+    """The epoch still lists it, since it has reported before; nobody waits for its silence."""
+    agent = an_agent(first(4), detect_s=100.0)
+    value = composed(first(4), {f"n{i}": Report(0) for i in range(3)})  # n3 is lost
+    agent.closed(0.1, "n2")
+    agent.take()
+    agent.receive(0.2, from_("n1", Decided(value)))
+    assert names(agent.epoch) == ["n0", "n1", "n2"]
+    assert agent.suspected == {"n2": "its connection was closed"} and sent(agent, Prepare)
+    agent.receive(0.3, from_("n2", Heartbeat(2, 0)))
+    assert not agent.suspected, "it has another connection"
+
+
 def test_a_process_that_was_stopped_listens_before_it_suspects() -> None:
     agent = an_agent(first(3))
     agent.tick(0.5)

@@ -124,6 +124,14 @@ class Cluster:
         assert rank.host.agent is not None and rank.host.agent.epoch is not None
         self._training.enter_rank(rank, rank.host.agent.epoch)
 
+    def first_completes(self, rank: Rank) -> None:
+        """A rank has completed a step, before all others."""
+        self._faults.ambush_completed(rank)
+
+    def fetch_from(self, rank: Rank, source: Rank) -> None:
+        """The weights that a newcomer is fetching are those that `source` has now."""
+        self._training.fetch_from(rank, source)
+
     def act(self, host: Host, what: Callable[[Agent], None]) -> None:
         """Give an agent an input, and carry out what it asks for. The host may be killed between two actions."""
         agent = host.agent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bagua.membership import Action, Agent, EpochBegan, Record, Send
 from bagua.membership.messages import Accepted
-from tests.elastic.protocol_simulation.host import Host, Run
+from tests.elastic.protocol_simulation.host import Host, Rank, Run
 
 FAULTS_END_S = 8.0
 _KINDS = ("kill", "kill", "stop", "partition", "one-way", "mute", "leave", "ranks", "rank", "rank", "link")
@@ -105,6 +105,26 @@ class Faults:
             network.after(self._random.uniform(0.0, 1.0), lambda: self.start(host))
             return True
         return False
+
+    def ambush_completed(self, rank: Rank) -> None:
+        """Whoever completes a step first is not heard any more by those that train, while newcomers fetch its weights.
+
+        If no other has all contributions yet, these weights hold a step that never counts.
+        """
+        network, hosts = self._network, self._run.hosts
+        newcomers = [
+            each
+            for host in hosts
+            for each in host.ranks.values()
+            if each.progress is not None and not each.progress.trains
+        ]
+        if network.now > FAULTS_END_S or not self._ambush or not newcomers or self._random.random() >= self._ambush:
+            return
+        source = rank.host.address
+        trains = [h.address for h in hosts if h.agent and h.agent.member and h.agent.member.trains]
+        network.sever({(source, other) for other in trains if other != source}, self._random.uniform(1.5, 5.0))
+        for each in newcomers:
+            self._run.fetch_from(each, rank)
 
     def kill(self, host: Host, told: bool) -> None:
         """The host loses all but its record. Others are told, or notice by its silence."""

@@ -92,3 +92,9 @@ class Run(Protocol):
 
     def boot(self, host: Host, record: Record, epoch: Epoch | None) -> None:
         """Start an agent on a host."""
+
+    def first_completes(self, rank: Rank) -> None:
+        """A rank has completed a step, before all others."""
+
+    def fetch_from(self, rank: Rank, source: Rank) -> None:
+        """The weights that a newcomer is fetching are those that `source` has now."""

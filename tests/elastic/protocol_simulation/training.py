@@ -23,6 +23,7 @@ class Training:
         self._exchange_s = exchange_s
         self._run, self._network, self._invariants = run, run.network, invariants
         self._random = run.network.random
+        self._completed: set[tuple[int, int]] = set()  # (group, step) of which a rank has the mean
 
     def enter(self, host: Host, epoch: Epoch) -> None:
         """What the engines of a host do when an epoch begins."""
@@ -139,6 +140,9 @@ class Training:
         if verdict is Verdict.GRANTED and progress.held > before:
             self._invariants.check_completed(agent, group, step, mean)
             rank.log = (*rank.log, mean)
+            if (group, step) not in self._completed:
+                self._completed.add((group, step))
+                self._run.first_completes(rank)
         self._network.after(self._random.uniform(0.05, 0.3), lambda: self._act(rank, lambda _: self._begin(rank)))
 
     def _timeout(self, rank: Rank, agent: Agent, group: int, step: int) -> None:
@@ -166,6 +170,12 @@ class Training:
                 self._fetch(rank)
 
         network.after(2.5, lambda: self._act(rank, lambda _: again()))
+
+    def fetch_from(self, rank: Rank, source: Rank) -> None:
+        """The weights that a rank is fetching are those that `source` has now."""
+        agent, progress = rank.host.agent, rank.progress
+        if agent is not None and progress is not None and not progress.trains and agent.learns(rank.number):
+            self._read(rank, source, agent)
 
     def _read(self, rank: Rank, source: Rank, agent: Agent) -> None:
         network, giver, has = self._network, source.host.agent, source.progress

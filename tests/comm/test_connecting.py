@@ -1,0 +1,56 @@
+"""A group is not waited for once one of its ranks is known to be lost."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from bagua.comm.connecting import connect_gloo
+from bagua.comm.store import BoundedStore, RendezvousStore
+from bagua.comm.team import Team
+from bagua.errors import CommunicationError
+from tests.rank_threads import run_teams
+
+LIMIT_S, NEVER_S = 100.0, 600.0
+
+
+def rendezvous(store: dist.Store) -> RendezvousStore:
+    return RendezvousStore(BoundedStore(dist.PrefixStore("connecting", store), NEVER_S), finds=True)
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_who_connects_is_freed_when_a_rank_is_lost(comes: bool) -> None:
+    """Before it has connected, or connected and not heard of again."""
+    store, never = dist.HashStore(), timedelta(seconds=NEVER_S)
+    connected, ended = threading.Event(), threading.Event()
+
+    def rank(team: Team) -> None:
+        if team.rank == 1:
+            if comes:
+                group = dist.ProcessGroupGloo(rendezvous(store), 1, 2, never)
+                connected.set()
+                assert ended.wait(LIMIT_S)
+                with pytest.raises(RuntimeError):  # its connections are cut as well
+                    group.barrier().wait()
+            connected.set()
+            return
+        alerts: list[bool] = []
+
+        def alert() -> None:
+            alerts.append(connected.is_set())
+            if alerts[-3:] == [True] * 3:
+                raise CommunicationError("rank 1 is lost")
+
+        with pytest.raises(CommunicationError, match="rank 1 is lost"):
+            connect_gloo(rendezvous(store), 0, 2, never, alert)
+        ended.set()
+
+    run_teams(2, rank)
+
+
+def test_an_error_of_connecting_is_raised() -> None:
+    with pytest.raises(RuntimeError):
+        connect_gloo(rendezvous(dist.HashStore()), 0, 2, timedelta(seconds=0.2), lambda: None)
