@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -11,13 +12,14 @@ from typing import ClassVar, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from bagua.algorithms.views import BackgroundLane, Bucket, Gate, Lane, Ticket
+from bagua.algorithms.views import BackgroundLane, Ballot, Bucket, Gate, Lane, QuorumGate, QuorumLane, Ticket
 from bagua.comm.groups import Groups
 from bagua.exchanges import ElementwiseHook, Exchange
 
 __all__ = [
     "Algorithm",
     "BackgroundLane",
+    "Ballot",
     "Bucket",
     "Context",
     "Exactness",
@@ -25,6 +27,8 @@ __all__ = [
     "Lane",
     "LostStep",
     "Payload",
+    "QuorumGate",
+    "QuorumLane",
     "Ticket",
 ]
 
@@ -164,6 +168,15 @@ class Context(Protocol):
         """Open a lane for background exchanges. As `new_lane`, but always a thread, on a GPU too.
 
         When the lane ends on any rank, its gate stays closed.
+        """
+        ...
+
+    def quorum_lane(self, quorum: int, grace: float) -> QuorumLane:
+        """Open a background lane whose rounds close without the ranks that are late.
+
+        Args:
+            quorum: ranks that must contribute to a round.
+            grace: how long a round stays open once they are ready, relative to the time until then.
         """
         ...
 
@@ -375,6 +388,10 @@ class Algorithm:
 
     def on_pause(self, ctx: Context) -> None:
         """Complete or cancel background exchanges: before `pause`, `average_parameters`, a switch or the end."""
+
+    def saving(self, ctx: Context) -> AbstractContextManager[object]:
+        """Entered while tensors are copied for `bagua.state_dict`: nothing in the background may change them."""
+        return nullcontext()
 
     def on_load(self, ctx: Context) -> None:
         """Saved weights were loaded: drop what is in flight."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bagua.comm.groups import Groups
 
-__all__ = ["BackgroundLane", "Bucket", "Gate", "Lane", "Ticket"]
+__all__ = ["BackgroundLane", "Ballot", "Bucket", "Gate", "Lane", "QuorumGate", "QuorumLane", "Ticket"]
 
 
 class Bucket(Protocol):
@@ -116,4 +116,42 @@ class BackgroundLane(Lane, Protocol):
 
     def abandon(self) -> None:
         """Give the lane up after an error; other ranks no longer wait for this one."""
+        ...
+
+
+class Ballot(Protocol):
+    """What a rank brings to the rounds of a `QuorumGate`; called on the lane's thread."""
+
+    def ready(self) -> bool:
+        """Whether this rank counts towards the quorum."""
+        ...
+
+    def offer(self) -> Sequence[float]:
+        """Fix what this rank contributes; as many numbers on all ranks, the first one is 0 if it is nothing."""
+        ...
+
+    def withdrawn(self) -> bool:
+        """Whether to call the round off."""
+        ...
+
+
+class QuorumGate(Gate, Protocol):
+    """A gate whose rounds close once a quorum of ranks is ready."""
+
+    def merge(self, ballot: Ballot) -> list[tuple[float, ...]] | None:
+        """Wait until the next round closes; all ranks' lanes wait here, also those of ranks that are not ready.
+
+        Returns:
+            The offers of all ranks, by position in the lane's groups, the same on all ranks: every rank must take part
+            in the exchange. None: the round was called off, or `over`.
+        """
+        ...
+
+
+class QuorumLane(BackgroundLane, Protocol):
+    """A background lane with a `QuorumGate`."""
+
+    @property
+    def gate(self) -> QuorumGate:
+        """Jobs hold it and not the lane."""
         ...

@@ -10,7 +10,8 @@ ranks.
 
 from __future__ import annotations
 
+from bagua.contrib.decoupled_diloco import DecoupledDiLoCo, count_tokens
 from bagua.contrib.demo import DeMo
 from bagua.contrib.signsgd import SignSGD
 
-__all__ = ["DeMo", "SignSGD"]
+__all__ = ["DeMo", "DecoupledDiLoCo", "SignSGD", "count_tokens"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from bagua.algorithms.base import Algorithm
+from bagua.algorithms.base import Algorithm, QuorumLane
 from bagua.algorithms.base import Bucket as BucketView
 from bagua.algorithms.base import Ticket as TicketView
 from bagua.comm.groups import Groups
@@ -128,6 +128,11 @@ class EngineContext:
     def background_lane(self) -> BackgroundLane:
         """Open a lane with a gate."""
         return self._pool.open_background(type(self._state.algorithm).__name__)
+
+    def quorum_lane(self, quorum: int, grace: float) -> QuorumLane:
+        """Open a lane with a gate for rounds of a quorum."""
+        lane = self._pool.open_background(type(self._state.algorithm).__name__, (quorum, grace))
+        return cast(QuorumLane, lane)
 
     def tensor(self, name: str, bucket: BucketView, like: Tensor | None = None) -> Tensor:
         """Return a named tensor of a bucket that is saved."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -235,7 +235,8 @@ class Engine:
             "tuned": tuned,
             "chosen": self.tracker.chooser.state_dict() if self.tracker.chooser is not None else None,
         }
-        return pack(header, self.memory.states, self.memory.tensors)
+        with self.state.algorithm.saving(self.context) if self.state.buckets else nullcontext():
+            return pack(header, self.memory.states, self.memory.tensors)
 
     def load_state_dict(self, data: dict[str, Any]) -> None:
         """Restore `data`, made by `state_dict` with the same algorithm, world size and rank.

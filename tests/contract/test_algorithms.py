@@ -51,6 +51,7 @@ def zero_one(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 # What an algorithm that is not here is run with: its defaults, and SGD with momentum.
 SETTINGS: dict[str, Setting] = {
     "async": Setting({"sync_interval_ms": 0}),
+    "decoupled_diloco": Setting({"communication_interval": 2}, slow_sgd),
     "demo": Setting(optimizer=slow_sgd),
     "diloco": Setting({"communication_interval": 2}, slow_sgd),
     "local_sgd": Setting({"communication_interval": 2}),

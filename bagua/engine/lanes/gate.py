@@ -113,10 +113,11 @@ class Gate:
 
     def keys(self) -> list[str]:
         """What this rank may delete when all lanes of this gate have ended."""
-        names = [
-            f"{number}/{what}" for number in range(self._oldest, self._next + 1) for what in ("entered", "verdict")
-        ]
-        return [f"{self._prefix}/{name}" for name in (f"at/{self._rank}", *names)]
+        rounds = range(self._oldest, self._next + 1)
+        return [f"{self._prefix}/at/{self._rank}", *(key for number in rounds for key in self._keys_of(number))]
+
+    def _keys_of(self, number: int) -> list[str]:
+        return [f"{self._prefix}/{number}/{what}" for what in ("entered", "verdict")]
 
     def _trouble(self) -> str:
         if self.over and self.remark:
@@ -135,6 +136,10 @@ class Gate:
         self._store.set(f"{self._prefix}/at/{self._rank}", str(number))
         if self._store.add(f"{self._prefix}/{number}/entered", 1) == self._size:
             return self._decide(number, _GO)
+        return self._await_verdict(number, give_up)
+
+    def _await_verdict(self, number: int, give_up: Callable[[], bool]) -> bytes:
+        """After this rank has entered the round."""
         deadline, pause = time.monotonic() + self._patience_s, _PAUSE_S[0]
         # Polling, not store.wait(): that holds the client's lock, which other threads of this rank need.
         while not self._store.check([f"{self._prefix}/{number}/verdict"]):
@@ -158,10 +163,10 @@ class Gate:
         return self._seen(number, bytes(self._store.compare_set(f"{self._prefix}/{number}/verdict", "", verdict)))
 
     def _seen(self, number: int, verdict: bytes) -> bytes:
-        if verdict == _GO:  # all have entered it, so all have done with those before
+        if verdict.startswith(_GO):  # all have entered it, so all have done with those before
             for old in range(self._oldest, number) if self._rank == 0 else ():
-                self._store.delete_key(f"{self._prefix}/{old}/entered")
-                self._store.delete_key(f"{self._prefix}/{old}/verdict")
+                for key in self._keys_of(old):
+                    self._store.delete_key(key)
             self._oldest = number
         return verdict
 

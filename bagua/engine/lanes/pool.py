@@ -13,6 +13,7 @@ from bagua.comm.shutdown import script_failed
 from bagua.comm.team import Team
 from bagua.engine.lanes.gate import Gate
 from bagua.engine.lanes.lane import BackgroundLane, InlineLane, Lane, ThreadLane, make_lane
+from bagua.engine.lanes.quorum import QuorumGate
 from bagua.engine.reducer.bucketing import WIDE
 from bagua.exchanges import AllReduce, Exchange
 
@@ -123,11 +124,12 @@ class LanePool:
         self.extra.append(lane)
         return lane
 
-    def open_background(self, owner: str) -> BackgroundLane:
+    def open_background(self, owner: str, quorum: tuple[int, float] | None = None) -> BackgroundLane:
         """Open a lane with a gate. Collective.
 
         Args:
             owner: who asks, for the message.
+            quorum: of a gate whose rounds close without the ranks that are late, and its grace.
 
         Raises:
             ValueError: the ranks are simulated.
@@ -136,7 +138,8 @@ class LanePool:
             raise ValueError(f"{owner}: background exchanges depend on time, which is not simulated")
         groups, team = self._open_groups(), self._team
         patience_s = min(_PATIENCE_S, team.timeout.total_seconds())
-        gate = Gate(team.store, f"gate/{self._key}/{self.num_opened}", team.rank, team.size, patience_s)
+        place = team.store, f"gate/{self._key}/{self.num_opened}", team.rank, team.size, patience_s
+        gate = Gate(*place) if quorum is None else QuorumGate(*place, *quorum)
         lane = BackgroundLane(groups, gate, self.device, team.timeout.total_seconds())
         self.extra.append(lane)
         return lane
