@@ -9,11 +9,11 @@ from collections.abc import Callable
 from bagua.comm.store import BoundedStore
 from bagua.errors import CommunicationError
 
-__all__ = ["Gate"]
+__all__ = ["GO", "LEFT", "LOST", "OFF", "PAUSE_S", "Gate"]
 
-_PAUSE_S = (0.0005, 0.05)  # first and longest sleep between two looks into the store
+PAUSE_S = (0.0005, 0.05)  # first and longest sleep between two looks into the store
 _GRACE_S = 3.0  # to find out who is missing, once this rank gives up
-_GO, _OFF, _LEFT, _LOST, _ENDED = b"go", b"off", b"left ", b"lost ", b"ended"
+GO, OFF, LEFT, LOST, _ENDED = b"go", b"off", b"left ", b"lost ", b"ended"
 
 
 class Gate:
@@ -72,13 +72,13 @@ class Gate:
         finally:
             self.waited_s += time.perf_counter() - started
             self._inside = False
-        if verdict.startswith(_LOST):
-            self._end(f"rank {int(verdict[len(_LOST) :])} has failed", True)
+        if verdict.startswith(LOST):
+            self._end(f"rank {int(verdict[len(LOST) :])} has failed", True)
             return False
         self._alone_since = None
-        if verdict.startswith(_LEFT):
-            self._end(f"rank {int(verdict[len(_LEFT) :])} has left", False)
-        return verdict == _GO
+        if verdict.startswith(LEFT):
+            self._end(f"rank {int(verdict[len(LEFT) :])} has left", False)
+        return verdict == GO
 
     def leave(self) -> None:
         """Cancel all further rounds for every rank. Called by the lane's own thread when it ends."""
@@ -86,7 +86,7 @@ class Gate:
             try:
                 self._store.set(f"{self._prefix}/at/{self._rank}", _ENDED)
                 # Others may have cancelled rounds that this rank never entered.
-                while not self._decide(self._next, self._farewell()).startswith((_LEFT, _LOST)):
+                while not self._decide(self._next, self._farewell()).startswith((LEFT, LOST)):
                     self._next += 1
             except CommunicationError:
                 self.urgent = True  # the store is gone
@@ -130,23 +130,23 @@ class Gate:
         return f"no response from rank {', '.join(map(str, late))}" if late else "an exchange failed"
 
     def _farewell(self) -> bytes:
-        return (_LOST if self.failing else _LEFT) + str(self._rank).encode()
+        return (LOST if self.failing else LEFT) + str(self._rank).encode()
 
     def _verdict(self, number: int, give_up: Callable[[], bool]) -> bytes:
         self._store.set(f"{self._prefix}/at/{self._rank}", str(number))
         if self._store.add(f"{self._prefix}/{number}/entered", 1) == self._size:
-            return self._decide(number, _GO)
+            return self._decide(number, GO)
         return self._await_verdict(number, give_up)
 
     def _await_verdict(self, number: int, give_up: Callable[[], bool]) -> bytes:
         """After this rank has entered the round."""
-        deadline, pause = time.monotonic() + self._patience_s, _PAUSE_S[0]
+        deadline, pause = time.monotonic() + self._patience_s, PAUSE_S[0]
         # Polling, not store.wait(): that holds the client's lock, which other threads of this rank need.
         while not self._store.check([f"{self._prefix}/{number}/verdict"]):
             if self.closing.is_set():
                 return self._decide(number, self._farewell())
             if give_up():
-                return self._decide(number, _OFF)
+                return self._decide(number, OFF)
             if time.monotonic() > deadline:
                 late = ", ".join(map(str, self._late(number, self._store)))
                 self.remark, self.urgent = (
@@ -155,7 +155,7 @@ class Gate:
                 )
                 deadline = float("inf")
             self.closing.wait(pause)
-            pause = min(2 * pause, _PAUSE_S[1])
+            pause = min(2 * pause, PAUSE_S[1])
         return self._seen(number, bytes(self._store.get(f"{self._prefix}/{number}/verdict")))
 
     def _decide(self, number: int, verdict: bytes) -> bytes:
@@ -163,7 +163,7 @@ class Gate:
         return self._seen(number, bytes(self._store.compare_set(f"{self._prefix}/{number}/verdict", "", verdict)))
 
     def _seen(self, number: int, verdict: bytes) -> bytes:
-        if verdict.startswith(_GO):  # all have entered it, so all have done with those before
+        if verdict.startswith(GO):  # all have entered it, so all have done with those before
             for old in range(self._oldest, number) if self._rank == 0 else ():
                 for key in self._keys_of(old):
                     self._store.delete_key(key)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bagua.algorithms.views import Ballot
 from bagua.comm.store import BoundedStore
-from bagua.engine.lanes.gate import _GO, _LEFT, _LOST, _OFF, _PAUSE_S, Gate
+from bagua.engine.lanes.gate import GO, LEFT, LOST, OFF, PAUSE_S, Gate
 from bagua.errors import CommunicationError
 
 __all__ = ["QuorumGate"]
@@ -41,7 +41,7 @@ class QuorumGate(Gate):
         self._inside = True
         try:
             if not self._await_close(number, ballot):
-                verdict = self._decide(number, self._farewell() if self.closing.is_set() else _OFF)
+                verdict = self._decide(number, self._farewell() if self.closing.is_set() else OFF)
             else:
                 verdict = self._enter_with(number, ballot)
         except CommunicationError as error:
@@ -50,20 +50,20 @@ class QuorumGate(Gate):
         finally:
             self.waited_s += time.perf_counter() - started
             self._inside = False
-        if verdict.startswith((_LOST, _LEFT)):
-            kind = _LOST if verdict.startswith(_LOST) else _LEFT
-            how = "failed" if kind == _LOST else "left"
+        if verdict.startswith((LOST, LEFT)):
+            kind = LOST if verdict.startswith(LOST) else LEFT
+            how = "failed" if kind == LOST else "left"
             self.fail()  # nobody merges any more, so this rank is alone
             self._end(f"rank {int(verdict[len(kind) :])} has {how}", True)
             return None
-        if not verdict.startswith(_GO):
+        if not verdict.startswith(GO):
             return None
         self._alone_since = None
-        return [_numbers(each) for each in verdict[len(_GO) :].split(b";")]
+        return [_numbers(each) for each in verdict[len(GO) :].split(b";")]
 
     def _await_close(self, number: int, ballot: Ballot) -> bool:
         """Return True once the round has closed, False if this rank gives it up before."""
-        opened, quorum_at, counted, pause = time.monotonic(), None, False, _PAUSE_S[0]
+        opened, quorum_at, counted, pause = time.monotonic(), None, False, PAUSE_S[0]
         prefix = f"{self._prefix}/{number}"
         while not self._store.check([f"{prefix}/closed"]):
             if self.closing.is_set() or ballot.withdrawn():
@@ -83,7 +83,7 @@ class QuorumGate(Gate):
                     self._store.set(f"{prefix}/closed", b"1")
                     return True
             self.closing.wait(pause)
-            pause = min(2 * pause, _PAUSE_S[1])
+            pause = min(2 * pause, PAUSE_S[1])
         return True
 
     def _enter_with(self, number: int, ballot: Ballot) -> bytes:
@@ -95,7 +95,7 @@ class QuorumGate(Gate):
         offers = [bytes(each) for each in self._store.multi_get(self._offers(number))]
         # A rank may have withdrawn what it was ready with, to save its state.
         enough = sum(_numbers(each)[0] > 0 for each in offers) >= self._quorum
-        return self._decide(number, _GO + b";".join(offers) if enough else _OFF)
+        return self._decide(number, GO + b";".join(offers) if enough else OFF)
 
     def _decide(self, number: int, verdict: bytes) -> bytes:
         held = super()._decide(number, verdict)
