@@ -109,9 +109,12 @@ def cells_of(table: str, costs: Costs = CPU, fitted_only: bool = False) -> Itera
         if fitted_only and group != FITTED_GROUP:
             continue
         condition = conditions[row["condition"]]
-        slow = condition["slow"] if contenders.get(row["entrant"]).synchronous else 1.0  # in `compute_ms` already
-        optimizer_s, step_s = row["optimizer_ms"] / 1e3, row["compute_ms"] / 1e3 * slow
-        workload = Workload(models.get(row["model"]), step_s - optimizer_s, row["forward_ms"] / 1e3, optimizer_s)
+        # The times are those of the slowest rank that the others wait for; a workload is one of a fast host.
+        slow = condition["slow"] if contenders.get(row["entrant"]).synchronous else 1.0
+        step_s, forward_s, optimizer_s = (
+            slow * row[f"{part}_ms"] / 1e3 for part in ("compute", "forward", "optimizer")
+        )
+        workload = Workload(models.get(row["model"]), step_s - optimizer_s, forward_s, optimizer_s)
         cluster = Cluster(
             row["hosts"],
             bandwidth=condition["bits_per_s"] or math.inf,

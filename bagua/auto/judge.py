@@ -20,7 +20,7 @@ __all__ = ["Judge", "Order", "Outcome"]
 _FINALISTS, _FINALISTS_AGAIN = 3, 2
 _MOST_TRIAL_STEPS = 31  # with those in full precision fewer than 40
 _SKIPPED_AT_FIRST, _MEASURED_AT_FIRST = 2, 4
-_MEASURED = 4
+_MEASURED, _MEASURED_AGAIN = 4, 3
 _MOST_ERROR = 0.5  # of the mean, without error feedback
 _LEAST_COSINE = 0.05  # with it, as `bagua.Guard`
 _MOST_CONSENSUS = 0.1
@@ -227,7 +227,8 @@ class Judge:
 
     def _trial(self, position: int) -> Order:
         candidate = self._facts.candidates[position]
-        return Order(position, 1, max(_MEASURED, candidate.period), quality=candidate.kind != "exact")
+        measured = _MEASURED if self._current is None else _MEASURED_AGAIN
+        return Order(position, 1, max(measured, candidate.period), quality=candidate.kind != "exact")
 
     def _judge_quality(self, position: int, quality: Quality | None) -> None:
         if quality is None or not position:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,16 +24,15 @@ from bagua.auto.facts import Facts, StepTimes
 from bagua.auto.judge import Judge, Order, Outcome
 from bagua.auto.links import Links, measure_links
 from bagua.auto.loss_gaps import families_of
-from bagua.auto.watch import Drift, Watch
+from bagua.auto.watch import DRIFT, SOONEST, Drift, Watch
 from bagua.comm.team import decode, encode
 from bagua.engine import Quality
 from bagua.engine.choosing import Choosable
 from bagua.engine.startup.link_probe import usable_cores
 
-__all__ = ["ChoiceSession"]
+__all__ = ["LOOK", "ChoiceSession"]
 
-_LOOK = 4  # steps between two sums of the ranks' suspicions
-_RECENT = 4
+LOOK = 2  # steps between two sums of the ranks' suspicions
 _LONG = 12
 _CHANGED = 1.5  # by which the measured rate must differ; less is noise, or another cause
 
@@ -65,8 +65,7 @@ class ChoiceSession:
         self._knows = False  # rank 0 has what predictions need: the choice was not loaded
         self._reviews = False  # whether the last fine step has brought something is to be seen
         self._sums: Callable[[], list[float]] | None = None  # of suspicions, in flight
-        self._recent_s: deque[float] = deque(maxlen=_RECENT)  # lengths of steps, while it watches
-        self._long_s: deque[float] = deque(maxlen=_LONG)
+        self._long_s: deque[float] = deque(maxlen=_LONG)  # lengths of steps, while it watches
 
     @property
     def explanation(self) -> Explanation:
@@ -252,9 +251,7 @@ class ChoiceSession:
             self._made = engine.algorithm
         watch.add(engine.last.comm_s)
         self._mark("end")
-        step_s = self._step_times(0.0).step_s
-        self._recent_s.append(step_s)
-        self._long_s.append(step_s)
+        self._long_s.append(self._step_times(0.0).step_s)
         drift = self._drift
         if drift is not None:
             drift.add(engine.last.comm_s)
@@ -264,7 +261,7 @@ class ChoiceSession:
                 self._choose_again(engine, watch)
             elif drift is not None and max(sums[2:]) >= engine.team.size / 2:
                 self._refine(engine, drift)
-        elif engine.step % _LOOK == 0:
+        elif engine.step % LOOK == 0:
             signs = (watch.suspicion, drift.sign if drift is not None else 0)
             reviews = drift is not None and drift.rested and self._reviews
             values = [float(sign == way) for sign in signs for way in (1, -1)]
@@ -295,12 +292,12 @@ class ChoiceSession:
         known = self._explanation.links
         if known is not None and not links.differs(known, _CHANGED):
             watch.false_alarm()
-            if self._drift is not None:
+            if self._drift is not None and not links.differs(known, DRIFT):  # else a fine step may answer it
                 self._drift.forget()
             return
         self._settled, self._watch, self._drift = False, None, None
         typical = statistics.median if self._candidates[self._order.candidate].period == 1 else statistics.fmean
-        mine = typical(self._recent_s)
+        mine = typical(islice(reversed(self._long_s), watch.lasting))  # none of before the change
         reports = engine.team.all_gather_bytes("choice of the algorithm", encode([mine, self._judge is not None]))
         found = [decode(each) for each in reports]
         if not found[0][1]:  # the choice was loaded: nothing is known of compute
@@ -315,8 +312,7 @@ class ChoiceSession:
         """From now on, unless ranks do not wait for each other."""
         candidate = self._candidates[self._order.candidate]
         self._watch = Watch(candidate.period) if self._auto.adapt and candidate.kind != "asynchronous" else None
-        self._recent_s = deque(maxlen=max(_RECENT, candidate.period))
-        self._long_s.clear()
+        self._long_s = deque(maxlen=max(_LONG, SOONEST * candidate.period))
         self._drift = Drift(candidate.period) if self._watch and self._knows and candidate.ladder else None
 
     def _settle(self, engine: Choosable, reason: str = "") -> None:

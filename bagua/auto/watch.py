@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
+from itertools import islice
 
-__all__ = ["DRIFT", "Drift", "Watch"]
+__all__ = ["DRIFT", "SOONEST", "Drift", "Watch"]
 
-_CHANGE = 1.4  # of the time that exchanges take; a rate that halves or doubles changes it by more, overheads included
-_REFERENCE = 8  # steps
-_WINDOW = 4
+# (n, factor): a change is suspected where all of the last n steps differ by the factor. The larger it is, the sooner.
+_SIGNS = ((5, 1.4), (8, 1.25))
+SOONEST = _SIGNS[0][0]  # steps
+_LATEST = _SIGNS[-1][0]
+_REFERENCE, _MOST_REFERENCE = 8, 32  # steps
+_LEAST_PERIODS = 4  # in a reference, where steps differ within a period
+_USUAL = 0.9  # of the steps of the reference: a step is suspect only beyond these
 _PAUSE = 50  # steps after a false alarm; doubles with each
 DRIFT = 1.12  # of the time of exchanges: less is noise
 _LONG = 12  # steps
@@ -17,50 +23,81 @@ _DWELL, _LONGEST_DWELL = 32, 1024  # steps in which a setting stays after a fine
 
 
 class Watch:
-    """Compares the time of exchanges in the last steps with that of the first ones after a choice.
+    """Compares the time of exchanges in the last steps with that of steps after a choice.
+
+    A large change is suspected after five steps, a small one after eight. Each of these steps must also be slower, or
+    faster, than nine tenths of the reference, so that noise that was there before is no sign of a change. The
+    reference grows until it has 32 steps; the last eight are never in it.
 
     Args:
-        period: steps after which the pattern of steps repeats.
+        period: steps after which the pattern of steps repeats. Whole periods count as a step does otherwise.
 
     Examples:
         >>> from bagua.auto.watch import Watch
         >>> watch = Watch()
-        >>> for seconds in [0.1] * 8 + [0.2] * 4:
+        >>> for seconds in [0.1] * 8 + [0.15] * 5:
         ...     watch.add(seconds)
-        >>> watch.suspicion
-        1
+        >>> watch.suspicion, watch.lasting
+        (1, 5)
     """
 
     def __init__(self, period: int = 1) -> None:
+        self._period = period
+        self._begun: list[float] = []  # of a period that has not ended
+        self._least = max(math.ceil(_REFERENCE / period), _LEAST_PERIODS)
         self._reference: list[float] = []
-        self._reference_s: float | None = None
-        self._recent: deque[float] = deque(maxlen=max(_WINDOW, period))
-        self._size = max(_REFERENCE, period)
+        self._recent: deque[float] = deque(maxlen=_LATEST)
         self._pause, self._next_pause = 0, _PAUSE
 
     def add(self, comm_s: float) -> None:
         """Count a step in which exchanges took `comm_s` seconds."""
         if self._pause:
             self._pause -= 1
-        elif self._reference_s is None:
-            self._reference.append(comm_s)
-            if len(self._reference) == self._size:
-                self._reference_s = statistics.median(self._reference)
-        else:
-            self._recent.append(comm_s)
+            return
+        self._begun.append(comm_s)
+        if len(self._begun) < self._period:
+            return
+        mean_s = statistics.fmean(self._begun)
+        self._begun = []
+        if len(self._reference) < self._least:
+            self._reference.append(mean_s)
+            return
+        if len(self._recent) == _LATEST and len(self._reference) < _MOST_REFERENCE:
+            self._reference.append(self._recent[0])
+        self._recent.append(mean_s)
 
     @property
     def suspicion(self) -> int:
-        """1: all of the last steps were slower; -1: all were faster; 0: neither."""
-        if self._reference_s is None or len(self._recent) < (self._recent.maxlen or 0):
+        """1: the last steps were slower; -1: they were faster; 0: neither."""
+        if len(self._reference) < self._least:
             return 0
-        if min(self._recent) > _CHANGE * self._reference_s:
-            return 1
-        return -1 if max(self._recent) < self._reference_s / _CHANGE else 0
+        ranked, typical = sorted(self._reference), statistics.median(self._reference)
+        high = ranked[int(_USUAL * len(ranked))]
+        low = ranked[len(ranked) - 1 - int(_USUAL * len(ranked))]
+        for count, factor in _SIGNS:
+            last = list(islice(reversed(self._recent), count))
+            if len(last) < count:
+                break
+            if min(last) > max(factor * typical, high):
+                return 1
+            if max(last) < min(typical / factor, low):
+                return -1
+        return 0
+
+    @property
+    def lasting(self) -> int:
+        """The last steps for which exchanges have been slower, or faster, than the reference; at least 5."""
+        count = 0
+        if len(self._reference) >= self._least:
+            typical = statistics.median(self._reference)
+            sides = [1 if s > DRIFT * typical else -1 if s < typical / DRIFT else 0 for s in reversed(self._recent)]
+            while count < len(sides) and sides[count] == sides[0] != 0:
+                count += 1
+        return max(count, SOONEST) * self._period
 
     def false_alarm(self) -> None:
         """The links are as before: what is measured from now on is the reference, after a pause."""
-        self._reference, self._reference_s = [], None
+        self._reference, self._begun = [], []
         self._recent.clear()
         self._pause, self._next_pause = self._next_pause, 2 * self._next_pause
 

@@ -100,11 +100,11 @@ class Costs:
 CPU = Costs(
     link_efficiency=0.94,
     mesh_efficiency=0.88,
-    wire_s_per_byte=0.45e-9,
-    message_s=0.22e-3,
-    wake_s=1.7e-3,
-    element_s=0.8e-9,
-    matmul_s_per_flop=1.0 / 32e9,
+    wire_s_per_byte=0.46e-9,
+    message_s=0.16e-3,
+    wake_s=1.8e-3,
+    element_s=0.73e-9,
+    matmul_s_per_flop=1.0 / 25e9,
 )
 
 # Not measured by this project yet. NCCL moves bytes without the CPU; kernels read and write at 1 TB/s.

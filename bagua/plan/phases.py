@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bagua.codecs import Eden
+from bagua.codecs import Eden, Fp16
 from bagua.exchanges import (
     AllGather,
     AllReduce,
@@ -21,17 +21,24 @@ from bagua.exchanges import (
 )
 from bagua.plan.cluster import Cluster, Costs
 
-__all__ = ["Phase", "TorchPowerSGD", "UnknownCourseError", "phases_of", "slow_start_s", "total_sent"]
+__all__ = ["Phase", "TorchAverage", "TorchPowerSGD", "UnknownCourseError", "phases_of", "slow_start_s", "total_sent"]
 
 _FEW = 2.0  # peers, whose ways limit as those of a ring
 # Passes over a tensor that a randomized Hadamard rotation costs, there and back: `python -m benchmarks.codecs`.
 _ROTATION, _ROTATION_BACK = 1.0, 0.4
+_FEEDBACK = 1.0  # passes to add residuals and keep what is left: the same benchmark, 0.5 to 1.1 by codec
+# Passes by which casts of fp16, and gloo's sums of it, cost more than those of bf16: CPU time, both on one machine.
+_FP16_CAST, _FP16_SUM = 0.5, 2.0
 _RECEIVERS: dict[tuple[str, int], float] = {}
 _INITIAL_WINDOW = 14_600.0  # bytes that TCP sends on a connection before the first acknowledgement: RFC 6928
 
 
 class TorchPowerSGD(PowerSGD):
-    """PowerSGD as DDP's hook computes it."""
+    """PowerSGD as DDP's hook computes it, with three all-reduces in a ring."""
+
+
+class TorchAverage(AllReduce):
+    """All weights copied to one tensor, divided and averaged in a ring, as torch's `PeriodicModelAverager` does."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,11 @@ class Phase:
     sent: float = 0.0
 
 
-def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs) -> list[Phase]:
+def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs, momenta: bool = False) -> list[Phase]:
     """Phases of one exchange of `n` fp32 elements among all ranks of `cluster`.
+
+    Args:
+        momenta: gradients are turned into momenta as they are read, and means of momenta back into gradients.
 
     Raises:
         UnknownCourseError: the exchange is of an unknown kind.
@@ -89,18 +99,21 @@ def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs) -> lis
         return []
     if isinstance(exchange, Hierarchical):
         leaders = replace(cluster, devices=1)
-        among = phases_of(exchange.inner, n, leaders, costs) if cluster.hosts > 1 else []
+        among = phases_of(exchange.inner, n, leaders, costs, momenta) if cluster.hosts > 1 else []
         if cluster.devices == 1:
             return among
         up = _within_host(n, cluster, costs, reads=1)
         return [up, *among, replace(up, before_s=0.0)]
+    if isinstance(exchange, TorchAverage):
+        size, wire = cluster.ranks, 4.0 * n
+        return [Phase(before_s=2 * n * costs.element_s), _ring(n, wire, size, cluster, costs, reads=1.0)]
     if isinstance(exchange, AllReduce):
         return _all_reduce(exchange, n, cluster, costs)
     if isinstance(exchange, ScatterGather):
-        extra = 2.0 if exchange.error_feedback or exchange.running_scale else 0.0
         wire = exchange.codec.wire_bytes(-(-n // cluster.ranks), torch.float32) * cluster.ranks
+        reads = 1.0 + (_FEEDBACK if exchange.error_feedback or exchange.running_scale else 0.0) + momenta
         rotates = isinstance(exchange.codec, Eden)
-        return _to_owners_and_back(n, wire, cluster, costs, reads=1.0 + extra, rotates=rotates)
+        return _to_owners_and_back(n, wire, cluster, costs, reads=reads, rotates=rotates, writes=1.0 + momenta)
     if isinstance(exchange, AllGather):
         sent, peers = exchange.bytes_per_rank(n, cluster.ranks), float(cluster.ranks - 1)
         return _to_peers(n, sent, cluster, costs, peers=peers, mixed=1.0)
@@ -135,6 +148,8 @@ def _all_reduce(exchange: AllReduce, n: int, cluster: Cluster, costs: Costs) -> 
     size = cluster.ranks
     wire = float(exchange.codec.wire_bytes(n, torch.float32))
     reads = 1.0 if exchange.codec.lossless else 3.0
+    if isinstance(exchange.codec, Fp16):
+        reads += _FP16_CAST + _FP16_SUM * (size - 1) / size
     if cluster.devices == 1 and wire <= exchange.direct_bytes:
         return _to_owners_and_back(n, wire, cluster, costs, reads=reads)
     return [_ring(n, wire, size, cluster, costs, reads)]
@@ -163,12 +178,12 @@ def _ring(n: int, wire: float, size: int, cluster: Cluster, costs: Costs, reads:
 
 
 def _to_owners_and_back(
-    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, rotates: bool = False
+    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, rotates: bool = False, writes: float = 1.0
 ) -> list[Phase]:
     """Each rank's part to its owner; the owner's result to all. Rows leave as they are encoded.
 
     Args:
-        reads: passes over the tensor to encode it.
+        reads, writes: passes over the tensor to encode it, and over the result.
         rotates: blocks are rotated before they are encoded, and back after they are decoded.
     """
     forth, back = (_ROTATION, _ROTATION_BACK) if rotates else (0.0, 0.0)
@@ -181,7 +196,7 @@ def _to_owners_and_back(
     scatter = Phase(row_s, row_s * (size - 1) + traffic, *away, wait, away[0] * efficiency)
     # A chunk of each rank is decoded, the mean is encoded.
     combine = n * (1 + back + (1 + forth) / size) * costs.element_s
-    gather = Phase(combine, (1 + back) * n * costs.element_s + traffic, *away, wait, away[0] * efficiency)
+    gather = Phase(combine, (writes + back) * n * costs.element_s + traffic, *away, wait, away[0] * efficiency)
     return [scatter, gather, Phase(before_s=n * costs.element_s / size)]
 
 
@@ -207,7 +222,10 @@ def _to_peers(
 
 
 def _low_rank(exchange: PowerSGD, cluster: Cluster, costs: Costs) -> list[Phase]:
-    """A mean of left factors and one of right factors and all that is not compressed, each after a matrix product."""
+    """A mean of left factors and one of right factors and all that is not compressed, each after a matrix product.
+
+    Torch's hook has three means, one after the other.
+    """
     left = right = rest = compressed = 0
     flops = 0.0
     for n, m in exchange.shapes:
@@ -224,11 +242,14 @@ def _low_rank(exchange: PowerSGD, cluster: Cluster, costs: Costs) -> list[Phase]
         )
         for products, passes in zip(steps.products, steps.passes, strict=True)
     )
-    mean = AllReduce()
+    if isinstance(exchange, TorchPowerSGD):  # each in its turn: what is not compressed, left factors, right factors
+        mean, parts = AllReduce(direct_bytes=0), ([first], rest, [], left, [second], right, [last])
+    else:
+        mean, parts = AllReduce(), ([first], left, [second], right + rest, [last])
     found: list[Phase] = []
-    for arithmetic, elements in ((first, left), (second, right + rest)):
-        found += [arithmetic, *(phases_of(mean, elements, cluster, costs) if elements else [])]
-    return [*found, last]
+    for part in parts:
+        found += part if isinstance(part, list) else phases_of(mean, part, cluster, costs)
+    return found
 
 
 def _away(sent: float, cluster: Cluster, costs: Costs, efficiency: float) -> tuple[tuple[float, float], float]:

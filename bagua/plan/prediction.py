@@ -71,7 +71,7 @@ def predict(algorithm: str, workload: Workload, cluster: Cluster, costs: Costs =
     for bucket in recipe.buckets:
         key = id(bucket.exchange), bucket.numel
         if key not in known:
-            known[key] = phases_of(bucket.exchange, bucket.numel, cluster, costs)
+            known[key] = phases_of(bucket.exchange, bucket.numel, cluster, costs, recipe.momenta)
         exchanges.append(known[key])
     sent = sum(total_sent(phases) for phases in exchanges) / recipe.every
     step = _step_s(recipe, workload, factor, exchanges, cluster)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import bagua
+from bagua.algorithms.qadam import MomentumAverage
 from bagua.bench import contenders
 from bagua.bench.bounds import Moment
 from bagua.bench.models import Model
@@ -24,7 +25,7 @@ from bagua.engine.reducer.bucketing import (
 )
 from bagua.exchanges import AllReduce, Exchange, Hierarchical, PowerSGD
 from bagua.plan.cluster import Cluster
-from bagua.plan.phases import TorchPowerSGD, UnknownCourseError
+from bagua.plan.phases import TorchAverage, TorchPowerSGD, UnknownCourseError
 
 __all__ = ["DEFAULT_NAMES", "Bucket", "Recipe", "recipe_of"]
 
@@ -66,6 +67,7 @@ class Recipe:
         every: steps from one exchange to the next.
         delay: steps beside which an exchange runs, if it is rarer than steps.
         synchronous: a slow rank holds up the others.
+        momenta: what is exchanged is made from gradients, and turned back into them.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Recipe:
     every: int = 1
     delay: int = 0
     synchronous: bool = True
+    momenta: bool = False
 
 
 def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
@@ -101,7 +104,8 @@ def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
     lanes = LANES_OF_WIDE if _narrowness(buckets[0].exchange, cluster) <= WIDE else DEFAULT_NUM_LANES
     every = max(int(getattr(algorithm, "communication_interval", 0)) or traffic.every, 1)
     moment = Moment.AFTER if every > 1 and delay == 0 and hasattr(algorithm, "delay") else traffic.moment
-    return Recipe(name, moment, buckets, lanes, every, min(delay, every), contender.synchronous)
+    momenta = isinstance(algorithm, MomentumAverage)
+    return Recipe(name, moment, buckets, lanes, every, min(delay, every), contender.synchronous, momenta)
 
 
 def _algorithm(name: str, options: Any) -> Any:
@@ -169,16 +173,15 @@ def _part_bytes(exchange: Exchange, cluster: Cluster) -> int:
 
 
 def _of_torch(name: str, moment: Moment, every: int, model: Model) -> Recipe:
-    """DDP: a first bucket of 1 MiB, then 25 MiB, whole parameters; PowerSGD in one bucket, as its hook is used."""
+    """DDP: a first bucket of 1 MiB, then 25 MiB, whole parameters. PowerSGD and averages of weights: in one."""
     if name == "ddp_powersgd":
         shapes = [shape for layer in model.layers for shape in layer.shapes]
         whole = TorchPowerSGD(_matrices(shapes), _POWER_RANK)
         return Recipe(name, moment, (Bucket(model.num_elements, len(model.layers) - 1, whole),), 1)
+    if name == "post_local_sgd":
+        return Recipe(name, moment, (Bucket(model.num_elements, 0, TorchAverage(direct_bytes=0)),), 1, every)
     codec = {"ddp_fp16": "fp16", "ddp_bf16": "bf16"}.get(name)
     exchange = AllReduce(direct_bytes=0) if codec is None else AllReduce(bagua.codecs.get(codec), direct_bytes=0)
-    if name == "post_local_sgd":  # parameter by parameter, once all steps are made
-        each = [math.prod(shape) for layer in reversed(model.layers) for shape in layer.shapes]
-        return Recipe(name, moment, tuple(Bucket(numel, 0, exchange) for numel in each), 1, every)
     buckets: list[Bucket] = []
     numel, limit = 0, _DDP_FIRST_BYTES
     for position, layer in enumerate(reversed(model.layers)):

@@ -2,7 +2,8 @@
 
 In an emulated cluster, under twelve network conditions: six that were known when the rules were written, and six that
 are drawn from a seed. With `--change RATE` the link of one host changes in mid-run too: the steps up to the next choice
-are counted, and the second choice is what is compared.
+are counted, and the second choice is what is compared. With `--losses` two small tasks are trained under "auto", and
+what they have learned is compared with DDP instead: see `benchmarks.auto.losses`.
 
 The choice is compared with every setting of its class that learns well enough, and with DDP. First a heat of all, then
 rounds in turn of those near the fastest. Results are added to the JSON file, condition by condition, and what is there
@@ -24,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from bagua.algorithms.auto import ALLOWED, Auto
+from bagua.auto.loss_gaps import FAMILIES
 from bagua.bench import machine, results_file
 from bagua.bench.conditions import Condition, parse
 from bagua.bench.hosts import LocalHosts, rank_environment
 from bagua.lab import Cluster, LabError, Link
+from benchmarks.auto import losses
 from benchmarks.auto.judging import joined, line, summarise
 from benchmarks.autotune.__main__ import await_ranks
 
@@ -114,7 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 where something could not be measured; 2 for wrong arguments.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.between < 8:
+        parser.error(f"--between: the time of exchanges must be known: expected at least 8 steps, got {args.between}")
     change = None if args.change is None else parse(args.change).bits_per_s
     job = {
         "model": args.model,
@@ -123,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "steps": 2 if args.quick else 5,
         "rounds": 1 if args.quick else 2,
         "change": change,
+        **({} if change is None else {"between": args.between}),
         "timeout_s": 120.0,
         "limit_s": args.limit_s,
     }
@@ -133,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    if args.losses:
+        return _losses(args, chosen)
     content: dict[str, Any] = {"results": []}
     if args.json is not None and args.json.exists():
         content = json.loads(args.json.read_text())
@@ -163,6 +172,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json is not None:
             results_file.write(args.json, content, indent=None)
     return code
+
+
+def _losses(args: argparse.Namespace, conditions: Sequence[Condition]) -> int:
+    """Train instead of measuring times; returns the exit status."""
+    try:
+        settings = losses.chosen_before(args.chosen) if args.chosen is not None else {}
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    job = {
+        "seeds": [0] if args.quick else [0, 1, 2],
+        "family": args.family,
+        "allow": args.allow,
+        "limit_s": args.limit_s,
+        "quick": args.quick,
+    }
+    return losses.measure(conditions, settings, job, args.json, args.local)
 
 
 def numbers(text: str | None, count: int) -> list[int]:
@@ -204,6 +230,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=2026, help="of those; default 2026")
     parser.add_argument("--allow", choices=ALLOWED, default="lossy", help="class; default lossy")
     parser.add_argument("--change", help="bandwidth that host 1 gets after the choice, as 100mbit")
+    parser.add_argument(
+        "--between", type=int, default=24, help="steps from the choice to the change, 8 at least; default 24"
+    )
+    parser.add_argument("--losses", action="store_true", help="what is learned, beside DDP, instead of times")
+    parser.add_argument("--chosen", type=Path, help="earlier results, whose choices are trained too, with --losses")
+    parser.add_argument("--family", choices=FAMILIES, default="sgd", help="optimizer of --losses; default sgd")
     parser.add_argument("--hosts", type=int, default=4, help="one rank each; default 4")
     parser.add_argument("--model", default="layers25m/10", help="see bagua bench; default layers25m/10")
     parser.add_argument("--compute-ms", type=float, help="of a step; default 60")

@@ -14,6 +14,7 @@ __all__ = [
     "finalists",
     "joined",
     "line",
+    "noticed_after",
     "slowest",
     "summarise",
     "verdict",
@@ -39,6 +40,19 @@ def joined(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     steps = slowest([{"auto": each["auto"]["steps_ms"]} for each in ranks])["auto"]
     found = {part: slowest([each[part] for each in ranks]) for part in ("heat", "fixed")}
     return {"auto": {**first, "steps_ms": steps}, **found}
+
+
+def noticed_after(steps: Sequence[Mapping[str, Any]]) -> int | None:
+    """Steps from a change of the links until it was answered by trials or by another setting; None if it was not.
+
+    Examples:
+        >>> from benchmarks.auto.judging import noticed_after
+        >>> noticed_after([{"phase": "settled", "chosen": "a"}, {"phase": "trying", "chosen": "b"}])
+        2
+    """
+    first = steps[0]["chosen"] if steps else ""
+    moved = (number for number, each in enumerate(steps, 1) if each["phase"] != "settled" or each["chosen"] != first)
+    return next(moved, None)
 
 
 def barred(explanation: Mapping[str, Any]) -> set[str]:
@@ -86,6 +100,7 @@ def summarise(result: Mapping[str, Any], allow: str) -> dict[str, Any]:
     }
     if "again" in auto:
         row |= {"before": auto["explanation"]["chosen"], "steps_to_choose_again": auto.get("steps_to_choose_again")}
+        row["steps_to_notice"] = noticed_after(auto.get("after_change", ()))
     return row
 
 
@@ -113,7 +128,10 @@ def line(row: Mapping[str, Any], limit: float) -> str:
     """For people."""
     first = f"{row['condition']}: {row['chosen']} in {row['steps_to_choose']} steps"
     if "before" in row:
-        first = f"{row['condition']}: {row['before']}, then {row['chosen']} after {row['steps_to_choose_again']} steps"
+        first = (
+            f"{row['condition']}: {row['before']}, then {row['chosen']} after {row['steps_to_choose_again']} steps, "
+            f"{row['steps_to_notice']} of them to notice"
+        )
     missed = "; ".join(verdict(row, limit))
     return (
         f"{first}, {row['chosen_ms']:.0f} ms; best {row['best']}, {row['best_ms']:.0f} ms: {row['over_best']:+.1%} of "

@@ -25,7 +25,6 @@ from benchmarks.auto.judging import DDP, barred, finalists, slowest
 _GIVE_UP = 60  # steps
 _WARM, _HEAT = 2, 3
 _MOST_AFTER_CHANGE = 60
-_BETWEEN = 24  # steps from the choice to the change: the time of exchanges must be known
 
 
 class Bench:
@@ -43,6 +42,13 @@ class Bench:
     def steps_ms(self, num_steps: int) -> list[float]:
         """Milliseconds of each of some steps."""
         return [1000 * self._training.step().step_s for _ in range(num_steps)]
+
+    def observed(self) -> dict[str, Any]:
+        """Make a step; returns what auto is doing after it, what runs, and how long exchanges took."""
+        (step_ms,) = self.steps_ms(1)
+        now = bagua.explain(self.model)
+        comm_ms = 1000 * bagua.stats(self.model).last.comm_s
+        return {"phase": now.phase, "chosen": now.chosen, "step_ms": round(step_ms, 3), "comm_ms": round(comm_ms, 3)}
 
     def close(self) -> None:
         """Collective."""
@@ -62,20 +68,20 @@ def choose(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     first = bagua.explain(bench.model)
     found: dict[str, Any] = {"steps_to_choose": made, "steps_ms": bench.steps_ms(job["steps"])}
     if job["change"]:
-        bench.steps_ms(_BETWEEN)
+        found["before_change"] = [bench.observed() for _ in range(job["between"])]
         dist.barrier()
         if dist.get_rank() == 0:
             results_file.write(folder / "settled.json", 0, indent=None)
         await_file(folder / "changed.json", job["timeout_s"])
         dist.barrier()
-        after = 0
-        while after < _MOST_AFTER_CHANGE:
-            bench.steps_ms(1)
-            after += 1
+        after: list[dict[str, Any]] = []
+        while len(after) < _MOST_AFTER_CHANGE:
+            after.append(bench.observed())
             now = bagua.explain(bench.model)
             if now.phase == "settled" and now.step != first.step:
-                found["steps_to_choose_again"] = after
+                found["steps_to_choose_again"] = len(after)
                 break
+        found["after_change"] = after
         found["again"] = bagua.explain(bench.model).as_dict()
     bench.close()
     return {**found, "explanation": first.as_dict()}

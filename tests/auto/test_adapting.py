@@ -90,6 +90,23 @@ def test_a_link_that_becomes_slow_is_answered_within_twenty_steps(monkeypatch: p
         assert torch.equal(weights, found[0][3])
 
 
+@pytest.mark.parametrize(("factor", "steps", "at"), [(1.3, 17, 50), (1.3, 17, 51), (1 / 1.3, 17, 51), (4.0, 14, 50)])
+def test_a_second_choice_stands_within_twenty_steps_of_any_change(
+    monkeypatch: pytest.MonkeyPatch, factor: float, steps: int, at: int
+) -> None:
+    """Exchanges change by `factor`, as little as is noticed, and the links by more."""
+    rate = 1e8
+    links = World(rate, rate / factor**2.5, at)
+    pretend(monkeypatch, World(rate, rate / factor, at), measured=links)
+    found = run_teams(2, run, at + 24)
+    for _, explained, _, weights in found:
+        assert explained.phase == "settled"
+        assert explained.reason.startswith("links changed from ")
+        assert explained.step - at <= steps
+        assert explained == found[0][1]
+        assert torch.equal(weights, found[0][3])
+
+
 def test_slower_exchanges_on_the_same_links_are_a_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = pretend(monkeypatch, World(1e11, 1e8, at=40), measured=World(1e11, 1e11, at=0))
     for first, explained, *_ in run_teams(2, run, 70):

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from bagua.auto.watch import Watch
 from bagua.bench.conditions import Condition, parse
 from benchmarks.auto import __main__ as benchmark
+from benchmarks.auto import alarms, losses
 from benchmarks.auto.__main__ import KNOWN, drawn
-from benchmarks.auto.judging import barred, finalists, joined, summarise, verdict
+from benchmarks.auto.judging import barred, finalists, joined, line, noticed_after, summarise, verdict
 from tests.benchmarks.quick_run import run_quickly
 from tests.fork_server import ForkServer
 
@@ -58,6 +60,20 @@ def test_after_a_change_the_second_choice_is_compared() -> None:
     assert "too many steps to choose again" in verdict(row, 0.02)
 
 
+def test_steps_after_a_change_are_told_apart() -> None:
+    steps = [{"phase": "settled", "chosen": "a"}] * 5
+    trial, second = {"phase": "trying", "chosen": "b"}, {"phase": "settled", "chosen": "b"}
+    assert noticed_after(steps) is None
+    assert noticed_after([*steps, trial, second]) == 6
+    assert noticed_after([*steps, second]) == 6  # no trial was needed
+    one = rank([30.0])
+    one["auto"] |= {"again": one["auto"]["explanation"], "after_change": [*steps, trial, second]}
+    one["auto"]["steps_to_choose_again"] = 21
+    row = summarise({"condition": "1gbit/0ms", **joined([one])}, "lossy")
+    assert "then bytegrad after 21 steps, 6 of them to notice" in line(row, 0.02)
+    assert "missed: 21 steps to choose again" in line(row | {"over_best": 0.0}, 0.02)
+
+
 def test_ddp_is_timed_well_where_the_choice_is_hardly_faster() -> None:
     heat = {"gradient_allreduce": [10.0], "bytegrad": [12.0], "bytegrad:codec=int4": [30.0], "ddp": [10.1]}
     assert finalists(heat, "gradient_allreduce", "lossy") == list(heat)
@@ -82,6 +98,82 @@ def test_what_is_known_is_not_measured_again(
     assert len(json.loads(file.read_text())["results"]) == 13
     assert benchmark.main(["--only", "0-3"]) == 2
     assert "--only: expected numbers from 1 to 12, as 1,4-6, got '0-3'" in capsys.readouterr().err
+
+
+def trained(setting: str, task: str, seed: int, loss: float, accuracy: float) -> dict[str, Any]:
+    chosen = "bytegrad" if setting == "auto" else setting
+    found = {"task": task, "setting": setting, "seed": seed, "steps": 9, "chosen": chosen}
+    return found | {"loss": loss, "accuracy": accuracy}
+
+
+def test_what_is_learned_is_compared_with_ddp_seed_by_seed() -> None:
+    base = [trained("ddp", "char_lm", seed, loss, 0.4) for seed, loss in ((0, 2.0), (1, 3.0), (2, 9.0))]
+    runs = [trained("auto", "char_lm", seed, loss, 0.1) for seed, loss in ((0, 2.1), (1, 3.1))]
+    assert losses.gap_between(runs, base) == pytest.approx(0.2 / 5)
+    digits = [trained("auto", "digits", 0, 9.0, 0.94)]
+    assert losses.gap_between(digits, [trained("ddp", "digits", 0, 0.1, 0.95)]) == pytest.approx(0.04)  # of a point
+    with pytest.raises(ValueError, match="base: has no run"):
+        losses.gap_between([trained("auto", "char_lm", 7, 2.0, 0.4)], base)
+    fixed = {"ddp": base, "bytegrad": [trained("bytegrad", "char_lm", 1, 3.03, 0.4)]}
+    (row,) = losses.rows_of({"condition": "1gbit/0ms", "runs": runs}, fixed, "bytegrad", "lossy")
+    assert (row["within"], row["setting_within"], row["limit"]) == (False, True, 0.02)
+    assert row["setting_gap"] == pytest.approx(0.01)
+    assert "gap +4.00 % of 2.0 % -- missed; bytegrad +1.00 %" in losses.text_of(row)
+
+
+def test_what_was_trained_is_not_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def run(hosts: Any, settings: Any, job: Any, times: int = 1) -> list[dict[str, Any]]:
+        asked.append(tuple(settings))
+        return [
+            trained(name, task, seed, 2.0, 0.9) for name in settings for task in losses.TASKS for seed in job["seeds"]
+        ]
+
+    monkeypatch.setattr(losses, "run", run)
+    monkeypatch.setattr(losses.machine, "describe_machine", dict)
+    chosen, file = tmp_path / "auto.json", tmp_path / "losses.json"
+    choices = [{"condition": name, "summary": {"chosen": "bytegrad"}} for name in KNOWN]
+    chosen.write_text(json.dumps({"results": choices}))
+    words = ["--losses", "--local", "--json", str(file), "--chosen", str(chosen)]
+    assert benchmark.main([*words, "--only", "1-2"]) == 0
+    assert benchmark.main([*words, "--only", "2-3"]) == 0
+    assert asked == [("ddp", "bytegrad"), ("auto",), ("auto",), ("auto",)]
+    content = json.loads(file.read_text())
+    assert [row["condition"] for row in content["rows"]] == [name for name in KNOWN[:3] for _ in losses.TASKS]
+    assert all(row["within"] and row["setting"] == "bytegrad" for row in content["rows"])
+    assert benchmark.main([*words, "--family", "adam"]) == 1
+    assert benchmark.main(["--losses", "--chosen", str(tmp_path / "none.json")]) == 2
+    errors = capsys.readouterr().err
+    assert "was measured with other options" in errors
+    assert "--chosen: " in errors and "has no choices" in errors
+
+
+def test_alarms_of_a_rule_are_counted_by_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steady, rising = alarms.recorded([1.0]), alarms.recorded([2.0**k for k in range(64)])
+    for make, look in ((alarms.Before, 4), (Watch, 2)):
+        assert alarms.alarmed(make, look, steady, 3, 40) == 0.0
+        assert alarms.alarmed(make, look, rising, 3, 40) == 1.0
+    before = [{"comm_ms": 1.0 + 0.01 * (k % 7)} for k in range(40)]
+    (tmp_path / "change.json").write_text(
+        json.dumps({"results": [{"condition": "1gbit/1ms", "auto": {"before_change": before}}]})
+    )
+    words = ["--recorded", str(tmp_path / "change.json"), "--json", str(tmp_path / "out.json")]
+    assert alarms.main([*words, "--trainings", "5", "--steps", "60"]) == 0
+    rows = {row["noise"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    assert rows["recorded, 1gbit/1ms"] == {"noise": "recorded, 1gbit/1ms", "before": 0.0, "now": 0.0}
+    assert rows["independent, 10 %"]["now"] == 0.0
+    assert "recorded, 1gbit/1ms" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_quick_training(fork_server: ForkServer, tmp_path: Path) -> None:
+    content, output = run_quickly(fork_server, "auto", tmp_path, "--local", "--losses")
+    assert {row["task"] for row in content["rows"]} == {"digits", "char_lm"}
+    assert all(run["steps"] < 40 for run in content["fixed"]["ddp"])
+    assert "50mbit/2ms, digits: " in output
 
 
 @pytest.mark.slow

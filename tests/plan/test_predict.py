@@ -10,8 +10,8 @@ import pytest
 
 from bagua.bench import contenders
 from bagua.bench.bounds import Timing, bound_s
-from bagua.codecs import Eden, Int4
-from bagua.exchanges import AllReduce, PowerSGD, ScatterGather
+from bagua.codecs import Bf16, Eden, Fp16, Int4
+from bagua.exchanges import AllReduce, Exchange, PowerSGD, ScatterGather
 from bagua.plan import CPU, GPU, Cluster, Workload, load_model, predict
 from bagua.plan.phases import TorchPowerSGD, phases_of
 from bagua.plan.recipe import DEFAULT_NAMES, recipe_of
@@ -89,7 +89,8 @@ def test_measured_tables() -> None:
     cells = [cell for table in plan.TABLES for cell in plan.cells_of(table)]
     judged = plan.summary(cells)["not fitted to"]
     assert judged["cells"] > 100
-    assert judged["within_tolerance"] > 0.9 and judged["median_error"] < 0.06
+    assert judged["within_tolerance"] > 0.95 and judged["median_error"] < 0.05
+    assert plan.summary(cells)[plan.FITTED_GROUP]["within_tolerance"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -145,20 +146,66 @@ def test_power_sgd_costs_products_and_one_pass_and_more_passes_in_the_hook_of_dd
     n, m, rank = 512, 256, 4
     cluster, free = Cluster(4), replace(CPU, element_s=0.0, matmul_s_per_flop=0.0)
 
-    def arithmetic(exchange: PowerSGD) -> float:
+    def arithmetic(exchange: PowerSGD, mean: AllReduce) -> float:
         """Without what the means of the factors cost."""
         busy, idle = (
             sum(each.before_s for each in phases_of(exchange, n * m, cluster, costs)) for costs in (CPU, free)
         )
         means = sum(
-            each.before_s
-            for elements in (n * rank, m * rank)
-            for each in phases_of(AllReduce(), elements, cluster, CPU)
+            each.before_s for elements in (n * rank, m * rank) for each in phases_of(mean, elements, cluster, CPU)
         )
         assert idle == 0.0
         return busy - means
 
     one_pass = n * m * CPU.element_s
     product = 2 * n * m * rank * CPU.matmul_s_per_flop + 0.9 * one_pass
-    assert arithmetic(PowerSGD(((n, m),), rank)) == pytest.approx(4 * product + one_pass)
-    assert arithmetic(TorchPowerSGD(((n, m),), rank)) == pytest.approx(3 * product + 6 * one_pass)
+    ring = AllReduce(direct_bytes=0)
+    assert arithmetic(PowerSGD(((n, m),), rank), AllReduce()) == pytest.approx(4 * product + one_pass)
+    assert arithmetic(TorchPowerSGD(((n, m),), rank), ring) == pytest.approx(3 * product + 6 * one_pass)
+
+
+def waits(exchange: Exchange, n: int, cluster: Cluster) -> float:
+    """Latencies, one after the other."""
+    return sum(each.wait_s for each in phases_of(exchange, n, cluster, replace(CPU, wake_s=0.0))) / cluster.latency
+
+
+def test_the_hook_of_ddp_has_three_means_in_rings_one_after_the_other() -> None:
+    """Of what is not compressed, of left factors, of right factors: 2 (R-1) latencies each."""
+    cluster, shapes = Cluster(4, latency=5e-3), ((64, 64), (1, 64))
+    n = 64 * 64 + 64
+    assert waits(TorchPowerSGD(shapes, 4), n, cluster) == pytest.approx(3 * 6)
+    assert waits(TorchPowerSGD(shapes[:1], 4), 64 * 64, cluster) == pytest.approx(2 * 6)
+    assert waits(PowerSGD(shapes, 4), n, cluster) == pytest.approx(2 * 2)
+
+
+def test_torch_averages_all_weights_in_one_ring() -> None:
+    model, cluster = load_model("25m"), Cluster(4, bandwidth=1e8, latency=5e-3)
+    (bucket,) = recipe_of("post_local_sgd", model, cluster).buckets
+    assert bucket.numel == model.num_elements
+    assert waits(bucket.exchange, bucket.numel, cluster) == pytest.approx(6)
+    (copies, ring) = phases_of(bucket.exchange, bucket.numel, cluster, CPU)
+    assert copies.before_s == pytest.approx(2 * bucket.numel * CPU.element_s)
+    assert ring.sent == pytest.approx(2 * 4 * bucket.numel * 3 / 4)
+
+
+def test_momenta_cost_a_pass_on_both_ways() -> None:
+    assert recipe_of("qadam", load_model("25m"), Cluster(4)).momenta
+    assert not recipe_of("bytegrad", load_model("25m"), Cluster(4)).momenta
+    cluster, n = Cluster(4), 1_000_000
+    one, two = (phases_of(ScatterGather(Int4()), n, cluster, CPU, momenta) for momenta in (True, False))
+    more = [a.before_s + a.beside_s - b.before_s - b.beside_s for a, b in zip(one, two, strict=True)]
+    assert more == pytest.approx([n * CPU.element_s, n * CPU.element_s, 0.0])
+
+
+def test_sums_of_fp16_cost_more_than_those_of_bf16() -> None:
+    cluster, n = Cluster(4), 1_000_000
+    half, brain = (phases_of(AllReduce(codec, direct_bytes=0), n, cluster, CPU)[0] for codec in (Fp16(), Bf16()))
+    assert half.beside_s - brain.beside_s == pytest.approx(2.0 * n * CPU.element_s)
+    assert (half.host_bytes, half.wait_s) == (brain.host_bytes, brain.wait_s)
+
+
+def test_a_table_with_a_slow_host_holds_its_times_and_not_those_of_the_others() -> None:
+    """Compute, forward pass and optimizer step of such a row are the slow host's."""
+    cells = {cell["algorithm"]: cell["ratio"] for cell in plan.cells_of("2026-11-21-bench/straggler.json")}
+    exchanged = ("ddp", "gradient_allreduce", "bytegrad", "decentralized", "local_sgd")
+    assert all(0.85 < cells[name] < 1.15 for name in exchanged), cells
