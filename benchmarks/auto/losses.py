@@ -73,17 +73,16 @@ def measure(
     code = 0
     wanted = [name for name in dict.fromkeys([DDP, *settings.values()]) if name not in content["fixed"]]
     try:
-        if wanted:
-            print(f"{len(wanted)} settings without a network", file=sys.stderr, flush=True)
-            runs = run(LocalHosts(RANKS), wanted, job, len(wanted))
-            content["fixed"] |= {name: [each for each in runs if each["setting"] == name] for name in wanted}
+        for number, name in enumerate(wanted, 1):
+            print(f"{name} without a network ({number} of {len(wanted)})", file=sys.stderr, flush=True)
+            content["fixed"][name] = run(LocalHosts(RANKS), name, job)
             _write(file, content)
         for number, condition in enumerate(conditions, 1):
             if condition.name not in {each["condition"] for each in content["results"]}:
                 print(f"{condition.name} ({number} of {len(conditions)})", file=sys.stderr, flush=True)
                 begun = time.monotonic()
                 try:
-                    runs = run(LocalHosts(RANKS) if local else LabHosts(RANKS, condition), [AUTO], job)
+                    runs = run(LocalHosts(RANKS) if local else LabHosts(RANKS, condition), AUTO, job)
                 except (RuntimeError, LabError, OSError) as error:
                     print(f"{condition.name}: {error}", file=sys.stderr)
                     code = 1
@@ -110,23 +109,20 @@ def _write(file: Path | None, content: dict[str, Any]) -> None:
         results_file.write(file, content, indent=None)
 
 
-def run(hosts: Hosts, settings: Sequence[str], job: Mapping[str, Any], times: int = 1) -> list[dict[str, Any]]:
-    """Train all tasks with all seeds and each of `settings` on `hosts`, which are closed then.
-
-    Args:
-        times: how often the limit of a condition is allowed.
+def run(hosts: Hosts, setting: str, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Train all tasks with all seeds and `setting` on `hosts`, which are closed then.
 
     Raises:
         RuntimeError: a rank failed, or they took too long.
     """
     with tempfile.TemporaryDirectory(prefix="bagua-losses-") as name:
         folder = Path(name)
-        (folder / "job.json").write_text(json.dumps({**job, "settings": list(settings)}))
+        (folder / "job.json").write_text(json.dumps({**job, "setting": setting}))
         try:
             with (folder / "log.txt").open("w") as log:
                 argv = [sys.executable, "-m", "benchmarks.auto.losses", name]
                 processes = hosts.start(argv, rank_environment(hosts, RANKS), log)
-                await_ranks(processes, folder, times * job["limit_s"])
+                await_ranks(processes, folder, job["limit_s"])
             return json.loads((folder / "result.json").read_text())
         finally:
             hosts.close()
@@ -258,10 +254,7 @@ def work(folder: Path, rank: int, size: int) -> None:
     job = json.loads((folder / "job.json").read_text())
     connect(folder, rank, size, _TIMEOUT_S)
     found = [
-        train(setting, make_task(name, seed, job["quick"]), seed, job)
-        for setting in job["settings"]
-        for name in TASKS
-        for seed in job["seeds"]
+        train(job["setting"], make_task(name, seed, job["quick"]), seed, job) for name in TASKS for seed in job["seeds"]
     ]
     dist.barrier()
     if rank == 0:
