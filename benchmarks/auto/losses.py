@@ -34,8 +34,8 @@ from bagua.bench.worker import connect, run_rank
 from bagua.lab import LabError
 from benchmarks.autotune.__main__ import await_ranks
 from benchmarks.convergence.configurations import make_optimizer
-from benchmarks.convergence.tasks import RANKS, TASKS, Task, make_task
-from benchmarks.convergence.training import BUCKET_BYTES, flat, set_rate
+from benchmarks.convergence.tasks import BUCKET_BYTES, RANKS, TASKS, Task, make_task
+from benchmarks.convergence.training import Schedule, flat
 
 __all__ = ["AUTO", "chosen_before", "gap_between", "measure", "rows_of", "text_of"]
 
@@ -216,7 +216,8 @@ def train(setting: str, task: Task, seed: int, job: Mapping[str, Any]) -> dict[s
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)
     module = task.model()
-    optimizer = make_optimizer(job["family"], module.parameters(), 0.1, task.steps)
+    optimizer = make_optimizer(job["family"], module.parameters(), task.rates[job["family"]], task.steps)
+    schedule = Schedule([optimizer], task.steps, task.warm)
     trained: nn.Module = module
     if setting == DDP:
         trained = DistributedDataParallel(module, bucket_cap_mb=BUCKET_BYTES / 2**20)
@@ -227,7 +228,7 @@ def train(setting: str, task: Task, seed: int, job: Mapping[str, Any]) -> dict[s
         nodes = tuple((each,) for each in range(size))
         bagua.distribute(module, optimizer, candidate.make(nodes), bucket_bytes=BUCKET_BYTES)
     for step in range(task.steps):
-        set_rate(optimizer, task, job["family"], step)
+        schedule.set(step)
         optimizer.zero_grad()
         task.loss(trained, rank, step).backward()
         optimizer.step()
