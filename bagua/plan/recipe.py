@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import bagua
-from bagua.algorithms.qadam import MomentumAverage
 from bagua.bench import contenders
 from bagua.bench.bounds import Moment
 from bagua.bench.models import Model
@@ -104,7 +103,7 @@ def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
     lanes = LANES_OF_WIDE if _narrowness(buckets[0].exchange, cluster) <= WIDE else DEFAULT_NUM_LANES
     every = max(int(getattr(algorithm, "communication_interval", 0)) or traffic.every, 1)
     moment = Moment.AFTER if every > 1 and delay == 0 and hasattr(algorithm, "delay") else traffic.moment
-    momenta = isinstance(algorithm, MomentumAverage)
+    momenta = contender.optimizer in contenders.ADAMS
     return Recipe(name, moment, buckets, lanes, every, min(delay, every), contender.synchronous, momenta)
 
 
