@@ -7,6 +7,8 @@
 
 namespace {
 
+constexpr int kWakeBytes = 128 << 10;  // wakes cost more than bytes
+
 // What one peer and this rank have exchanged so far.
 struct Peer {
   Phase phase = kScatter;  // of the frame that comes next
@@ -156,7 +158,10 @@ class Exchange : public Flow {
   bool receive(bool worked) {
     for (int r = 0; r < size_; ++r) {
       if (r == rank_) continue;
-      if (expects(r)) expect(r, kFrameBytes + length_of(peers_[r], r) - peers_[r].got);
+      if (expects(r)) {
+        const int64_t left = kFrameBytes + length_of(peers_[r], r) - peers_[r].got;
+        expect(r, left < kWakeBytes ? static_cast<int>(left) : kWakeBytes);
+      }
       if (blocked_ == r) expect_room(r);
     }
     if (!wait(!worked)) return false;

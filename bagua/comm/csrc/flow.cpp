@@ -10,7 +10,6 @@
 namespace {
 
 constexpr uint32_t kMagic = 0x4e414742;  // "BGAN"
-constexpr int64_t kWakeBytes = 128 << 10;  // to come before a waiting thread is woken
 
 int64_t now_ms() {
   timespec t;
@@ -92,9 +91,9 @@ size_t Flow::split(Frame* header, uint8_t* payload, int64_t done, int64_t bytes,
   return num;
 }
 
-// Wakes cost more than bytes. Once nothing has come for long, any byte counts.
-void Flow::expect(int r, int64_t left) {
-  const int want = impatient_ ? 1 : static_cast<int>(left < kWakeBytes ? left : kWakeBytes);
+// Once nothing has come for long, any byte counts.
+void Flow::expect(int r, int wake_bytes) {
+  const int want = impatient_ ? 1 : wake_bytes;
   if (want != mesh_->wakes[r] && !setsockopt(mesh_->fds[r], SOL_SOCKET, SO_RCVLOWAT, &want, sizeof want))
     mesh_->wakes[r] = want;
   num_expected_ += !polled_[r].events;

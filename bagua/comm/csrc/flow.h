@@ -48,8 +48,8 @@ class Flow {
   // What is left of header and payload once `done` bytes of both are.
   static size_t split(Frame* header, uint8_t* payload, int64_t done, int64_t bytes, iovec* parts);
 
-  // For `wait`: this peer's frame lacks `left` bytes, or its socket is full.
-  void expect(int r, int64_t left);
+  // For `wait`: who sleeps is woken when this peer's frame has `wake_bytes` more, or when its socket has room.
+  void expect(int r, int wake_bytes);
   void expect_room(int r);
   // False after an error or the timeout. Then `comes` tells from whom something has come. Without `sleep` it only looks.
   bool wait(bool sleep);
