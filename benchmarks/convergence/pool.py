@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import multiprocessing
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 
 import torch
 
@@ -29,20 +30,26 @@ def _simulated(job: Job) -> Outcome:
 
 
 def run_simulated(jobs: Sequence[Job], workers: int, seconds: float) -> Iterator[Outcome]:
-    """Run the jobs in `workers` processes, and say how far it is. After `seconds` no more are awaited."""
-    started = time.perf_counter()
+    """Run the jobs in `workers` processes, and say how far it is; yields outcomes as they come.
+
+    After `seconds` no more are begun, but for the first; those that run are awaited.
+    """
+    started, made = time.perf_counter(), 0
+    waiting, running = deque(jobs), set[Future[Outcome]]()
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        try:
-            for number, outcome in enumerate(pool.map(_simulated, jobs), 1):
-                left = (time.perf_counter() - started) / number * (len(jobs) - number)
+        while waiting or running:
+            in_time = time.perf_counter() - started <= seconds or not (made or running)
+            while waiting and in_time and len(running) < workers:
+                running.add(pool.submit(_simulated, waiting.popleft()))
+            if not running:
+                print(f"out of time, {len(waiting)} runs are left out", flush=True)
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                outcome, made = future.result(), made + 1
+                left = (time.perf_counter() - started) / made * (len(jobs) - made)
                 result = outcome.error or f"accuracy {outcome.accuracy:.2%}, loss {outcome.loss:.4f}"
-                what = (
-                    f"{outcome.task}, {outcome.configuration}, seed {outcome.seed}: {result}, {outcome.seconds:.1f} s"
-                )
-                print(f"[{number}/{len(jobs)}, {left / 60:.1f} min left] {what}", flush=True)
+                what = f"{outcome.task}, {outcome.configuration}, seed {outcome.seed}: {result}"
+                place = f"{made}/{len(jobs)}, {left / 60:.1f} min left"
+                print(f"[{place}] {what}, {outcome.seconds:.1f} s", flush=True)
                 yield outcome
-                if time.perf_counter() - started > seconds and number < len(jobs):
-                    print(f"out of time, {len(jobs) - number} runs are left out", flush=True)
-                    break
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -14,15 +16,18 @@ import torch
 
 import bagua
 from bagua.plan import Workload, load_model, predict
+from benchmarks.convergence import pool
 from benchmarks.convergence.configurations import Configuration
+from benchmarks.convergence.report import to_json
 from benchmarks.convergence.suite import __main__ as suite
 from benchmarks.convergence.suite.data import Images, Noisy, load_text, student_t
 from benchmarks.convergence.suite.report import budget_loss, suite_table, summarise_suite, verdicts
 from benchmarks.convergence.suite.rows import BASELINE, BUDGETS, FAMILIES, all_rows, budget_row, select_rows
-from benchmarks.convergence.suite.tasks import SUITE, families, make_suite_task, model_spec
+from benchmarks.convergence.suite.tasks import SUITE, SuiteTask, families, make_suite_task, model_spec
 from benchmarks.convergence.suite.times import CLUSTER, COMPUTE_MS, contender_of, step_ms
 from benchmarks.convergence.tasks import RANKS
 from benchmarks.convergence.training import Job, Outcome, simulate
+from benchmarks.figures import suite as figures
 
 ROWS = {row.name: row for row in all_rows()}
 
@@ -239,3 +244,60 @@ def test_a_file_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     with pytest.raises(SystemExit):
         suite.main([*common, "--resume"])
     assert "has steps 4, not 5" in capsys.readouterr().err
+
+
+def test_tables_and_figures_of_a_file(tmp_path: Path) -> None:
+    base, lossy = "gradient_allreduce, adamw", "bytegrad, adamw"
+    runs = [outcome(base, seed, 2.0, 4000.0) for seed in (100, 101)]
+    runs += [outcome(lossy, 100, 2.1, 1000.0, own=2.2), outcome(lossy, 101, 2.0, 1000.0)]
+    runs += [outcome("qadam codec=eden, adamw", 100, 1.9, 1.0)]
+    runs += [replace(outcome("diloco, adamw", 100, math.nan, 1.0), error="deliberate")]
+    runs += [outcome(budget_row("adamw", Fraction(1, 4)).name, 101, 3.0, 4000.0)]
+    summaries = summarise_suite(runs, all_rows(), list(SUITE))
+    settings = {"date": "2026-11-23T00:00:00", "settings": {"steps": 512}, "verdicts": verdicts(summaries)}
+    file = tmp_path / "2026-11-23-suite" / "suite.json"
+    file.parent.mkdir()
+    file.write_text(to_json(settings, summaries, runs))
+    found = figures.Suite(file)
+    assert found.less("gpt", "adamw") == [(0.25, 50.0), (1.0, 0.0)]
+    lines = figures.equal_steps(found).splitlines()
+    (bytegrad,) = [line for line in lines if line.startswith("| AdamW | bytegrad |")]
+    assert bytegrad.startswith("| AdamW | bytegrad | +2.5 (+5.0), missed | +5.0 | 0.0 |") and "| 2 | 2 % |" in bytegrad
+    assert any("| AdamW | qadam codec=eden | -5.0 (-5.0) |" in line for line in lines)
+    assert any("| AdamW | diloco | failed |" in line for line in lines)
+    assert not any("gradient_allreduce" in line for line in lines)
+    (budget,) = [line for line in figures.bytes_and_time(found).splitlines() if "| bytegrad |" in line]
+    assert "| 25 | -33.3 |" in budget  # 2.0 of the seed that has such runs, against 3.0
+    for drawing in (figures.draw_bytes(found), figures.draw_time(found)):
+        assert "bytegrad" in drawing.render() and "eden" not in drawing.render()
+        assert '"#ffffff"' not in drawing.render(dark=True)
+
+
+def test_a_time_limit_keeps_what_runs_and_begins_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[int] = []
+    both = threading.Barrier(2, timeout=60)
+
+    def simulated(job: Job) -> Outcome:
+        began.append(job.seed)
+        both.wait()  # two run at a time
+        return outcome(job.configuration.name, job.seed, 1.0, 1.0)
+
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(pool, "_simulated", simulated)
+    jobs = [
+        Job("gpt", ROWS["bytegrad, adamw"].configuration, seed, lambda: make_suite_task("gpt", 1, 1))
+        for seed in range(5)
+    ]
+    assert sorted(each.seed for each in pool.run_simulated(jobs[:4], 2, math.inf)) == [0, 1, 2, 3]
+    began.clear()
+    seconds = iter([0.0, 0.0, 5.0, 5.0])  # at the start, before the first two, and after one of them
+    monkeypatch.setattr(pool.time, "perf_counter", lambda: next(seconds, 5.0))
+    assert sorted(each.seed for each in pool.run_simulated(jobs, 2, 1.0)) == sorted(began) == [0, 1]
+
+
+def test_a_run_that_fails_is_told_and_others_go_on() -> None:
+    def broken() -> SuiteTask:
+        raise RuntimeError("deliberate")
+
+    failed = pool._simulated(Job("gpt", ROWS["bytegrad, adamw"].configuration, 3, broken))
+    assert failed.error == "RuntimeError: deliberate" and math.isnan(failed.loss) and failed.seed == 3

@@ -103,8 +103,8 @@ def read_runs(path: Path, settings: dict[str, Any]) -> list[Outcome]:
     for key in ("steps", "ranks"):
         if report["settings"][key] != settings[key]:
             raise ValueError(f"--resume: {path} has {key} {report['settings'][key]}, not {settings[key]}")
-    for name, task in settings["tasks"].items():
-        if report["settings"]["tasks"].get(name, task) != task:
+    for name in {each["task"] for each in report["runs"]}:
+        if report["settings"]["tasks"][name] != settings["tasks"].get(name):
             raise ValueError(f"--resume: {path} has another task {name!r}: {report['settings']['tasks'][name]}")
     return [outcome_of(run) for run in report["runs"] if not run["error"]]
 
@@ -176,6 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     for outcome in run(jobs, args.workers, 60 * args.minutes):
         outcomes.append(outcome)
         write(outcomes, list(SUITE))
+    write(outcomes, list(SUITE))  # without a run too: what is made of the runs may have changed
     print(f"\n{suite_table(summarise_suite(outcomes, all_rows(), list(SUITE)))}")
     failed = [each for each in outcomes if each.error]
     for each in failed:

@@ -134,7 +134,7 @@ SUITE: Mapping[str, _Entry] = {
     "conv": _Entry(partial(_images, "conv", models.convolutional, {"sgd": 0.05}), models.convolutional, ("sgd",)),
     "gpt": _Entry(_gpt, models.gpt, _ADAMS),
     "vit": _Entry(
-        partial(_images, "vit", models.vision_transformer, {"adamw": 3e-3, "lamb": 0.02, "muon": MUON_RATE}),
+        partial(_images, "vit", models.vision_transformer, {"adamw": 6e-3, "lamb": 0.02, "muon": MUON_RATE}),
         models.vision_transformer,
         _ADAMS,
     ),
