@@ -11,7 +11,20 @@ import sys
 from pathlib import Path
 
 import bagua
-from benchmarks.figures import advice, charts, convergence, curves, demo, faults, hero, losses, plan, table, tradeoff
+from benchmarks.figures import (
+    advice,
+    charts,
+    convergence,
+    curves,
+    demo,
+    faults,
+    hero,
+    losses,
+    plan,
+    suite,
+    table,
+    tradeoff,
+)
 from benchmarks.figures.marks import between
 from benchmarks.figures.results import RESULTS, Convergence, Tradeoff, all_of, newest, newest_complete
 from benchmarks.figures.svg import Drawing
@@ -32,6 +45,9 @@ def drawings(times: Tradeoff, runs: Convergence) -> dict[str, Drawing]:
     for path in sorted(RESULTS.glob("*-curves/curves.json"))[-1:]:  # until there is one, there is no such figure
         measured = curves.Curves(path)
         found |= {"bandwidth": curves.draw_bandwidth(measured), "latency": curves.draw_latency(measured)}
+    for path in sorted(RESULTS.glob("*-suite/suite.json"))[-1:]:
+        learnt = suite.Suite(path)
+        found |= {"suite-bytes": suite.draw_bytes(learnt), "suite-time": suite.draw_time(learnt)}
     return found | {
         "hero": hero.draw_hero(newest_complete(hero.CONDITION)),
         "steps": tradeoff.draw_steps(times),
@@ -71,6 +87,10 @@ def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
         "docs/algorithms.md": {losses.NAME: losses.misses(runs)},
     }
     parts |= {f"docs/algorithms/{name}.md": {losses.NAME: losses.of_algorithm(runs, name)} for name in compared(runs)}
+    for path in sorted(RESULTS.glob("*-suite/suite.json"))[-1:]:
+        learnt = suite.Suite(path)
+        tables = {suite.EQUAL_STEPS: suite.equal_steps(learnt), suite.BYTES_AND_TIME: suite.bytes_and_time(learnt)}
+        parts["docs/convergence.md"] = tables
     every_run = [Convergence(path) for path in all_of("convergence", "results.json")]
     parts["docs/algorithms/async.md"]["runs"] = losses.of_runs(every_run, "async")
     made = {}
