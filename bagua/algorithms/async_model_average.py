@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from bagua.algorithms.base import Algorithm, BackgroundLane, Context, Exactness, Gate, LostStep, Payload, Ticket
 from bagua.algorithms.gradient_allreduce import GradientAllReduce
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
+from bagua.algorithms.second_moment import check_scalable, rescale_second_moments, set_up_second_moments
 from bagua.algorithms.warmup import Warmup
 from bagua.exchanges import Exchange, mix
 
 __all__ = ["AsyncModelAverage"]
 
+STEPS = 2  # from a snapshot to the next, unless an interval is given
 _LOOK_S = 0.1  # between two looks at whether the lane still lives
 
 
@@ -51,9 +54,13 @@ class AsyncModelAverage(Algorithm):
     "staleness_steps", steps that this rank made between taking the snapshot and adding the difference.
 
     Args:
-        sync_interval_ms: pause between the end of a round and the next snapshot; 0 averages without pause.
+        sync_interval_ms: pause between the end of a round and the next snapshot; 0 averages without pause. None
+            (default): the next snapshot is taken when the round is over and two steps have been made since the last.
         warmup_steps: training steps of gradient all-reduce before that.
         hierarchical: sum within each node first; None means False.
+        scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. None (default): with
+            `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
         max_alone_s: after so many seconds without a round because a rank failed, exited abnormally or does not
             respond, the next `optimizer.step` raises `CommunicationError` and names the rank. None is the process
             group's timeout; `math.inf` never raises. No effect with `fault_tolerant`.
@@ -73,16 +80,18 @@ class AsyncModelAverage(Algorithm):
     summary: ClassVar[str] = "local gradients; weights averaged in the background, without blocking"
     exactness: ClassVar[Exactness] = Exactness.ASYNCHRONOUS
     lost_step: ClassVar[LostStep | None] = LostStep.FREE
+    kept: ClassVar[tuple[str, ...]] = ("second_moment", "adam_steps")
 
-    sync_interval_ms: float = 500
+    sync_interval_ms: float | None = None
     warmup_steps: int = 0
     hierarchical: bool | None = None
     max_alone_s: float | None = None
+    scale_second_moment: bool | None = None
 
     def __post_init__(self) -> None:
         interval, steps = self.sync_interval_ms, self.warmup_steps
-        if isinstance(interval, bool) or not isinstance(interval, int | float) or not 0 <= interval < math.inf:
-            raise ValueError(f"sync_interval_ms: expected a number of milliseconds >= 0, got {interval!r}")
+        if interval is not None and not (_is_number(interval) and 0 <= interval < math.inf):
+            raise ValueError(f"sync_interval_ms: expected a number of milliseconds >= 0 or None, got {interval!r}")
         alone = self.max_alone_s
         if alone is not None and (isinstance(alone, bool) or not isinstance(alone, int | float) or not alone > 0):
             raise ValueError(f"max_alone_s: expected a number of seconds > 0 or None, got {alone!r}")
@@ -108,6 +117,11 @@ class AsyncModelAverage(Algorithm):
         """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
         return fit_hierarchy(self, nodes, default=False)
 
+    def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """An optimizer must have second moments where they are to be corrected."""
+        if self.scale_second_moment:
+            check_scalable(optimizers)
+
     def setup(self, ctx: Context) -> None:
         """Switch to the warm-up, or open the lane."""
         if self.warmup_steps:
@@ -115,11 +129,15 @@ class AsyncModelAverage(Algorithm):
             Warmup(self.warmup_steps, first, replace(self, warmup_steps=0)).setup(ctx)
             return
         super().setup(ctx)
+        if ctx.keep("scales", lambda: self._scales(ctx)):
+            set_up_second_moments(ctx)
         if ctx.groups.size > 1:
             ctx.keep("rounds", _Rounds).lane = ctx.background_lane()
 
     def on_step_end(self, ctx: Context) -> None:
         """Add the difference if it is there; begin the next round if it is time. Never waits."""
+        if ctx.keep("scales", lambda: self._scales(ctx)):
+            rescale_second_moments(ctx)
         rounds = ctx.keep("rounds", _Rounds)
         lane = rounds.lane
         if lane is None:
@@ -133,9 +151,9 @@ class AsyncModelAverage(Algorithm):
             ctx.notice(f"async: {lane.gate.remark}; training continues without averaging", lane.gate.urgent)
         if not (ctx.paused or ctx.fault_tolerant):
             lane.gate.give_up_after(lane.timeout_s if self.max_alone_s is None else self.max_alone_s)
-        due = time.monotonic() >= rounds.ended + self.sync_interval_ms / 1000
-        if rounds.pending is None and due and not (lane.gate.over or rounds.broken or ctx.paused):
+        if rounds.pending is None and self._due(ctx, rounds) and not (lane.gate.over or rounds.broken or ctx.paused):
             rounds.pending = self._begin(ctx, lane.gate, lane)
+            rounds.step = ctx.step
 
     def on_step_begin(self, ctx: Context) -> None:
         """Weights change now, so the snapshot of them must be whole. It has had both passes of a step for that."""
@@ -156,6 +174,22 @@ class AsyncModelAverage(Algorithm):
         if rounds.pending is not None:
             rounds.pending.settle()
             rounds.pending = None
+        rounds.step = -math.inf  # saved weights may be of an earlier step
+
+    def _scales(self, ctx: Context) -> bool:
+        if self.scale_second_moment is not None or ctx.groups.size == 1:
+            return bool(self.scale_second_moment)
+        adam = all(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in ctx.optimizers)
+        plain = not any(group["amsgrad"] for each in ctx.optimizers for group in each.param_groups) if adam else False
+        if not (ctx.optimizers and plain and all(bucket.flat.element_size() >= 4 for bucket in ctx.buckets)):
+            return False
+        ctx.notice("async: second moments of Adam are scaled to those of mean gradients (scale_second_moment)")
+        return True
+
+    def _due(self, ctx: Context, rounds: _Rounds) -> bool:
+        if self.sync_interval_ms is None:
+            return ctx.step >= rounds.step + STEPS
+        return time.monotonic() >= rounds.ended + self.sync_interval_ms / 1000
 
     def _begin(self, ctx: Context, gate: Gate, lane: BackgroundLane) -> _Round:
         this = _Round(ctx.step, time.monotonic())
@@ -208,8 +242,13 @@ class _Rounds:
 
     lane: BackgroundLane | None = None
     pending: _Round | None = None
+    step: float = -math.inf  # of the last snapshot
     ended: float = -math.inf  # when the last one was over; the same moment on all ranks, so that they stay in phase
     broken: str = ""  # why an exchange failed
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _take(this: _Round, copies: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua.algorithms import Decentralized, DiLoCo, LocalSGD, LowPrecisionDecentralized, SparseLoCo
+from bagua.algorithms import AsyncModelAverage, Decentralized, DiLoCo, LocalSGD, LowPrecisionDecentralized, SparseLoCo
 from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.subclasses import is_subclass, parts_of
 from bagua.engine.engine import Engine
@@ -38,6 +38,7 @@ _EXCHANGES: dict[type, dict[str, str]] = {
 }
 _SCALED = {"second_moment": "fresh", "adam_steps": "fresh"}  # the next correction takes the moments as they are
 _ALGORITHMS: dict[type, dict[str, str]] = {
+    AsyncModelAverage: _SCALED,
     Decentralized: {**_SCALED, "first": "fresh", "second": "fresh", "size": "fresh", "counts": "fresh"},
     DiLoCo: _SCALED,
     LocalSGD: _SCALED,

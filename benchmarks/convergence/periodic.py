@@ -8,7 +8,8 @@ blocks are trained by `torch.optim.Muon` and everything else by AdamW. Nothing b
 rows of an optimizer, except that `qadam`, `zero_one_adam` and `demo` have their own in the place of AdamW.
 The figure is the validation loss of the averaged weights after the last step. A row is an algorithm with its options,
 `name:option=value:...`, where `/` and `~` in a value stand for `:` and `=`; `@0.25` makes the first quarter of the
-steps with gradient_allreduce.
+steps with gradient_allreduce. `delayed:delay=2:every=4` is `async` with rounds that take two steps and begin every four
+steps: real rounds take as long as they take, and no run could be repeated.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from benchmarks.convergence.byte_gpt import (
     run_jobs,
     train_ranks,
 )
+from benchmarks.convergence.delayed import DelayedAverage
 
 PLAIN = "outer_momentum=0.0:nesterov=False:outer_lr=1.0"
 ROWS = (
@@ -68,7 +70,7 @@ def make_algorithm(row: str, steps: int) -> Algorithm:
         25
     """
     name, options, warm = parse_row(row)
-    algorithm = bagua.algorithms.get(name, **options)
+    algorithm = DelayedAverage(**options) if name == DelayedAverage.name else bagua.algorithms.get(name, **options)
     return Warmup(round(warm * steps), "gradient_allreduce", algorithm) if warm else algorithm
 
 

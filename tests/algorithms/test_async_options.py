@@ -25,6 +25,7 @@ from tests.rank_pool import RankPool
         (lambda: AsyncModelAverage(sync_interval_ms=-1), ("sync_interval_ms", "-1")),
         (lambda: AsyncModelAverage(sync_interval_ms=float("nan")), ("sync_interval_ms", "nan")),
         (lambda: AsyncModelAverage(sync_interval_ms="1"), ("sync_interval_ms", "'1'")),  # type: ignore[arg-type]
+        (lambda: AsyncModelAverage(sync_interval_ms=True), ("sync_interval_ms", "True")),
         (lambda: AsyncModelAverage(warmup_steps=-1), ("warmup_steps", "-1")),
         (lambda: AsyncModelAverage(warmup_steps=1.5), ("warmup_steps", "1.5")),  # type: ignore[arg-type]
         (lambda: bagua.algorithms.get("async", peers="all"), ("peers", "sync_interval_ms")),

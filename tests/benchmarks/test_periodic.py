@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +14,8 @@ from bagua.algorithms import DiLoCo, Warmup, ZeroOneAdam
 from bagua.codecs import Eden
 from benchmarks.convergence.byte_gpt import TASKS, ByteGPT, Job, make_optimizers
 from benchmarks.convergence.periodic import ROWS, Run, make_algorithm, summarise, table, train
+from tests.algorithms.quadratic import N, follow, start, targets
+from tests.rank_threads import run_teams
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -42,6 +47,23 @@ def test_muon_takes_the_matrices_of_the_blocks() -> None:
     held = [[p for group in each.param_groups for p in group["params"]] for each in (muon, adamw)]
     assert isinstance(muon, torch.optim.Muon) and len(held[0]) == 4 * task.layers
     assert sum(map(len, held)) == len(params)
+
+
+@pytest.mark.parametrize(("delay", "every"), [(1, 1), (2, 2), (2, 3), (1, 4)])
+def test_delayed_averages_are_the_oracles(delay: int, every: int) -> None:
+    size, steps, lr = 3, 12, 0.1
+    x, snapshot = np.tile(start(), (size, 1)), np.zeros((size, N))
+    algorithm = make_algorithm(f"delayed:{delay=}:{every=}", steps)
+    results = run_teams(size, partial(follow, bucket_bytes=8), algorithm, steps)
+    for step in range(steps):
+        x = x - lr * (x - targets(size, step))
+        if step >= delay and (step - delay) % every == 0:
+            x = x + snapshot.mean(0) - snapshot
+        if step % every == 0:
+            snapshot = x.copy()
+        assert all(np.abs(seen[step] - mine).max() < 1e-5 for (seen, _), mine in zip(results, x, strict=True)), step
+    with pytest.raises(ValueError, match=r"delay.*3 and 2"):
+        make_algorithm("delayed:delay=3:every=2", steps)
 
 
 @pytest.mark.slow
