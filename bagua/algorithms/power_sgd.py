@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
 from torch import Tensor
 
-from bagua import exchanges
+from bagua import codecs, exchanges
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
-from bagua.exchanges import Exchange, Hierarchical
+from bagua.codecs import Codec
+from bagua.exchanges import AllReduce, Exchange, Hierarchical
 
 __all__ = ["PowerSGD"]
 
@@ -31,10 +32,13 @@ class PowerSGD(Algorithm):
     fast and should not be compressed: `Warmup(1000, "gradient_allreduce", "power_sgd")`.
 
     Args:
-        rank: rank of the approximation; 1 to 4 for convolutional nets, 4 to 32 for transformers.
+        rank: rank of the approximation. None (default): by shape, see `bagua.exchanges.PowerSGD`; a notice in
+            `bagua.stats` and in the log says which. Or one for all matrices.
         error_feedback: add the compression error of one step to the next; one fp32 element of state per compressed
             element. Without it most models do not converge.
         min_compression: compress a matrix only if that makes it at least this many times smaller.
+        codec: "identity" or "bf16", for the factors and for what is not compressed. None (default): "bf16" for ranks
+            by shape, "identity" for a given rank.
         hierarchical: sum within each node first, low rank among the nodes' leaders. None (default) does so
             where there are several nodes of which one has several ranks.
 
@@ -55,19 +59,23 @@ class PowerSGD(Algorithm):
     exactness: ClassVar[Exactness] = Exactness.LOSSY
     lost_step: ClassVar[LostStep | None] = LostStep.SKIP
 
-    rank: int = 4
+    rank: int | None = None
     error_feedback: bool = True
     min_compression: float = 2.0
     hierarchical: bool | None = None
+    codec: str | Codec | None = None
 
     def __post_init__(self) -> None:
-        # Refuse bad options now, not in the middle of a run.
-        exchanges.PowerSGD((_TYPICAL,), self.rank, self.error_feedback, self.min_compression)
+        _low_rank(self, (_TYPICAL,))  # refuse bad options now, not in the middle of a run
         object.__setattr__(self, "min_compression", float(self.min_compression))
 
     def exchange_for(self, bucket: Bucket) -> Exchange:
         """The exchange that knows the matrices of `bucket`."""
-        return _exchange(self, tuple(_matrix_shape(param) for param in bucket.params))
+        return self.exchange_of(tuple(_matrix_shape(param) for param in bucket.params))
+
+    def exchange_of(self, shapes: tuple[tuple[int, int], ...]) -> Exchange:
+        """The exchange of a bucket whose parameters are matrices of these shapes; vectors are (1, n)."""
+        return _exchange(self, shapes)
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Hierarchical by default where there is a hierarchy."""
@@ -87,6 +95,8 @@ class PowerSGD(Algorithm):
         """One exchange for each bucket, for its shapes."""
         for bucket in ctx.buckets:
             ctx.prepare(self.exchange_for(bucket), bucket)
+        if self.rank is None and ctx.groups.size > 1:
+            ctx.notice(_chosen(self, [_matrix_shape(param) for bucket in ctx.buckets for param in bucket.params]))
 
     def on_ready(self, ctx: Context, bucket: Bucket) -> None:
         """Launch at once."""
@@ -97,9 +107,29 @@ class PowerSGD(Algorithm):
         ctx.wait()
 
 
+def _low_rank(algorithm: PowerSGD, shapes: Sequence[tuple[int, int]]) -> exchanges.PowerSGD:
+    codec = ("bf16" if algorithm.rank is None else "identity") if algorithm.codec is None else algorithm.codec
+    rank, feedback, least = algorithm.rank, algorithm.error_feedback, algorithm.min_compression
+    return exchanges.PowerSGD(tuple(shapes), rank, feedback, least, codecs.get(codec))
+
+
+def _chosen(algorithm: PowerSGD, shapes: Sequence[tuple[int, int]]) -> str:
+    """The remark on ranks that depend on the shapes."""
+    exchange, elements = _low_rank(algorithm, shapes), sum(n * m for n, m in shapes)
+    ranks = [rank for rank in (exchange.rank_of(n, m) for n, m in shapes) if rank]
+    if not ranks:
+        return "power_sgd: no parameter is large enough to be compressed; all are averaged exactly"
+    ratio = AllReduce().bytes_per_rank(elements, 2) / exchange.bytes_per_rank(elements, 2)
+    found = f"rank {min(ranks)}" if min(ranks) == max(ranks) else f"ranks {min(ranks)} to {max(ranks)}"
+    return (
+        f"power_sgd: {found} by shape, for {len(ranks)} of {len(shapes)} parameters; "
+        f"{ratio:.1f} times fewer bytes than gradient_allreduce"
+    )
+
+
 @lru_cache(maxsize=1024)
 def _exchange(algorithm: PowerSGD, shapes: tuple[tuple[int, int], ...]) -> Exchange:
-    exchange = exchanges.PowerSGD(shapes, algorithm.rank, algorithm.error_feedback, algorithm.min_compression)
+    exchange = _low_rank(algorithm, shapes)
     return Hierarchical(exchange) if algorithm.hierarchical else exchange
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bagua.codecs import Bf16, Codec, Identity
 from bagua.comm.groups import Groups
 from bagua.exchanges.all_reduce import AllReduce
-from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.base import Exchange, State, check_codec
 from bagua.exchanges.payload_source import PayloadSource
 
-__all__ = ["PowerSGD"]
+__all__ = ["PowerSGD", "rank_for_shape"]
 
 _SEED = 1905_13727  # of the first right factors; any number, as long as it is the same on all ranks
 
@@ -60,40 +61,59 @@ class PowerSGD(Exchange):
 
     Args:
         shapes: (n, m) of each parameter, in the order of the bucket; (1, n) for a vector.
-        rank: columns of P and Q; at most min(n, m) are used.
+        rank: columns of P and Q; at most min(n, m) are used. None (default): `rank_for_shape` of each matrix.
         error_feedback: add the compression error of one step to the next.
-        min_compression: compress a matrix only if that makes it at least this many times smaller.
+        min_compression: compress a matrix only if P and Q have at least this many times fewer elements than it.
+        codec: of P, Q and what is not compressed: identity or bf16. Errors of rounding are not fed back.
 
     State: `right`, all Q^T; with error feedback `error`, one element for each one that is compressed.
-    Bytes: 2 (R-1)/R times 4 bytes for each element of P, Q and the rest, sent per rank.
+    Bytes: 2 (R-1)/R times 4 bytes for each element of P, Q and the rest, sent per rank; 2 bytes with bf16.
     Source: arXiv:1905.13727 (PowerSGD), algorithms 1 and 2.
-    Differs: QR instead of Gram-Schmidt.
+    Differs: QR instead of Gram-Schmidt; factors in bf16.
 
     Examples:
         >>> exchange = bagua.exchanges.PowerSGD(shapes=((64, 32),), rank=4)
     """
 
     shapes: tuple[tuple[int, int], ...]
-    rank: int = 4
+    rank: int | None = None
     error_feedback: bool = True
     min_compression: float = 2.0
+    codec: Codec = field(default_factory=Identity, repr=False)  # saved states fit any
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"rank: expected an integer >= 1, got {self.rank!r}")
+        rank = self.rank
+        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+            raise ValueError(f"rank: expected an integer >= 1, or None for a rank by shape, got {rank!r}")
         ratio = self.min_compression
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio < math.inf:
             raise ValueError(f"min_compression: expected a number > 0, got {ratio!r}")
+        check_codec("PowerSGD", self.codec)
+        if not isinstance(self.codec, Identity | Bf16):  # P has squares of singular values: too small for fp16
+            raise ValueError(f"PowerSGD: codec: expected 'identity' or 'bf16', got {self.codec.name!r}")
 
     @property
     def name(self) -> str:
         """power_sgd, the rank, and whether errors are fed back."""
-        return f"power_sgd[rank {self.rank}{', error feedback' if self.error_feedback else ''}]"
+        rank = "by shape" if self.rank is None else self.rank
+        codec = "" if self.codec.lossless else f", {self.codec.name}"
+        return f"power_sgd[rank {rank}{codec}{', error feedback' if self.error_feedback else ''}]"
 
     @property
     def lossy(self) -> bool:
         """Unless there is nothing to compress."""
-        return bool(self._layout.matrices)
+        return bool(self._layout.matrices) or not self.codec.lossless
+
+    def rank_of(self, n: int, m: int) -> int:
+        """Return the rank at which a matrix [n, m] is exchanged; 0 if it is averaged exactly.
+
+        Examples:
+            >>> exchange = bagua.exchanges.PowerSGD(shapes=((64, 32), (1, 64)), rank=4)
+            >>> exchange.rank_of(64, 32), exchange.rank_of(1, 64)
+            (4, 0)
+        """
+        r = rank_for_shape(n, m) if self.rank is None else min(self.rank, n, m)
+        return r if min(n, m) > 1 and self.min_compression * r * (n + m) <= n * m else 0
 
     @cached_property
     def _layout(self) -> _Layout:
@@ -101,8 +121,7 @@ class PowerSGD(Exchange):
         rest: list[tuple[int, int]] = []
         start = 0
         for n, m in self.shapes:
-            r = min(self.rank, n, m)
-            if min(n, m) > 1 and self.min_compression * r * (n + m) <= n * m:
+            if r := self.rank_of(n, m):
                 found.append((n, r, m, start))
             elif rest and rest[-1][1] == start:
                 rest[-1] = (rest[-1][0], start + n * m)
@@ -164,7 +183,7 @@ class PowerSGD(Exchange):
         group, buffers, layout = groups.world, groups.buffers, self._layout
         if group.size == 1 or x_N.numel() == 0:
             return
-        dtype, device, mean = _work_dtype(x_N.dtype), x_N.device, AllReduce()
+        dtype, device, mean = _work_dtype(x_N.dtype), x_N.device, AllReduce(self.codec)
         p_P = buffers.get("left", (layout.num_left,), dtype, device)
         q_Q = buffers.get("right_and_rest", (layout.num_right + layout.num_rest,), dtype, device)
         rest = [x_N[start:stop] for start, stop in layout.rest]
@@ -199,14 +218,15 @@ class PowerSGD(Exchange):
                 target.copy_(torch.mm(left, right, out=buffers.get("low_rank", tuple(target.shape), dtype, device)))
 
     def bytes_per_rank(self, n: int, size: int) -> float:
-        """2 (R-1)/R times 4 bytes for P, Q and the rest.
+        """2 (R-1)/R times the encoded P, Q and rest.
 
         Raises:
             ValueError: `n` is not the number of elements of all shapes.
         """
         self._check_numel(n)
-        layout = self._layout
-        return 2 * (size - 1) / size * 4 * (layout.num_left + layout.num_right + layout.num_rest)
+        layout, mean = self._layout, AllReduce(self.codec)
+        second = layout.num_right + layout.num_rest
+        return mean.bytes_per_rank(layout.num_left, size) + mean.bytes_per_rank(second, size)
 
     def _check_numel(self, n: int) -> None:
         if n != sum(rows * columns for rows, columns in self.shapes):
@@ -226,6 +246,11 @@ class PowerSGD(Exchange):
         for matrix, target in zip(matrices, targets, strict=True):
             matrix.copy_(target)
         return matrices
+
+
+def rank_for_shape(n: int, m: int) -> int:
+    """Return the rank for a matrix [n, m]: the root of the shorter side (docs/algorithms/power_sgd.md has figures)."""
+    return round(math.sqrt(min(n, m)))
 
 
 def _read(source: PayloadSource, layout: _Layout) -> list[Tensor]:

@@ -229,8 +229,7 @@ def _low_rank(exchange: PowerSGD, cluster: Cluster, costs: Costs) -> list[Phase]
     left = right = rest = compressed = 0
     flops = 0.0
     for n, m in exchange.shapes:
-        r = min(exchange.rank, n, m)
-        if min(n, m) > 1 and exchange.min_compression * r * (n + m) <= n * m:
+        if r := exchange.rank_of(n, m):
             left, right, compressed, flops = left + n * r, right + m * r, compressed + n * m, flops + 2.0 * n * m * r
         else:
             rest += n * m
@@ -245,7 +244,7 @@ def _low_rank(exchange: PowerSGD, cluster: Cluster, costs: Costs) -> list[Phase]
     if isinstance(exchange, TorchPowerSGD):  # each in its turn: what is not compressed, left factors, right factors
         mean, parts = AllReduce(direct_bytes=0), ([first], rest, [], left, [second], right, [last])
     else:
-        mean, parts = AllReduce(), ([first], left, [second], right + rest, [last])
+        mean, parts = AllReduce(exchange.codec), ([first], left, [second], right + rest, [last])
     found: list[Phase] = []
     for part in parts:
         found += part if isinstance(part, list) else phases_of(mean, part, cluster, costs)

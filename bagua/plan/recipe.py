@@ -115,8 +115,7 @@ def _algorithm(name: str, options: Any) -> Any:
 
 def _exchange(algorithm: Any, shapes: Sequence[tuple[int, ...]]) -> Exchange:
     if hasattr(algorithm, "exchange_for"):
-        made: Exchange = PowerSGD(_matrices(shapes), algorithm.rank, min_compression=algorithm.min_compression)
-        return Hierarchical(made) if algorithm.hierarchical else made
+        return algorithm.exchange_of(_matrices(shapes))
     return algorithm.exchange
 
 

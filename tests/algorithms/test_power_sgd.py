@@ -13,6 +13,7 @@ import bagua
 import bagua.engine.api
 from bagua import exchanges
 from bagua.algorithms import PowerSGD, Warmup
+from bagua.codecs import Bf16
 from bagua.comm.groups import Group, Groups
 from bagua.comm.team import Team
 from bagua.engine.lanes.lane import InlineLane, make_lane
@@ -118,6 +119,48 @@ def test_algorithm_is_the_papers(size: int, bucket_bytes: int) -> None:
             assert np.abs(seen[step] - x).max() < 1e-4
     assert all(np.array_equal(seen, results[0][0]) for seen, _ in results)
     assert results[0][1].num_buckets == (2 if bucket_bytes == 8 else 1)
+
+
+def test_ranks_by_shape_are_the_papers_with_those_ranks() -> None:
+    """The shorter side decides, both ways round; a matrix that is too small for its rank is averaged exactly."""
+    shapes = ((12, 9), (100, 64), (1, 13), (64, 100), (7, 7))
+    exchange = exchanges.PowerSGD(shapes, error_feedback=True, min_compression=1.0)
+    assert [exchange.rank_of(n, m) for n, m in shapes] == [3, 8, 0, 8, 3]
+    assert exchanges.PowerSGD(shapes, min_compression=2.0).rank_of(7, 7) == 0
+    numel, size = sum(n * m for n, m in shapes), 3
+
+    def drive_these(groups: Groups) -> list[np.ndarray]:
+        state, seen = exchange.init(torch.zeros(numel, dtype=torch.float64), groups), []
+        for step in range(STEPS):
+            x = torch.tensor(gradient(groups.rank, step, numel))
+            exchange.run(x, state, groups, step)
+            seen.append(x.numpy())
+        return seen
+
+    oracle, results = Oracle(exchange, size, torch.float64), run_threads(size, drive_these)
+    for step in range(STEPS):
+        want = oracle.mix(np.stack([gradient(r, step, numel) for r in range(size)]))
+        assert all(np.abs(seen[step] - want).max() < 1e-10 for seen in results), step
+
+
+@pytest.mark.parametrize("size_of_gradients", [1.0, 1e-8])
+def test_factors_in_bf16(size_of_gradients: float) -> None:
+    """Half the bytes. Columns of the left factor are as large as the square of the gradient: 1e-16."""
+
+    def give(rank: int, step: int) -> np.ndarray:
+        return gradient(rank, 0) * size_of_gradients  # the same again: the oracle's Q stays close
+
+    size, exact = 3, exchanges.PowerSGD(SHAPES, 2, min_compression=1.0)
+    exchange = exchanges.PowerSGD(SHAPES, 2, min_compression=1.0, codec=Bf16())
+    oracle, results = Oracle(exchange, size), run_threads(size, partial(drive, give=give), exchange, 3)
+    for step in range(3):
+        want = oracle.mix(np.stack([give(r, step) for r in range(size)]))
+        off = [np.abs(seen[step].numpy() - want).max() / np.abs(want).max() for seen, _, _ in results]
+        assert 1e-6 < off[0] < 5e-2, "rounded, and by no more"
+        assert all(torch.equal(seen[step], results[0][0][step]) for seen, _, _ in results), "all ranks: the same bits"
+    for _, _, sent in results:
+        assert abs(sent / 3 - exact.bytes_per_rank(NUMEL, size) / 2) <= 24
+    assert exchange.bytes_per_rank(NUMEL, size) == pytest.approx(exact.bytes_per_rank(NUMEL, size) / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("rank", [16, 40])
@@ -358,9 +401,30 @@ def test_the_typical_figure() -> None:
     assert abs(stats.total.bytes_sent - 10 * exact) <= 20
 
 
+def test_ranks_by_shape_are_told_once() -> None:
+    told = [
+        stats.notices for _, stats in run_teams(2, partial(follow, bucket_bytes=8), PowerSGD(min_compression=1.0), 3)
+    ]
+    sent = 2 * (7 + 5) + 11
+    want = f"power_sgd: rank 2 by shape, for 1 of 2 parameters; {2 * N / sent:.1f} times fewer bytes than"
+    assert all(len(notices) == 1 and notices[0].startswith(want) for notices in told), told
+    alone, small = run_teams(1, follow, PowerSGD(), 3)[0][1], run_teams(2, follow, PowerSGD(), 3)[0][1]
+    assert alone.notices == () and "all are averaged exactly" in small.notices[0]
+    assert run_teams(2, follow, PowerSGD(rank=1), 3)[0][1].notices == ()
+
+
+def test_a_given_rank_is_exchanged_in_full_precision() -> None:
+    shapes = ((64, 32),)
+    assert PowerSGD(rank=4).exchange_of(shapes) == exchanges.PowerSGD(shapes, 4)
+    assert PowerSGD().exchange_of(shapes) == exchanges.PowerSGD(shapes, codec=Bf16())
+    assert PowerSGD(rank=4, codec="bf16").exchange_of(shapes) == exchanges.PowerSGD(shapes, 4, codec=Bf16())
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"codec": "int4"}, ("codec", "int4", "bf16")),
+        ({"codec": "fp16"}, ("codec", "fp16", "bf16")),
         ({"rank": 0}, ("rank", "0")),
         ({"rank": 1.5}, ("rank", "1.5")),
         ({"rank": True}, ("rank", "True")),

@@ -35,6 +35,7 @@ SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("local_sgd@0.25", _BOTH),
     ("local_sgd:scale_second_moment=True", ("adamw",)),
     ("power_sgd:rank=1", _BOTH),
+    ("power_sgd:rank=4", _BOTH),
     ("power_sgd:rank=16", _BOTH),
     ("demo", ("adamw",)),
     ("diloco", ("muon",)),
