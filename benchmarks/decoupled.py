@@ -7,8 +7,9 @@ processor would compute. DiLoCo and Decoupled DiLoCo each train with all hosts a
 All runs make the same number of steps in total, so they see as many tokens. With DiLoCo each host makes the same number
 of them. With Decoupled DiLoCo a host takes its next step from a counter, until none is left; the schedule of the
 learning rate follows the counter. Reported is the goodput, steps of all hosts a second, and the validation loss of the
-averaged
-weights. There is no network between the processes but that of one machine.
+averaged weights. There is no network between the processes but that of one machine. With `--emulated` a step is a
+linear layer and sleep, a step that took too long shortens the next one, and there is no loss: with other load on the
+machine, steps of the transformer take longer than `--step-ms`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 import bagua
@@ -85,9 +87,10 @@ def work(rank: int, folder: str, port: int, run: dict[str, Any], settings: dict[
     task, hosts, total = TASKS[settings["task"]], settings["hosts"], settings["hosts"] * settings["steps"]
     text = load_source(task.text)[0]
     generator = torch.Generator().manual_seed(1000 * settings["seed"] + rank)
+    emulated = settings.get("emulated", False)
     _warm_up(task)
     torch.manual_seed(settings["seed"])
-    model = ByteGPT(task)
+    model = nn.Linear(64, 64) if emulated else ByteGPT(task)
     optimizers = make_optimizers("adamw", list(model.parameters()), task)
     rates = [(group, group["lr"]) for each in optimizers for group in each.param_groups]
     options = {"communication_interval": settings["interval"], **run["options"]}
@@ -98,18 +101,24 @@ def work(rank: int, folder: str, port: int, run: dict[str, Any], settings: dict[
         time.sleep(0.001)
     pace_s, made, started = settings["step_ms"] / 1000 / run["speeds"][rank], 0, time.time()
     busy_s: list[float] = []
+    due = time.perf_counter()  # when the emulated step ends
     while True:
         begun = time.perf_counter()
+        # Emulated hosts make up for what the machine has overslept, a step at most: not for waiting for others.
+        due = max(due, begun - pace_s) + pace_s if emulated else begun + pace_s
         number = store.add("steps", 1) - 1 if run["system"] == "decoupled_diloco" else hosts * made
         if number >= total:
             break
         grown = min(1.0, (number + hosts) / (WARM * total))
         for group, rate in rates:
             group["lr"] = rate * grown * 0.5 * (1 + math.cos(math.pi * number / total))
-        inputs, following = draw_windows(text, BATCH, task.context, generator)
-        F.cross_entropy(model(inputs).flatten(0, 1), following.flatten()).backward()
+        if emulated:
+            model(torch.randn(4, 64, generator=generator)).square().mean().backward()
+        else:
+            inputs, following = draw_windows(text, BATCH, task.context, generator)
+            F.cross_entropy(model(inputs).flatten(0, 1), following.flatten()).backward()
         busy_s.append(time.perf_counter() - begun)
-        time.sleep(max(0.0, begun + pace_s - time.perf_counter()))
+        time.sleep(max(0.0, due - time.perf_counter()))
         for each in optimizers:
             each.step()
             each.zero_grad()
@@ -125,7 +134,11 @@ def work(rank: int, folder: str, port: int, run: dict[str, Any], settings: dict[
         "ended": ended,
         "busy_ms": 1000 * statistics.median(busy_s),
     }
-    found |= {"mb": sent / 1e6, "extra": extra, "loss": held_out_loss(task, model) if rank == 0 else None}
+    found |= {
+        "mb": sent / 1e6,
+        "extra": extra,
+        "loss": held_out_loss(task, model) if rank == 0 and not emulated else 0.0,
+    }
     results_file.write(Path(folder) / f"{rank}.json", found)
     store.add("done", 1)
     while rank == 0 and store.add("done", 0) < hosts:  # it serves the store
@@ -191,12 +204,13 @@ def rows_of(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         goodput, loss = mean(name, slow, "goodput"), mean(name, slow, "loss")
         row: dict[str, Any] = {"name": name, "slow_host": slow, "goodput": goodput, "loss": loss}
         row["goodput_lost_percent"] = 100 * (1 - goodput / mean(name, False, "goodput"))
-        row["loss_percent"] = None if alone else 100 * (loss / mean("diloco", slow, "loss") - 1)
+        row["loss_percent"] = None if alone or not loss else 100 * (loss / mean("diloco", slow, "loss") - 1)
         row["each_loss_percent"] = [
             100 * (mine["loss"] / other["loss"] - 1)
             for mine in measured
             for other in measured
-            if (mine["name"], min(mine["speeds"]) < 1) == (name, slow)
+            if loss
+            and (mine["name"], min(mine["speeds"]) < 1) == (name, slow)
             and (other["name"], min(other["speeds"]) < 1, other["seed"]) == ("diloco", slow, mine["seed"])
         ]
         row["mb"] = mean(name, slow, "mb")
@@ -220,12 +234,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(SYSTEMS), metavar="NAMES", help="default: %(default)s")
     parser.add_argument("--slow-only", action="store_true", help="leave out the runs without a slow host")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of decoupled_diloco")
+    parser.add_argument("--emulated", action="store_true", help="next to no compute: for goodput on a busy machine")
     parser.add_argument("--quick", action="store_true", help="some seconds, to see that it runs")
     args = parser.parse_args(argv)
     if args.quick:
         args.seeds, args.hosts, args.steps, args.interval, args.step_ms = "71", 2, 12, 4, 20.0
     given = parse(args.option)
-    settings = {key: getattr(args, key) for key in ("task", "hosts", "steps", "interval", "step_ms")}
+    settings = {key: getattr(args, key) for key in ("task", "hosts", "steps", "interval", "step_ms", "emulated")}
     speeds = [1.0] * args.hosts
     paces = [[*speeds[:-1], args.speed]] if args.slow_only else [speeds, [*speeds[:-1], args.speed]]
     measured: list[dict[str, Any]] = []

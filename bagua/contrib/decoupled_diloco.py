@@ -38,7 +38,8 @@ class DecoupledDiLoCo(Algorithm):
         d = -(sum over M of w_r u_r) / (sum over M of w_r);   v = mu v + d;   a -= lr (d + mu v)
 
     At the end of its next inner step each rank continues from x_r = a + u_r, where u_r of a member is what it
-    learnt since the round closed. A rank that is not a member keeps all of u_r, and contributes it later.
+    learnt since the round closed. A slow rank is a member with the fewer steps that it has made; one that has made
+    hardly any is not, keeps all of u_r, and contributes it later.
 
     The lanes of all ranks take part in the exchange of a round, those of late ranks with zeros, whatever their training
     threads do. So a rank that is slow, evaluates or hangs delays neither the training of others nor their rounds. The
@@ -60,8 +61,8 @@ class DecoupledDiLoCo(Algorithm):
         communication_interval: H, inner steps after which a rank is ready.
         quorum: ranks that must be ready; None: a majority. At least 2, unless there is one rank only.
         grace: how long a round stays open once the quorum is ready, relative to the time until then.
-        min_steps: inner steps with which a rank that is not ready yet is a member of a round that closes; None: H,
-            so that it waits for the next round.
+        min_steps: inner steps with which a rank that is not ready yet is a member of a round that closes, 1 to H;
+            None: H/8.
         outer_lr, outer_momentum, nesterov: the outer optimizer, as in `DiLoCo`.
         codec: encoding of d: "identity", "bf16", "minmax_uint8", "int4", or any codec.
         max_alone_s: how long a rank that is ready trains on without a round, in seconds; None: the process group's
@@ -153,7 +154,7 @@ class DecoupledDiLoCo(Algorithm):
         outer = Outer(
             self.exchange,
             interval,
-            self.min_steps or interval,
+            self.min_steps or max(1, interval // 8),
             self.outer_lr,
             self.outer_momentum,
             self.nesterov,

@@ -3,7 +3,8 @@
     python -m tests.algorithms.async_ranks RANKS SCENARIO [SCENARIO ...]
 
 Prints a JSON object per scenario: exit codes and what was written to stderr. The last rank (with the word "first":
-rank 0, which serves the store) is the one that does what the scenario says while the others train on.
+rank 0, which serves the store) is the one that does what the scenario says while the others train on. With the word
+"decoupled" the algorithm is "decoupled_diloco".
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua
+from bagua.contrib import DecoupledDiLoCo
 from tests.ports import free_port
 
 KEPT: list[object] = []
@@ -37,7 +39,9 @@ def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
     (dist if "plain" in words else bagua).init_process_group("gloo", timeout=timedelta(seconds=20))
     model = nn.Linear(50, 50)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    bagua.distribute(model, optimizer, "async", sync_interval_ms=0)
+    decoupled = "decoupled" in words
+    algorithm = DecoupledDiLoCo(communication_interval=2, max_alone_s=2.0) if decoupled else "async"
+    bagua.distribute(model, optimizer, algorithm, **({} if decoupled else {"sync_interval_ms": 0}))
     KEPT.append(model)
     odd = rank == (0 if "first" in words else size - 1)
 
@@ -50,7 +54,7 @@ def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
             time.sleep(0.001)
 
     deadline = time.monotonic() + 60
-    while "round_s" not in bagua.stats(model).extra:
+    while not {"round_s", "members"} & bagua.stats(model).extra.keys():
         assert time.monotonic() < deadline
         train(0.02)
     if odd and "raise" in words:
@@ -59,10 +63,14 @@ def rank_main(scenario: str, rank: int, size: int, port: int) -> None:
         os._exit(9)
     if odd and "detach" in words:
         bagua.detach(model)
-    if not odd or "together" in words:
+    if "together" in words or not (odd or decoupled):
         train(0.4)
     while not odd and "killed" in words and not bagua.stats(model).notices:
-        train(0.05)
+        try:
+            train(0.05)
+        except bagua.CommunicationError as error:
+            print("raised:", error, file=sys.stderr)
+            break
     if "plain" in words:
         dist.destroy_process_group()
     print("notices:", bagua.stats(model).notices if not odd else "", file=sys.stderr)

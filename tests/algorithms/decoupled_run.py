@@ -55,7 +55,9 @@ class Run:
     """One rank's training loop."""
 
     def __init__(self, team: Any, tokens: int = 0, **options: Any) -> None:
-        self.team, self.steps, self.tokens, self.algorithm = team, 0, tokens, Visible(**options)
+        options.setdefault("min_steps", options["communication_interval"])
+        self.team, self.steps, self.tokens = team, 0, tokens
+        self.algorithm = Visible(**options)
         self.before: list[list[float]] = []
         self._distribute()
 

@@ -144,6 +144,7 @@ def test_a_dropped_module_ends_its_lanes() -> None:
     "scenarios",
     [
         pytest.param(["together", "killed first", "raise"], id="everyday"),
+        pytest.param(["decoupled together", "decoupled killed"], id="decoupled"),
         pytest.param(["plain together", "early", "detach", "killed"], id="others", marks=pytest.mark.slow),
     ],
 )
@@ -158,7 +159,7 @@ def test_ends_of_processes(scenarios: list[str]) -> None:
     )
     assert done.returncode == 0, done.stderr
     trials = {trial["scenario"]: trial for trial in map(json.loads, done.stdout.splitlines())}
-    want = {"killed": [0, 9], "killed first": [9, 0], "raise": [0, 1]}
+    want = {"killed": [0, 9], "killed first": [9, 0], "raise": [0, 1], "decoupled killed": [0, 9]}
     for scenario, trial in trials.items():
         assert trial["codes"] == want.get(scenario, [0, 0]), trial
         assert not any("terminate" in text for text in trial["stderr"]), trial
@@ -166,6 +167,9 @@ def test_ends_of_processes(scenarios: list[str]) -> None:
     for scenario in {"detach", "raise"} & trials.keys():
         how = "failed" if scenario == "raise" else "left"
         assert f"rank 1 has {how}; training continues" in trials[scenario]["stderr"][0]
+    if "decoupled killed" in trials:  # between two rounds it is missed, within one the connection breaks
+        raised = trials["decoupled killed"]["stderr"][0]
+        assert "raised:" in raised and "rank 1" in raised.split("raised:")[1], raised
     if "raise" in trials:
         assert "training continues without" in trials["killed first"]["stderr"][1]
         assert "ValueError: boom" in trials["raise"]["stderr"][1]
