@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -161,15 +162,23 @@ class SharedRounds:
         with self.lock:
             self.fixed = False
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock; on a GPU work on the tensors behind the training thread, and end before it goes on."""
+        with self.lock:
+            if self.mark is not None:
+                self.mark.wait()
+            yield
+            if self.merging[0].anchor.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+
     def run(self, offers: Sequence[Sequence[float]], groups: Groups | None) -> None:
         """One round, among all ranks. `groups` is None for a single rank."""
         weights = _weights(offers)
-        if self.mark is not None:
-            self.mark.wait()
         if groups is not None and len({offer[2] for offer in offers}) > 1:
             self._catch_up(offers, groups)
         own, total = self.offered_tokens or float(self.offered_steps), sum(weights)
-        with self.lock:
+        with self._alone():
             self.taken = True
             for each in self.merging:
                 if self.offered_steps:
@@ -181,11 +190,9 @@ class SharedRounds:
             for index, each in enumerate(self.merging):
                 groups.begin(index)
                 self.outer.exchange.run(each.delta, each.state, groups, self.rounds)
-        with self.lock:
+        with self._alone():
             for each in self.merging:
                 self._step(each)
-            if self.merging[0].anchor.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
             self.rounds, self.merged = self.rounds + 1, self.merged + total
             self.offered_steps, self.offered_tokens = 0, 0.0
             self.fixed = self.taken = False
@@ -212,7 +219,7 @@ class SharedRounds:
                     continue
                 common = tensor * share
                 AllReduce(average=False).run(common, {}, groups, self.rounds)
-                with self.lock:
+                with self._alone():
                     if tensor is each.anchor:
                         each.pull.add_(common).sub_(tensor)
                     tensor.copy_(common)

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 import bagua
+from bagua.algorithms import Warmup
 from bagua.comm.team import Team
+from bagua.contrib import DecoupledDiLoCo
 from bagua.contrib.decoupled_rounds import Merging, Outer, SharedRounds
 from bagua.engine.lanes.dispatcher import Dispatcher
 from bagua.exchanges import AllReduce
 from tests.algorithms.decoupled_run import LR, PATIENCE_S, Run, Script, wait_for
-from tests.algorithms.quadratic import N, start, target
+from tests.algorithms.quadratic import N, Quadratic, flat, start, target
 from tests.rank_threads import run_teams
 
 H = 4
@@ -314,6 +316,24 @@ def test_one_rank_alone_in_the_job_is_plain_training_with_outer_steps() -> None:
         return run.x()
 
     assert np.abs(run_teams(1, rank_main)[0] - oracle.x[0]).max() < 1e-5
+
+
+def test_after_a_warm_up_rounds_begin() -> None:
+    def rank_main(team: Team) -> tuple[np.ndarray, int, float]:
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        algorithm = Warmup(2, "gradient_allreduce", DecoupledDiLoCo(communication_interval=2, codec="bf16"))
+        bagua.distribute(model, optimizer, algorithm, process_group=team)
+        while "members" not in bagua.stats(model).extra:
+            model(torch.tensor(target(team.rank, 0), dtype=torch.float32)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        bagua.average_parameters(model)
+        return flat(model).detach().numpy().copy(), bagua.stats(model).steps, bagua.stats(model).extra["members"].mean
+
+    for x, steps, members in (results := run_teams(2, rank_main)):
+        assert np.array_equal(x, results[0][0]) and np.isfinite(x).all()
+        assert steps >= 4 and members == 2
 
 
 def test_a_dropped_module_ends_its_lane() -> None:
