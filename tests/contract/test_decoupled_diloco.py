@@ -19,8 +19,8 @@ from bagua.contrib import DecoupledDiLoCo
 from bagua.contrib.decoupled_rounds import Merging, Outer, SharedRounds
 from bagua.engine.lanes.dispatcher import Dispatcher
 from bagua.exchanges import AllReduce
-from tests.algorithms.decoupled_run import LR, PATIENCE_S, Run, Script, wait_for
 from tests.algorithms.quadratic import N, Quadratic, flat, start, target
+from tests.contract.decoupled_run import LR, PATIENCE_S, Run, Script, wait_for
 from tests.rank_threads import run_teams
 
 H = 4

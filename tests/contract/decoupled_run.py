@@ -14,10 +14,13 @@ import torch
 
 import bagua
 from bagua.algorithms import Context
-from bagua.contrib import DecoupledDiLoCo, count_tokens
+from bagua.contrib import count_tokens
+from bagua.contrib.decoupled_diloco import DecoupledDiLoCo
 from bagua.contrib.decoupled_rounds import Rounds, SharedRounds
 from tests.algorithms.quadratic import Quadratic, flat, target
+from tests.contract.members import CONTRIB_ALGORITHMS
 
+assert CONTRIB_ALGORITHMS["decoupled_diloco"] is DecoupledDiLoCo  # and no longer registered, where other tests look
 LR, PATIENCE_S = 0.1, 60.0
 
 

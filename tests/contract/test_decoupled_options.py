@@ -11,7 +11,10 @@ import bagua
 from bagua.comm.team import Team
 from bagua.contrib import DecoupledDiLoCo, count_tokens
 from tests.algorithms.quadratic import N, Quadratic
+from tests.contract.members import CONTRIB_ALGORITHMS
 from tests.rank_threads import run_teams
+
+assert CONTRIB_ALGORITHMS["decoupled_diloco"] is DecoupledDiLoCo  # and no longer registered, where other tests look
 
 
 @pytest.mark.parametrize(
