@@ -151,8 +151,11 @@ def _run_module(argv: list[str], env: dict[str, str], cwd: str) -> int:
 
 
 def _run_as_main(name: str) -> None:
-    """By both names that processes of `multiprocessing` know the main module by."""
+    """By both names that processes of `multiprocessing` know the main module by. A package runs its `__main__`."""
     spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = importlib.util.find_spec(name)
     assert spec is not None and isinstance(spec.loader, SourceFileLoader), f"{name} is no file of Python"
     code = spec.loader.get_code(name)
     assert code is not None
