@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Collection
 from itertools import islice
 
 __all__ = ["DRIFT", "SOONEST", "Drift", "Watch"]
@@ -15,7 +16,7 @@ SOONEST = _SIGNS[0][0]  # steps
 _LATEST = _SIGNS[-1][0]
 _REFERENCE, _MOST_REFERENCE = 8, 32  # steps
 _LEAST_PERIODS = 4  # in a reference, where steps differ within a period
-_USUAL = 0.9  # of the steps of the reference: a step is suspect only beyond these
+_USUAL = 0.95  # of the steps of the reference: a step is suspect only beyond these
 _PAUSE = 50  # steps after a false alarm; doubles with each
 DRIFT = 1.12  # of the time of exchanges: less is noise
 _LONG = 12  # steps
@@ -26,8 +27,8 @@ class Watch:
     """Compares the time of exchanges in the last steps with that of steps after a choice.
 
     A large change is suspected after five steps, a small one after eight. Each of these steps must also be slower, or
-    faster, than nine tenths of the reference, so that noise that was there before is no sign of a change. The
-    reference grows until it has 32 steps; the last eight are never in it.
+    faster, than 19 of 20 steps of the reference, so that noise that was there before is no sign of a change. The
+    reference grows until it has 32 steps. The last eight are never in it, and it does not grow while they drift.
 
     Args:
         period: steps after which the pattern of steps repeats. Whole periods count as a step does otherwise.
@@ -62,7 +63,7 @@ class Watch:
         if len(self._reference) < self._least:
             self._reference.append(mean_s)
             return
-        if len(self._recent) == _LATEST and len(self._reference) < _MOST_REFERENCE:
+        if len(self._recent) == _LATEST and len(self._reference) < _MOST_REFERENCE and not self._side(self._recent):
             self._reference.append(self._recent[0])
         self._recent.append(mean_s)
 
@@ -89,11 +90,15 @@ class Watch:
         """The last steps for which exchanges have been slower, or faster, than the reference; at least 5."""
         count = 0
         if len(self._reference) >= self._least:
-            typical = statistics.median(self._reference)
-            sides = [1 if s > DRIFT * typical else -1 if s < typical / DRIFT else 0 for s in reversed(self._recent)]
+            sides = [self._side([seconds]) for seconds in reversed(self._recent)]
             while count < len(sides) and sides[count] == sides[0] != 0:
                 count += 1
         return max(count, SOONEST) * self._period
+
+    def _side(self, steps: Collection[float]) -> int:
+        """1: the median of `steps` is slower than the reference by a drift; -1: it is faster; 0: neither."""
+        typical, now = statistics.median(self._reference), statistics.median(steps)
+        return int(now > DRIFT * typical) - int(now < typical / DRIFT)
 
     def false_alarm(self) -> None:
         """The links are as before: what is measured from now on is the reference, after a pause."""

@@ -1,4 +1,4 @@
-"""How often noise looks like a change of the links: `python -m benchmarks.auto.alarms [--recorded FILE]`.
+"""How often noise looks like a change of the links, and how soon a change is seen: `python -m benchmarks.auto.alarms`.
 
 Times of exchanges are played to `bagua.auto.watch.Watch`, looked at as by a session, and to the rule that it replaced.
 With a file of `python -m benchmarks.auto --change`, blocks of the steps before the change are played too, in random
@@ -25,6 +25,7 @@ from bagua.bench import results_file
 from bagua.bench.layout import Columns
 
 _BLOCK = 16  # steps of a recording that stay together
+_BEFORE, _GIVE_UP = 24, 60  # steps
 _FIRST_SEED = 1000  # the rule was tuned on others
 Noise = Callable[[random.Random], Iterator[float]]
 
@@ -130,6 +131,23 @@ def alarmed(make: Callable[[], Rule], look: int, noise: Noise, trainings: int, s
     return found / trainings
 
 
+def noticed(make: Callable[[], Rule], look: int, noise: Noise, factor: float, trainings: int) -> list[float]:
+    """Steps from a change until it has been read in a sum, of each training, in rising order; infinite after 60.
+
+    Exchanges take `factor` times as long from the 25th step on, or from one of the `look` steps after it.
+    """
+    found: list[float] = []
+    for seed in range(_FIRST_SEED, _FIRST_SEED + trainings):
+        rule, before, seen = make(), _BEFORE + seed % look, math.inf
+        for number, seconds in enumerate(itertools.islice(noise(random.Random(seed)), before + _GIVE_UP), 1):
+            rule.add(seconds * (factor if number > before else 1.0))
+            if number > before and number % look == 0 and rule.suspicion:
+                seen = number + 1 - before
+                break
+        found.append(seen)
+    return sorted(found)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.auto.alarms", description=__doc__)
@@ -155,9 +173,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = Columns(("noise", -34), ("before", 8), ("now", 8))
     print(f"share of {args.trainings} trainings of {args.steps} steps that see an alarm")
     print(columns.table([[row["noise"], f"{row['before']:.1%}", f"{row['now']:.1%}"] for row in rows]))
+    changes: list[dict[str, Any]] = []
+    for factor, spread in itertools.product((1.35, 1.5, 2.0, 1 / 1.5), (0.02, 0.05, 0.08)):
+        row: dict[str, Any] = {"factor": round(factor, 2), "noise": spread}
+        for name, make, look in (("before", Before, 4), ("now", Watch, LOOK)):
+            steps = noticed(make, look, independent(spread), factor, args.trainings)
+            row[name] = [
+                value if math.isfinite(value) else None for value in (steps[len(steps) * k // 10] for k in (5, 9))
+            ]
+        changes.append(row)
+    columns = Columns(("exchanges", -12), ("noise", 7), ("before", 10), ("9 of 10", 9), ("now", 10), ("9 of 10", 9))
+    print("steps until a change is noticed: half of the trainings, and nine of ten")
+    print(columns.table([[f"{row['factor']:.2f} x", f"{row['noise']:.0%}", *map(_steps, row["before"] + row["now"])]
+                         for row in changes]))  # fmt: skip
     if args.json is not None:
-        results_file.write(args.json, {"trainings": args.trainings, "steps": args.steps, "rows": rows})
+        content = {"trainings": args.trainings, "steps": args.steps, "rows": rows, "changes": changes}
+        results_file.write(args.json, content)
     return 0
+
+
+def _steps(value: float | None) -> str:
+    return f"over {_GIVE_UP}" if value is None else f"{value:.0f}"
 
 
 if __name__ == "__main__":

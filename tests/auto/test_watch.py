@@ -37,16 +37,16 @@ def test_one_step_as_before_takes_the_suspicion_away() -> None:
 
 
 def test_steps_as_slow_as_some_before_are_none_of_a_change() -> None:
-    watch = fed(Watch(), (0.1, 7), (0.3, 1), (0.1, 20), (0.3, 3), (0.1, 8))
+    watch = fed(Watch(), (0.1, 7), (0.3, 1), (0.1, 20), (0.3, 2), (0.1, 10))
     assert fed(watch, (0.29, 8)).suspicion == 0
     assert fed(watch, (0.31, 8)).suspicion == 1
 
 
-def test_the_reference_grows_and_leaves_out_the_last_steps() -> None:
-    watch = fed(Watch(), (0.2, 8), (0.1, 40))
-    assert watch.suspicion == 0  # most of the reference is as they are
-    assert fed(watch, (0.14, 8)).suspicion == 0  # as some were at first, or faster
-    assert fed(Watch(), (0.1, 30), (0.13, 8)).suspicion == 1
+def test_the_reference_grows_but_not_while_steps_drift() -> None:
+    watch = fed(Watch(), (0.1, 8), (0.102, 20), (0.12, 100))
+    assert fed(watch, (0.125, 8)).suspicion == 0  # 1.25 times 0.102 are more
+    assert fed(watch, (0.13, 8)).suspicion == 1
+    assert watch.lasting == 8
 
 
 def test_a_false_alarm_makes_a_pause_that_doubles() -> None:
