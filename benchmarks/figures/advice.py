@@ -15,7 +15,7 @@ class _Row(NamedTuple):
 
     Attributes:
         network, optimizer, algorithm: in words.
-        entrant, condition, setting: what the speed-up is of.
+        entrant, condition: what the speed-up is of.
         configuration, note: what the loss is of: the same setting.
     """
 
@@ -24,7 +24,6 @@ class _Row(NamedTuple):
     algorithm: str
     entrant: str
     condition: str
-    setting: str
     configuration: str
     note: str = ""
 
@@ -32,15 +31,15 @@ class _Row(NamedTuple):
 _FAST, _SLOW = "1gbit/5ms", "100mbit/5ms"
 _CALLED = {_FAST: "1 Gbit/s", _SLOW: "100 Mbit/s"}
 _ROWS = (
-    _Row("one machine, or over 25 Gbit/s", "any", "`gradient_allreduce`", "gradient_allreduce", _FAST, "",
+    _Row("one machine, or over 25 Gbit/s", "any", "`gradient_allreduce`", "gradient_allreduce", _FAST,
          "gradient_allreduce", "exact"),
-    _Row("1 to 25 Gbit/s", "any", "`bytegrad`", "bytegrad", _FAST, "", "bytegrad, adam", "Adam"),
-    _Row("100 Mbit/s to 1 Gbit/s", "any", '`gradient_allreduce`, `codec="int4"`', "int4", _SLOW, "",
+    _Row("1 to 25 Gbit/s", "any", "`bytegrad`", "bytegrad", _FAST, "bytegrad, adam", "Adam"),
+    _Row("100 Mbit/s to 1 Gbit/s", "any", '`gradient_allreduce`, `codec="int4"`', "int4", _SLOW,
          "bytegrad int4 + feedback, adam", "Adam"),
-    _Row("100 Mbit/s to 1 Gbit/s, large matrices", "SGD", "`power_sgd`", "power_sgd:rank=4", _SLOW, "rank 4",
+    _Row("100 Mbit/s to 1 Gbit/s, large matrices", "SGD", "`power_sgd`, `rank=4`", "power_sgd:rank=4", _SLOW,
          "power_sgd", "SGD"),
     _Row("between sites (WAN), long runs", "SGD", "`diloco`, `communication_interval=16`",
-         "diloco:communication_interval=16,delay=0", _SLOW, "", "diloco", "SGD"),
+         "diloco:communication_interval=16,delay=0", _SLOW, "diloco", "SGD"),
 )  # fmt: skip
 
 
@@ -54,7 +53,7 @@ def advice(runs: Convergence) -> str:
     for row in _ROWS:
         times = with_options if ":" in row.entrant else newest_complete(row.condition)
         speedup = times.speedup(row.condition, row.entrant)
-        gain = f"{speedup:.1f}x at {_CALLED[row.condition]}" + (f", {row.setting}" if row.setting else "")
+        gain = f"{speedup:.1f}x at {_CALLED[row.condition]}"
         loss = percent(runs.row("char_lm", row.configuration)["difference"])
         loss = f"{loss} ({row.note})"
         lines.append(f"| {row.network} | {row.optimizer} | {row.algorithm} | {gain} | {loss} |")
