@@ -50,7 +50,7 @@ def connect_gloo(
         except RuntimeError as error:
             ended.put((None, error.with_traceback(None)))
 
-    start_thread(work, "bagua-connect")
+    start_thread(work, "bagua-gloo")
     while True:
         try:
             pg, error = ended.get(timeout=_ALERT_S)

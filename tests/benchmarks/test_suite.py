@@ -28,8 +28,17 @@ from benchmarks.convergence.suite.times import CLUSTER, COMPUTE_MS, contender_of
 from benchmarks.convergence.tasks import RANKS
 from benchmarks.convergence.training import Job, Outcome, simulate
 from benchmarks.figures import suite as figures
+from tests.contract.members import registered
 
-ROWS = {row.name: row for row in all_rows()}
+with registered():
+    ROWS = {row.name: row for row in all_rows()}
+
+
+@pytest.fixture(autouse=True)
+def contributed() -> Iterator[None]:
+    """Some rows are of `bagua.contrib`."""
+    with registered():
+        yield
 
 
 @pytest.mark.parametrize("name", SUITE)

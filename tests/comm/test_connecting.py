@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -17,8 +18,16 @@ from tests.rank_threads import run_teams
 LIMIT_S, NEVER_S = 100.0, 600.0
 
 
-def rendezvous(store: dist.Store) -> RendezvousStore:
-    return RendezvousStore(BoundedStore(dist.PrefixStore("connecting", store), NEVER_S), finds=True)
+def rendezvous(store: dist.Store, alert: Callable[[], object] = lambda: None) -> RendezvousStore:
+    return RendezvousStore(BoundedStore(dist.PrefixStore("connecting", store), NEVER_S), alert)
+
+
+def await_threads() -> None:
+    """Those that were left behind end, since what they wait for is cut or knows the alert."""
+    for thread in threading.enumerate():
+        if thread.name == "bagua-gloo":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("comes", [False, True])
@@ -45,12 +54,14 @@ def test_who_connects_is_freed_when_a_rank_is_lost(comes: bool) -> None:
                 raise CommunicationError("rank 1 is lost")
 
         with pytest.raises(CommunicationError, match="rank 1 is lost"):
-            connect_gloo(rendezvous(store), 0, 2, never, alert)
+            connect_gloo(rendezvous(store, alert), 0, 2, never, alert)
         ended.set()
 
     run_teams(2, rank)
+    await_threads()
 
 
 def test_an_error_of_connecting_is_raised() -> None:
     with pytest.raises(RuntimeError):
         connect_gloo(rendezvous(dist.HashStore()), 0, 2, timedelta(seconds=0.2), lambda: None)
+    await_threads()

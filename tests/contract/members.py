@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 
 import bagua
@@ -10,7 +12,7 @@ from bagua.algorithms.registry import registry as algorithms
 from bagua.codecs import Codec
 from bagua.codecs.registry import registry as codecs
 
-__all__ = ["CONTRIB_ALGORITHMS", "CONTRIB_CODECS", "algorithm_classes", "codec_classes"]
+__all__ = ["CONTRIB_ALGORITHMS", "CONTRIB_CODECS", "algorithm_classes", "codec_classes", "registered"]
 
 
 def _contrib() -> tuple[dict[str, type[Algorithm]], dict[str, type[Codec]]]:
@@ -34,6 +36,21 @@ def _contrib() -> tuple[dict[str, type[Algorithm]], dict[str, type[Codec]]]:
 
 
 CONTRIB_ALGORITHMS, CONTRIB_CODECS = _contrib()
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """The names of `bagua.contrib` are known meanwhile, as to anybody who imports it."""
+    both = ((algorithms, CONTRIB_ALGORITHMS), (codecs, CONTRIB_CODECS))
+    for registry, classes in both:
+        for each in classes.values():
+            registry.register(each)
+    try:
+        yield
+    finally:
+        for registry, classes in both:
+            for name in classes:
+                registry.unregister(name)
 
 
 def algorithm_classes() -> dict[str, type[Algorithm]]:
