@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import bagua
+import bagua.contrib  # registers what it has, also in worker processes
 from bagua import optim
 from bagua.algorithms import Algorithm, Exactness, Warmup
 from bagua.codecs import Eden

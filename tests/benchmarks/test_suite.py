@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -310,3 +313,11 @@ def test_a_run_that_fails_is_told_and_others_go_on() -> None:
 
     failed = pool._simulated(Job("gpt", ROWS["bytegrad, adamw"].configuration, 3, broken))
     assert failed.error == "RuntimeError: deliberate" and math.isnan(failed.loss) and failed.seed == 3
+
+
+@pytest.mark.process
+def test_a_worker_process_makes_contributed_algorithms() -> None:
+    code = "import pickle, sys; print(type(pickle.load(sys.stdin.buffer).make(8)).__name__)"
+    given = pickle.dumps(ROWS["demo, adamw"].configuration)
+    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, timeout=250, check=False)
+    assert done.stdout.strip() == b"DeMo", done.stderr.decode()
