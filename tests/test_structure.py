@@ -140,3 +140,10 @@ def test_no_object_reads_anothers_underscore_names() -> None:
                     if alias.name.startswith("_") and not alias.name.startswith("__")
                 ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_timed_get_of_a_simple_queue() -> None:
+    """It never ends in the main thread if a signal handler outlasts it: CPython then waits without a limit."""
+    for path in modules().values():
+        text = path.read_text()
+        assert "SimpleQueue" not in text or ".get(timeout" not in text, path

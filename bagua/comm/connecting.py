@@ -42,7 +42,7 @@ def connect_gloo(
 
     if alert is None:
         return connect()
-    ended: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
+    ended: queue.Queue[tuple[Any, RuntimeError | None]] = queue.Queue()
 
     def work() -> None:
         try:

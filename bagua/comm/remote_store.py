@@ -52,7 +52,7 @@ def _attempt(
         socket.create_connection((host, port), timeout=_PROBE_S).close()
     except OSError as error:
         return error
-    made: queue.SimpleQueue[dist.Store | Exception] = queue.SimpleQueue()
+    made: queue.Queue[dist.Store | Exception] = queue.Queue()
 
     def connect() -> None:
         try:

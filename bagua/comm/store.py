@@ -187,7 +187,7 @@ class _Caller:
     """Runs calls one after the other, as the client's lock would, in a thread that ends when there are none."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.Queue[_Job] = queue.Queue()
         self._lock = threading.Lock()
         self._working = False
 

@@ -68,7 +68,8 @@ class Transport:
         if len(token) < 16:
             raise ValueError(f"token: {len(token)} bytes, at least 16 are needed")
         _numeric(agent.record.address)
-        self.events: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        # Not SimpleQueue: its timed `get` never ends if a signal handler outlasts the timeout (CPython).
+        self.events: queue.Queue[Action] = queue.Queue()
         self._agent, self._listener, self._token, self._record = agent, listener, token, record
         self._lock = threading.Lock()  # of the agent and of `_outbox`
         self._outbox: list[Send] = []

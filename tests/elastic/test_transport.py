@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from bagua.membership import Agent, Blocked, Epoch, EpochBegan, Member, MessageE
 from bagua.membership.frames import FrameReader, pack
 from bagua.membership.messages import MAX_FRAME
 from bagua.membership.transport import Transport
+from tests.fork_server import ForkServer
 
 TOKEN = b"sixteen bytes or more"
 LIMIT_S = 90.0
@@ -208,3 +210,22 @@ def test_blocked_reaches_the_engine() -> None:
         assert isinstance(seen[0], EpochBegan) and isinstance(seen[1], Blocked) and "n1" in seen[1].reason
     finally:
         transport.close()
+
+
+def test_a_slow_signal_handler_does_not_hold_up_who_waits_for_events(fork_server: ForkServer) -> None:
+    """A launcher waits for events in its main thread: it would never notice that its rank has ended."""
+    pipe = fork_server.fork(_interrupted)
+    assert pipe.poll(LIMIT_S), "the wait for an event has not ended"
+    assert pipe.recv() == "nothing came"
+
+
+def _interrupted(pipe: Connection) -> None:
+    """In a process of its own: wait for an event, and handle a signal for longer than the wait was to be."""
+    sock = listener()
+    transport = Transport(Agent(Record("job", "n0", 0, "127.0.0.1:1"), Options(), time.monotonic()), sock, TOKEN)
+    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(0.3))
+    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    try:
+        pipe.send(repr(transport.events.get(timeout=0.1)))
+    except queue.Empty:
+        pipe.send("nothing came")
