@@ -37,3 +37,18 @@ def test_only_fitted_cells_count_in_a_fit() -> None:
         assert not list(plan.cells_of(other, fitted_only=True))
     (first,) = list(plan.cells_of(table, replace(CPU, link_efficiency=0.1), fitted_only=True))[:1]
     assert first["predicted_ms"] > cells[0]["predicted_ms"]
+
+
+def test_what_was_measured_again_replaces_the_first_measurement() -> None:
+    for table, others in plan.AGAIN.items():
+        cells = [(c["condition"], c["hosts"], c["algorithm"], c["measured_ms"]) for c in plan.cells_of(table)]
+        assert len({cell[:3] for cell in cells}) == len(cells)
+        for other in others:
+            newer = [(c["condition"], c["hosts"], c["algorithm"], c["measured_ms"]) for c in plan.cells_of(other)]
+            assert [cell in cells for cell in newer] == [cell[2] != "ddp" for cell in newer]
+
+
+def test_a_cell_that_is_in_no_table_is_no_second_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "AGAIN", {"2026-11-21-bench/scaling.json": ("2026-11-23-cells/diloco.json",)})
+    with pytest.raises(ValueError, match="diloco"):
+        list(plan.cells_of("2026-11-21-bench/scaling.json"))
