@@ -35,6 +35,7 @@ _LEAVE_S = 5.0  # for the others to decide without a host that a signal ends
 _SERVE_S = 300.0  # for the ranks of the others to end after this host's, as torchrun's exit barrier has it
 _EVENTS = 50
 _ALONE_S = 10.0  # to go on waiting for hosts that cannot be heard
+_HURRY_S = 1.0  # the same, for a host that a signal ends
 
 
 class HostSupervisor:
@@ -311,7 +312,8 @@ class HostSupervisor:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now
-        return self._alone_since is not None and now - self._alone_since > max(_ALONE_S, 3 * self._detect_s)
+        wait_s = _HURRY_S if self._hurries else max(_ALONE_S, 3 * self._detect_s)
+        return self._alone_since is not None and now - self._alone_since > wait_s
 
     def _stop_without_model(self, waited_for: set[str]) -> None:
         """A host without weights ends when all that had them have ended or lost them: nobody can give it any."""

@@ -16,6 +16,9 @@ from tests.pids import runs
 
 pytestmark = pytest.mark.process
 
+# A host that is told to end waits three times as long for hosts that it does not take for lost: longer than a test.
+PATIENT = "--detect-s", "60"
+
 
 @pytest.fixture
 def hosts(fork_server: ForkServer, tmp_path: Path) -> Iterator[Hosts]:
@@ -106,6 +109,30 @@ def test_a_launcher_that_is_told_to_end_leaves_in_order(hosts: Hosts) -> None:
     for each in all_three[:2]:
         os.kill(each.pid, signal.SIGINT)
     assert [each.wait() for each in all_three[:2]] == [128 + signal.SIGINT] * 2
+
+
+def test_hosts_leave_when_nobody_has_the_weights(hosts: Hosts) -> None:
+    """No epoch can be made without one that has them, so nobody is ever left out: each hears that the others end."""
+    all_three = hosts.start_all("--max-restarts", "1", *PATIENT)
+    first = all_three[0]
+    (old,) = first.ranks()
+    os.kill(old, signal.SIGKILL)
+    wait_for(lambda: first.ranks() not in ([], [old]), "rank without weights", hosts)
+    hosts.await_members(names(all_three)[1:], all_three[1:])
+    for each in all_three:
+        os.kill(each.pid, signal.SIGINT)
+    assert [each.wait() for each in all_three] == [128 + signal.SIGINT] * 3
+
+
+def test_a_host_that_is_told_to_end_does_not_wait_for_one_that_is_gone(hosts: Hosts) -> None:
+    first, second, third = hosts.start_all(*PATIENT)
+    for each in (second, third):
+        os.kill(each.pid, signal.SIGSTOP)
+    os.kill(first.pid, signal.SIGTERM)
+    wait_for(lambda: not first.ranks(), "end of the rank", hosts)
+    for each in (second, third):
+        each.kill()
+    assert first.wait() == 128 + signal.SIGTERM
 
 
 STUBBORN = """
