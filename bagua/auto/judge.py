@@ -75,6 +75,7 @@ class Judge:
         self._measured: dict[int, float] = {}
         self._samples: dict[int, list[list[StepTimes]]] = {}  # of each rank, all trials together
         self._trial_steps = 0
+        self._judged: set[int] = set()  # whose compression error is known: it is the gradients', not the links'
         self._run_off = False
         self._fastest_exact_s = math.inf
         self._compute_s = self._exposed_s = 0.0
@@ -228,11 +229,13 @@ class Judge:
     def _trial(self, position: int) -> Order:
         candidate = self._facts.candidates[position]
         measured = _MEASURED if self._current is None else _MEASURED_AGAIN
-        return Order(position, 1, max(measured, candidate.period), quality=candidate.kind != "exact")
+        quality = candidate.kind != "exact" and position not in self._judged
+        return Order(position, 1, max(measured, candidate.period), quality=quality)
 
     def _judge_quality(self, position: int, quality: Quality | None) -> None:
         if quality is None or not position:
             return
+        self._judged.add(position)
         candidate = self._facts.candidates[position]
         if quality.consensus > _MOST_CONSENSUS:
             self._ranking.barred[position] = f"weights differ by {100 * quality.consensus:.0f} %"

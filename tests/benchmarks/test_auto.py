@@ -57,7 +57,10 @@ def test_after_a_change_the_second_choice_is_compared() -> None:
     one["auto"]["again"] = rank([], "bytegrad:codec=int4")["auto"]["explanation"]
     row = summarise({"condition": "1gbit/0ms", **joined([one])}, "lossy")
     assert (row["before"], row["chosen"], row["over_best"]) == ("bytegrad", "bytegrad:codec=int4", 0.0)
-    assert "too many steps to choose again" in verdict(row, 0.02)
+    row["loss_gap"] = 0.0
+    assert verdict(row, 0.02) == []  # what runs is among the best
+    assert "no second choice" in verdict(row | {"over_best": 0.11}, 0.02)
+    assert "and no second choice, " in line(row, 0.02)
 
 
 def test_steps_after_a_change_are_told_apart() -> None:
