@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
 from bagua.membership.acceptor import Acceptor
 from bagua.membership.actions import Action, EpochBegan, Excluded, Left, Verdict
+from bagua.membership.causes import Causes
 from bagua.membership.departure import Departure
 from bagua.membership.detector import place
 from bagua.membership.encoding import checked_argument, checked_text
@@ -26,9 +28,12 @@ from bagua.membership.messages import (
     Rejected,
     Report,
     Request,
+    Rest,
+    Resting,
 )
 from bagua.membership.options import Options
 from bagua.membership.outbox import Outbox
+from bagua.membership.pause import Pause
 from bagua.membership.peers import Peers
 from bagua.membership.proposer import Proposer
 from bagua.membership.record import Record
@@ -89,7 +94,8 @@ class Agent:
         self._peers = Peers(record.name, options, now)
         self._proposer = Proposer(self, self._outbox, random.Random(f"{seed}/{record.name}/{record.incarnation}"))
         self.seats = Seats(seats)
-        self._departure = Departure()
+        self._departure, self._pause = Departure(), Pause()
+        self._causes = Causes(self, self._peers, self._departure)
         if record.epoch is not None:
             self._enter(record.epoch)
             self.seats.fenced = record.promised is not None
@@ -160,10 +166,20 @@ class Agent:
 
     # Local events
 
-    def start_step(self, group: int, step: int, seat: int = 0) -> Verdict:
+    def start_step(self, group: int, step: int, seat: int = 0, now: float = 0.0) -> Verdict:
         """Ask to begin step `step` (0, 1, ...) over the process groups of `group`, for one rank of this host."""
-        progress = self.seats.progress(seat)
-        return Verdict.DENIED if progress is None else progress.start(group, step)
+        self._now = max(self._now, now)
+        if (progress := self.seats.progress(seat)) is None:
+            return Verdict.DENIED
+        if self._pause.after is not None and progress.start(group, step, ask=True) is Verdict.GRANTED:
+            # One that begins it once more trains apart from the others now: an epoch costs it nothing at this point.
+            again = progress.begun > step
+            holds = not again and self._pause.holds(self._now, step)
+            if (holds or again) and self._pause.add(self._now, seat, self.seats.training):
+                self._rests()
+            if holds:
+                return Verdict.WAIT
+        return progress.start(group, step)
 
     def arrived(self, now: float, group: int, step: int, seat: int = 0) -> None:
         """This rank has given its part to the exchange of step `step`, and begins to wait for those of the others."""
@@ -274,7 +290,11 @@ class Agent:
     def _in_epoch(self, envelope: Envelope, body: Body) -> None:
         """A message of a member about the decision that is next."""
         if isinstance(body, Request):
-            self._peers.ask(self._now, envelope.sender, body.reason)
+            self._peers.ask(self._now, envelope.sender, body.reason, body.can_wait)
+        elif isinstance(body, Rest):
+            self._pause.ask(self._now, envelope.sender, body.after)
+        elif isinstance(body, Resting):
+            self._pause.hosts.add(envelope.sender)
         elif isinstance(body, Accept) and body.value.number != body.epoch + 1:
             return
         elif isinstance(body, Prepare | Accept):
@@ -316,6 +336,7 @@ class Agent:
         """Begin anew what belongs to one epoch."""
         self._proposer.reset()
         self._departure.confirmed.clear()
+        self._pause = Pause()
         self._peers.adopt(epoch)
         self.seats.adopt(epoch, self.member)
         self._next_beat = self._now
@@ -324,7 +345,7 @@ class Agent:
 
     def cause(self) -> str:
         """Why this host wants another epoch, in words; empty if it does not."""
-        own = self._own_cause()
+        own = self._causes.own(self._now)
         if own or self.epoch is None or self.name not in self.epoch.voters:
             return own
         if self.joining:
@@ -339,26 +360,24 @@ class Agent:
     def _number(self) -> int:
         return 0 if self.epoch is None else self.epoch.number
 
-    def _own_cause(self) -> str:
-        epoch, me = self.epoch, self.member
-        if epoch is None or epoch.by_name.get(self.name) is None:
-            return ""
-        if loss := self._peers.loss:
-            return loss
-        if me is None:
-            return f"{self.name} restarted"
-        if self._departure.begun and any(m.trains and m.name != self.name for m in epoch.members):
-            return f"{self.name} leaves"
-        if me.trains and self.seats.broken:
-            return f"{self.name} lost a connection of its group"
-        listed = self.seats.listed(self._now)
-        if me.payload != self.payload or (me.trains and me.seats != listed):
-            return f"{self.name} lost or gained ranks"
-        # One that is more than a step behind would get no vote, and ask again at once.
-        wanted = not me.trains or (not me.votes and self.held >= epoch.step - 1)
-        if listed and not self.behind and wanted:
-            return f"{self.name} has the weights"
-        return ""
+    def rest(self) -> float:
+        """From when on a ballot may begin here. If no loss calls for it, ranks are asked to end their step first."""
+        epoch, can_wait = self.epoch, self._peers.can_wait or bool(self._causes.readiness(self._now))
+        if epoch is None or self.fenced or self._causes.change(self._now) or self.behind or not can_wait:
+            return -math.inf
+        if self._pause.after is None:
+            after = self.seats.started + 1  # no member can have begun more
+            self._pause.ask(self._now, self.name, after)
+            self._outbox.broadcast(epoch, Rest(epoch.number, after))
+        return self._pause.ready(self.name, {m.name for m in epoch.trainers} - self.suspected.keys())
+
+    def _rests(self) -> None:
+        """All ranks of this host rest."""
+        self._pause.hosts.add(self.name)
+        asker = None if self.epoch is None else self.epoch.by_name.get(self._pause.asker)
+        if asker is not None and asker.name != self.name:
+            self._outbox.send(asker.address, asker.name, Resting(self._number))
+        self._proposer.advance()
 
     def _report(self) -> Report:
         seats, unheard = self.seats.listed(self._now), self._peers.unheard
@@ -373,8 +392,8 @@ class Agent:
         epoch = self.epoch
         if epoch is not None and self.name in epoch.by_name:
             self._outbox.broadcast(epoch, Heartbeat(epoch.number, self.seats.started, self.seats.arrived))
-            if reason := self._own_cause():
-                self._outbox.broadcast(epoch, Request(epoch.number, reason))
+            if reason := self._causes.own(self._now):
+                self._outbox.broadcast(epoch, Request(epoch.number, reason, not self._causes.change(self._now)))
         if self._has_left and epoch is not None:
             self._outbox.broadcast(epoch, Heartbeat(epoch.number, 0), but=tuple(self._departure.confirmed))
         elif self.member is None:

@@ -32,11 +32,13 @@ from bagua.membership.messages import (
     Rejected,
     Report,
     Request,
+    Rest,
+    Resting,
 )
 
 __all__ = ["checked_argument", "checked_text", "decode", "encode", "epoch_from_wire", "epoch_to_wire"]
 
-VERSION = 3
+VERSION = 4
 _BIG = 2**62
 _T = TypeVar("_T")
 
@@ -176,7 +178,9 @@ _REPORTED = _Field(
 _KINDS: dict[type[Any], tuple[str, tuple[_Field, ...]]] = {
     Heartbeat: ("heartbeat", (_NUMBER, _NUMBER, _FLAG)),
     Join: ("join", (_NUMBER, _TEXT)),
-    Request: ("request", (_NUMBER, _TEXT)),
+    Request: ("request", (_NUMBER, _TEXT, _FLAG)),
+    Rest: ("rest", (_NUMBER, _NUMBER)),
+    Resting: ("resting", (_NUMBER,)),
     Prepare: ("prepare", (_NUMBER, _BALLOT)),
     Promise: ("promise", (_NUMBER, _BALLOT, _REPORTED, _optional(_BALLOT), _optional(_VALUE))),
     Accept: ("accept", (_NUMBER, _BALLOT, _VALUE)),

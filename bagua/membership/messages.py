@@ -27,6 +27,8 @@ __all__ = [
     "Rejected",
     "Report",
     "Request",
+    "Rest",
+    "Resting",
 ]
 
 MAX_MEMBERS = 256
@@ -99,9 +101,30 @@ class Join(_InEpoch):
 
 @dataclass(frozen=True)
 class Request(_InEpoch):
-    """The epoch should change; a voter is to propose it."""
+    """The epoch should change; a voter is to propose it.
+
+    Attributes:
+        can_wait: nobody is lost, so ranks may end their step first.
+    """
 
     reason: str
+    can_wait: bool = False
+
+
+@dataclass(frozen=True)
+class Rest(_InEpoch):
+    """The epoch is going to change, and nobody is lost: begin no more than so many steps for a moment.
+
+    Attributes:
+        after: steps.
+    """
+
+    after: int
+
+
+@dataclass(frozen=True)
+class Resting(_InEpoch):
+    """All my ranks have ended these steps."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +167,7 @@ class Decided:
     value: Epoch
 
 
-Body = Heartbeat | Join | Request | Prepare | Promise | Accept | Accepted | Rejected | Decided
+Body = Heartbeat | Join | Request | Rest | Resting | Prepare | Promise | Accept | Accepted | Rejected | Decided
 
 
 @dataclass(frozen=True)

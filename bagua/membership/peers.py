@@ -81,9 +81,14 @@ class Peers:
             member = Member(sender, envelope.incarnation, envelope.address, body.payload)
             self._pending.join(member, now + self._remember_s)
 
-    def ask(self, now: float, name: str, reason: str) -> None:
+    @property
+    def can_wait(self) -> bool:
+        """Whether members want another epoch, and none because a member is lost."""
+        return self._pending.can_wait
+
+    def ask(self, now: float, name: str, reason: str, can_wait: bool) -> None:
         """A member wants another epoch."""
-        self._pending.ask(name, reason, now + self._remember_s)
+        self._pending.ask(name, reason, now + self._remember_s, can_wait)
 
     def closed(self, name: str) -> None:
         """The connection to `name` was closed at its end."""

@@ -15,7 +15,7 @@ class Pending:
 
     def __init__(self) -> None:
         self._joins: dict[str, tuple[Member, float]] = {}
-        self._requests: dict[str, tuple[str, float]] = {}
+        self._requests: dict[str, tuple[str, float, bool]] = {}
 
     @property
     def joins(self) -> list[Member]:
@@ -25,7 +25,12 @@ class Pending:
     @property
     def request(self) -> str:
         """Why a member wants another epoch; empty if none does."""
-        return next((reason for reason, _ in self._requests.values()), "")
+        return next((reason for reason, _, _ in self._requests.values()), "")
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether members want another epoch, and none because a member is lost."""
+        return bool(self._requests) and all(can_wait for _, _, can_wait in self._requests.values())
 
     def incarnation(self, name: str) -> int | None:
         """Of a host that wants to join."""
@@ -36,10 +41,10 @@ class Pending:
         if member.name in self._joins or len(self._joins) < _MAX_JOINS:
             self._joins[member.name] = member, until
 
-    def ask(self, name: str, reason: str, until: float) -> None:
+    def ask(self, name: str, reason: str, until: float, can_wait: bool) -> None:
         """Note a member that wants another epoch."""
         if name in self._requests or len(self._requests) < MAX_MEMBERS:
-            self._requests[name] = reason, until
+            self._requests[name] = reason, until, can_wait
 
     def settle(self, epoch: Epoch) -> None:
         """An epoch is decided: requests are made for the next one, joins stand unless granted."""

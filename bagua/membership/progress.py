@@ -18,13 +18,14 @@ class Progress:
     Attributes:
         held: steps that its weights have completed, or `NO_MODEL`.
         started: steps that it has begun, or can begin as those before are completed.
+        begun: steps that it has asked to begin, in the groups in use.
         arrived: it has given its part to the exchange of the last one of these, and waits for the others.
         trains: the epoch lists it, with or without the weights.
         fenced: its host has promised that it stays at `held` until the next epoch.
     """
 
     def __init__(self) -> None:
-        self.held, self.started = NO_MODEL, 0
+        self.held, self.started, self.begun = NO_MODEL, 0, 0
         self.arrived = self.trains = self.fenced = False
         self._epoch: Epoch | None = None
         self._boundaries: deque[tuple[int, int]] = deque(maxlen=_BOUNDARIES)  # number, step: since it is a member
@@ -46,21 +47,23 @@ class Progress:
         else:
             self._boundaries.append((epoch.number, epoch.step))
         if previous is None or epoch.group != previous.group:
-            self.started, self.arrived = max(self.held, 0), False
+            self.started, self.begun, self.arrived = max(self.held, 0), 0, False
 
     @property
     def behind(self) -> bool:
         """Whether it trains, but must fetch weights first: when the groups opened, others had completed more."""
         return self.trains and self._epoch is not None and self.held < self._epoch.group_step
 
-    def start(self, group: int, step: int) -> Verdict:
-        """See `Agent.start_step`."""
+    def start(self, group: int, step: int, ask: bool = False) -> Verdict:
+        """See `Agent.start_step`. With `ask` nothing changes."""
         if not self._trains_in(group) or step != self.held:
             return Verdict.DENIED
         if self.fenced:
             return Verdict.WAIT
-        if step + 1 > self.started:
-            self.started, self.arrived = step + 1, False
+        if not ask:
+            self.begun = step + 1
+            if step + 1 > self.started:
+                self.started, self.arrived = step + 1, False
         return Verdict.GRANTED
 
     def arrive(self, group: int, step: int) -> None:

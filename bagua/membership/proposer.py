@@ -36,6 +36,7 @@ class _Host(Protocol):
     @property
     def joining(self) -> list[Member]: ...
     def cause(self) -> str: ...
+    def rest(self) -> float: ...
     def promise(self, prepare: Prepare) -> Promise: ...
     def accept(self, accept: Accept) -> Accepted: ...
     def learn(self, epoch: Epoch) -> None: ...
@@ -74,6 +75,7 @@ class Proposer:
         self._quiet_until, self._quiet_for = -math.inf, ""
         self._failures = 0
         self._blocked = ""
+        self._ready = -math.inf  # from when on ranks do not rest before the next ballot
 
     @property
     def next_tick(self) -> float:
@@ -81,12 +83,13 @@ class Proposer:
         if (attempt := self._attempt) is not None:
             gathers = attempt.value is None and self._host.now < attempt.gather_until
             return attempt.gather_until if gathers else attempt.ends
-        return self._due if self._wanted_since < math.inf else math.inf
+        return max(self._due, self._ready) if self._wanted_since < math.inf else math.inf
 
     def reset(self) -> None:
         """The epoch is decided; the next decision begins."""
         self._attempt, self._highest, self._failures, self._blocked = None, 0, 0, ""
         self._wanted_since, self._quiet_until = math.inf, -math.inf
+        self._ready = -math.inf
 
     def advance(self) -> None:
         """Do what is due: begin a ballot, put a value to the vote, or give an attempt up."""
@@ -104,7 +107,9 @@ class Proposer:
             return
         self._wanted_since = min(self._wanted_since, host.now)
         if host.now >= self._due:
-            self._begin(epoch, reason)
+            self._ready = host.rest()
+            if host.now >= self._ready:
+                self._begin(epoch, reason)
 
     def repeat(self) -> None:
         """Ask those again that have not answered."""

@@ -221,7 +221,7 @@ class LocalSeat:
 
     def start_step(self, group: int, step: int) -> Verdict:
         """See `Seat`."""
-        return self._transport.call(lambda agent, _: agent.start_step(group, step))
+        return self._transport.call(lambda agent, now: agent.start_step(group, step, now=now))
 
     def arrived(self, group: int, step: int) -> None:
         """See `Seat`."""

@@ -33,7 +33,7 @@ _log = logging.getLogger("bagua")
 # verb -> how many numbers it takes, and what it asks of the agent
 _VERBS: dict[str, tuple[int, Callable[..., Any]]] = {
     "wants_weights": (0, lambda agent, now, seat: agent.rank_wants_weights(now, seat)),
-    "start_step": (2, lambda agent, _, seat, group, step: agent.start_step(group, step, seat)),
+    "start_step": (2, lambda agent, now, seat, group, step: agent.start_step(group, step, seat, now)),
     "arrived": (2, lambda agent, now, seat, group, step: agent.arrived(now, group, step, seat)),
     "finish_step": (2, lambda agent, _, seat, group, step: agent.finish_step(group, step, seat)),
     "weights_fetched": (2, lambda agent, _, seat, epoch, step: agent.weights_fetched(epoch, step, seat)),

@@ -169,6 +169,11 @@ class Seats:
         return me is not None and me.trains and not any(seat.progress.behind for seat in self._seats.values())
 
     @property
+    def training(self) -> list[int]:
+        """Ranks that train, and not to the end yet."""
+        return [number for number, seat in self._seats.items() if seat.progress.trains and not seat.over]
+
+    @property
     def started(self) -> int:
         """Steps that all ranks that train have begun, or can begin as those before are completed."""
         return self._last[0]

@@ -158,7 +158,7 @@ def test_a_learner_becomes_a_trainer_once_it_has_the_weights() -> None:
     assert late.start_step(1, 3) is Verdict.DENIED and late.held == NO_MODEL
     assert late.weights_fetched(2, 4) is Verdict.GRANTED
     late.tick(1.0)
-    assert sent(late, Request)[0].envelope.body == Request(2, "n5 has the weights")
+    assert sent(late, Request)[0].envelope.body == Request(2, "n5 has the weights", can_wait=True)
     third = composed(second, {"n0": Report(5), "n1": Report(4), "n5": Report(4)})
     assert third is not None and third.voters == ("n0", "n1", "n5") and third.group == 3
 

@@ -23,6 +23,8 @@ from bagua.membership.messages import (
     Rejected,
     Report,
     Request,
+    Rest,
+    Resting,
 )
 
 EPOCH = Epoch.first([Member("a", 0, "h:1", "p", seats=(0, 3)), Member("b", 2, "h:2")], tie_break=True)
@@ -39,7 +41,9 @@ def envelope(body: Body) -> Envelope:
     [
         (Heartbeat(4, 17, True), '"heartbeat",4,17,true'),
         (Join(4, "p"), '"join",4,"p"'),
-        (Request(4, "why"), '"request",4,"why"'),
+        (Request(4, "why", True), '"request",4,"why",true'),
+        (Rest(4, 17), '"rest",4,17'),
+        (Resting(4), '"resting",4'),
         (Prepare(4, BALLOT), '"prepare",4,[3,"b"]'),
         (
             Promise(4, BALLOT, Report(17, "p", True, False, (1,), (0, 3)), BALLOT, EPOCH),
@@ -53,9 +57,9 @@ def envelope(body: Body) -> Envelope:
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
-def test_version_3_of_a_frame(body: Body, text: str) -> None:
+def test_version_4_of_a_frame(body: Body, text: str) -> None:
     """Hosts of one job may run different releases: another format needs another version."""
-    frame = f'[3,"job","a",1,"h:1","b",{text}]'.encode()
+    frame = f'[4,"job","a",1,"h:1","b",{text}]'.encode()
     assert encode(envelope(body)) == frame and decode(frame) == envelope(body)
 
 

@@ -178,4 +178,7 @@ def test_an_agent_wants_an_epoch_when_its_ranks_change() -> None:
     assert agent.start_step(2, 0, 1) is Verdict.DENIED and agent.start_step(2, 0, 0) is Verdict.GRANTED
     agent.rank_started(3)
     agent.rank_wants_weights(2.0, 3)
-    assert agent.epoch.trainers[0].seats == (0, 3) and agent.epoch.group == 3
+    assert agent.finish_step(2, 0, 0) is Verdict.GRANTED and agent.start_step(2, 1, 0) is Verdict.GRANTED
+    assert agent.finish_step(2, 1, 0) is Verdict.GRANTED and agent.epoch.number == 2, "no step is broken off for it"
+    agent.start_step(2, 2, 0)
+    assert agent.epoch.trainers[0].seats == (0, 3) and (agent.epoch.group, agent.epoch.step) == (3, 2)

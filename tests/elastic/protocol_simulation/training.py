@@ -63,7 +63,10 @@ class Training:
         if agent is None or agent.epoch is None or progress is None or rank.ended is not None:
             return
         group, step = rank.group, progress.held
-        if agent.start_step(group, step, rank.number) is not Verdict.GRANTED:
+        verdict = agent.start_step(group, step, rank.number, self._network.now)
+        if verdict is Verdict.WAIT and not agent.fenced:  # for a moment: no new epoch need follow
+            self._network.after(0.01, lambda: self._act(rank, lambda _: self._begin(rank)))
+        if verdict is not Verdict.GRANTED:
             return
         self._invariants.check_start(agent, group, step, rank.log)
         if not rank.compute_s:
