@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ import torch.distributed as dist
 import bagua
 from bagua.algorithms import ByteGrad
 from bagua.engine.hooks import attachments
+from bagua.engine.recovery import reopen
 from bagua.engine.recovery.manager import RecoveryManager
-from bagua.engine.recovery.transfer import WeightServer, fetch_weights
+from bagua.engine.recovery.transfer import Fetched, WeightServer, fetch_weights
 from tests.engine.scripted_seat import ScriptedSeat, view
 from tests.rank_threads import teams
 
@@ -23,9 +26,9 @@ LIMIT_S = 90.0
 TRANSFER_S = 900.0  # a transfer that waits for a host that is gone waits longer than the test
 
 
-def make(value: float) -> tuple[torch.nn.Module, Any]:
+def make(value: float, size: int = 4) -> tuple[torch.nn.Module, Any]:
     """A module whose weights have this value, and its engine."""
-    module = torch.nn.Linear(4, 4)
+    module = torch.nn.Linear(size, size)
     with torch.no_grad():
         for param in module.parameters():
             param.fill_(value)
@@ -92,9 +95,66 @@ def test_the_request_of_a_rank_that_was_killed_is_not_waited_for(
             bagua.detach(module)
 
 
+def test_what_has_changed_since_is_fetched_alone(served: tuple[Any, str]) -> None:
+    """Not where most of the weights have: then nothing is, and the rank keeps the copy that it has."""
+    _, address = served
+    (theirs, giver), (mine, taker) = make(1.0, 512), make(2.0, 512)
+    manager = RecoveryManager(ScriptedSeat(view(1, "n0"), ()), bagua.FaultTolerance())
+    stopped, ended = threading.Event(), threading.Event()
+    server = WeightServer("n1", address, TRANSFER_S, stopped)
+    found: list[Fetched | None] = []
+
+    def fetch(most: float) -> None:
+        found.append(fetch_weights(taker, "n1", address, TRANSFER_S, _unless(ended), most))
+
+    def changed(rows: int, most: float) -> Fetched | None:
+        with torch.no_grad():
+            theirs.weight[:rows] += 1.0  # type: ignore[index]
+        learner = threading.Thread(target=fetch, args=(most,))
+        learner.start()
+        while learner.is_alive():
+            server.offer(giver, 1, manager)
+            learner.join(0.02)
+        return found[-1]
+
+    try:
+        first, few = changed(0, 1.0), changed(8, 0.5)
+        assert first is not None and first.nbytes == 512 * 513 * 4
+        assert few is not None and few.nbytes == 8 * 512 * 4 and torch.equal(mine.weight, theirs.weight)
+        kept = mine.weight.detach().clone()
+        assert changed(400, 0.5) is None and torch.equal(mine.weight, kept)
+    finally:
+        stopped.set()
+        ended.set()
+        for module in (theirs, mine):
+            bagua.detach(module)
+
+
 def _unless(ended: threading.Event) -> Any:
     def alert() -> None:
         if ended.is_set():
             raise RuntimeError("the test has ended")
 
     return alert
+
+
+@pytest.mark.parametrize("soon_s", [0.0, 1000.0])
+def test_after_a_long_transfer_what_has_changed_meanwhile_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, soon_s: float
+) -> None:
+    """Until most of the weights have; the last copy counts."""
+    copies, asked = [Fetched(3, 5, 5, b"", 100), Fetched(3, 8, 8, b"", 10), None], list[float]()
+
+    def fetch(*_: Any, most: float = 1.0) -> Fetched | None:
+        asked.append(most)
+        return copies[len(asked) - 1]
+
+    monkeypatch.setattr(reopen, "fetch_weights", fetch)
+    monkeypatch.setattr(reopen, "_SOON_S", soon_s)
+    manager = RecoveryManager(ScriptedSeat(view(1, "n0"), ()), bagua.FaultTolerance())
+    held: list[tuple[int, int]] = []
+    monkeypatch.setattr(manager, "has_fetched", lambda epoch, count: held.append((epoch, count)))
+    engine: Any = SimpleNamespace(state=SimpleNamespace(step=0))
+    reopen._learn(manager, engine, nullcontext, view(1, "n0"))
+    step, shares = (5, [1.0]) if soon_s else (8, [1.0, 0.5, 0.5])
+    assert (asked, held, engine.state.step, manager.round) == (shares, [(3, step)], step, step)

@@ -15,6 +15,7 @@ from torch import Tensor
 from bagua.algorithms.base import Algorithm
 from bagua.comm.team import Team
 from bagua.engine.engine import Engine
+from bagua.engine.recovery.differences import replicate_differences
 from bagua.engine.recovery.interruptible import run_interruptibly
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
@@ -111,10 +112,14 @@ def catch_up(
     # Of a rank that is before the switch of a `Warmup`, or new, none may be there yet.
     kept = _kept_like(engine, ranks[source]["kept"]) if place else kept_tensors(engine)
 
+    # One that has fetched the weights beside training, or lacks a step, may hold most of what it takes over.
+    alike = any(ranks[rank]["replicated"] for rank in behind)
+    give = replicate_differences if alike else replicate_tensors
+
     def replicate() -> None:
         tensors = [*everything.values(), *inventory.buffers.values(), *kept.values()]
-        replicate_tensors(tensors, groups.world, device)
-        replicate_optimizers(engine.optimizers, everything, part, groups.world, device)
+        give(tensors, groups.world, device)
+        replicate_optimizers(engine.optimizers, everything, part, groups.world, device, replicate=give)
 
     try:
         mine = partial(unless_interrupted, inventory, engine.optimizers, kept.values())

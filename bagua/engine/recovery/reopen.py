@@ -32,6 +32,9 @@ from bagua.membership.seat import View
 __all__ = ["follow_membership", "join_job"]
 
 _POLL_S = 0.002
+_AGAIN = 3  # times that a newcomer fetches what has changed during the last time
+_SOON_S = 5.0  # a transfer during which little changes that one step does not change
+_SHARE = 0.5  # of the weights that may have changed
 _AtRest = Callable[[], AbstractContextManager[None]]
 _log = logging.getLogger("bagua")
 
@@ -205,20 +208,28 @@ def _learn(manager: RecoveryManager, engine: Engine, at_rest: _AtRest, view: Vie
         if now is None or now.store != view.store or now.rank is not None:
             raise CommunicationError("the members have changed")
 
-    name = manager.seat.name
+    name, timeout_s = manager.seat.name, manager.options.open_timeout_s
     try:
         with at_rest():
-            epoch, count, step, progress = fetch_weights(
-                engine, name, view.store, manager.options.open_timeout_s, check
-            )
-            engine.state.step, manager.round = step, count
+            began = time.monotonic()
+            fetched = fetch_weights(engine, name, view.store, timeout_s, check)
+            assert fetched is not None
+            engine.state.step, manager.round = fetched.step, fetched.round
+            for _ in range(_AGAIN):  # what has changed meanwhile: the others need not wait for that then
+                if time.monotonic() - began < _SOON_S:
+                    break
+                began = time.monotonic()
+                if (again := fetch_weights(engine, name, view.store, timeout_s, check, most=_SHARE)) is None:
+                    break
+                fetched = again
+                engine.state.step, manager.round = fetched.step, fetched.round
     except RuntimeError as error:
         _log.warning("recovery: %s could not fetch the weights: %s", name, error)
         return
-    counts = manager.has_fetched(epoch, count)
+    counts = manager.has_fetched(fetched.epoch, fetched.round)
     if counts:
-        manager.progress.receive(progress)
-    _log.info("recovery: %s has fetched the weights of step %d%s", name, step, "" if counts else ", too late")
+        manager.progress.receive(fetched.progress)
+    _log.info("recovery: %s has fetched the weights of step %d%s", name, fetched.step, "" if counts else ", too late")
 
 
 @dataclass

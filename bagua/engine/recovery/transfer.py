@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,18 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bagua.comm.groups import Group
 from bagua.comm.own_threads import start_thread
 from bagua.comm.remote_store import connect_store
 from bagua.comm.store import BoundedStore
 from bagua.comm.team import Team, decode, encode
 from bagua.engine.engine import Engine
+from bagua.engine.recovery.differences import replicate_differences
 from bagua.engine.recovery.interruptible import run_interruptibly
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.old_keys import delete_below, prefix_of_weights
-from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
+from bagua.engine.startup.broadcast import replicate_optimizers
 from bagua.errors import CommunicationError, RankMismatchError
 
-__all__ = ["Arrivals", "WeightServer", "fetch_weights", "fingerprint"]
+__all__ = ["Arrivals", "Fetched", "WeightServer", "fetch_weights", "fingerprint"]
 
 _POLL_S = 0.05
 _WHAT = "fetching the weights of a running job"
@@ -77,23 +79,36 @@ class _Weights:
             optimizers.append(SimpleNamespace(param_groups=groups, state=state))
         return _Weights(params, [buffer.detach().clone() for buffer in self.buffers], optimizers, self.device)
 
-    def transfer(self, team: Team) -> None:
-        """From rank 0 of `team` to its rank 1.
+    def transfer(self, team: Team, most: float) -> int | None:
+        """From rank 0 of `team` to its rank 1, which may hold a part of them already.
+
+        Args:
+            most: share of the weights' bytes. If more differ, nothing changes.
+
+        Returns:
+            bytes that differed, and were sent; None if too many.
 
         Raises:
             RuntimeError: the other one is gone.
         """
         groups = team.open("weights")
+        sent: list[int | None] = []
+
+        def give(tensors: Sequence[Tensor], group: Group, device: torch.device, src: int = 0) -> None:
+            sent.append(replicate_differences(tensors, group, device, src, threads=1))
 
         def replicate() -> None:
-            replicate_tensors([*self.params.values(), *self.buffers], groups.world, self.device)
-            replicate_optimizers(self.optimizers, self.params, team, groups.world, self.device)
+            tensors = [*self.params.values(), *self.buffers]
+            sent.append(replicate_differences(tensors, groups.world, self.device, most=most, threads=1))
+            if sent[0] is not None:
+                replicate_optimizers(self.optimizers, self.params, team, groups.world, self.device, replicate=give)
 
         assert team.alert is not None
         try:
             run_interruptibly(groups, replicate, team.alert)
         finally:
             groups.leave(abort=True)
+        return None if sent[0] is None else sum(each or 0 for each in sent)
 
 
 class WeightServer:
@@ -171,9 +186,12 @@ class WeightServer:
             try:
                 check = partial(self._check_request, nonce)
                 team = _team(0, self._address, self._learner, nonce, self._timeout_s, check)
-                team.broadcast_bytes(_WHAT, encode(about))
-                weights.transfer(team)
-                _log.info("recovery: %s has been given the weights of step %d", self._learner, about["step"])
+                wish = decode(team.all_gather_bytes(_WHAT, encode(about))[1])
+                sent = weights.transfer(team, float(wish["most"]))
+                _log.info(
+                    "recovery: %s has been given the weights of step %d: %s bytes of them",
+                    self._learner, about["step"], "too many" if sent is None else sent,
+                )  # fmt: skip
             except RuntimeError as error:
                 _log.warning("recovery: %s could not be given the weights: %s", self._learner, error)
 
@@ -244,18 +262,37 @@ class Arrivals:
             self._servers[name].offer(engine, view.epoch, self._manager)
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """Weights of a running job.
+
+    Attributes:
+        epoch: of the member that gave them.
+        round, step: after which they were copied.
+        progress: how far the user's loop was, see `Progress`.
+        nbytes: that this rank did not hold already.
+    """
+
+    epoch: int
+    round: int
+    step: int
+    progress: bytes
+    nbytes: int
+
+
 def fetch_weights(
-    engine: Engine, learner: str, store: str, timeout_s: float, alert: Callable[[], object]
-) -> tuple[int, int, int, bytes]:
+    engine: Engine, learner: str, store: str, timeout_s: float, alert: Callable[[], object], most: float = 1.0
+) -> Fetched | None:
     """Overwrite weights and optimizer state of `engine` with those of the job.
 
     Returns:
-        their epoch, round and step, and how far the user's loop was (see `Progress`).
+        what they are; None if more than `most` of the weights differ. Then `engine` keeps what it has.
 
     Args:
         learner: name of this host.
         store: host:port of the store of the first member.
         alert: called while it waits; raises if somebody else is the first member now.
+        most: share of the bytes of the weights.
 
     Raises:
         RuntimeError: the member that sent them is lost, or `alert` has raised. The weights are then no model's.
@@ -265,13 +302,16 @@ def fetch_weights(
     requests = BoundedStore(connect_store(store, prefix_of_weights(learner), timeout_s, alert), timeout_s, alert=alert)
     requests.set("request", nonce)
     team = _team(1, store, learner, nonce, timeout_s, alert)
-    told = decode(team.broadcast_bytes(_WHAT, None))
+    told = decode(team.all_gather_bytes(_WHAT, encode({"most": most}))[0])
     if told["fingerprint"] != fingerprint(engine):
         raise RankMismatchError(
             f"{learner}: the job trains another module than this rank, or with other options of bagua.distribute()"
         )
-    _Weights.of(engine).transfer(team)
-    return int(told["epoch"]), int(told["round"]), int(told["step"]), base64.b85decode(told["progress"])
+    sent = _Weights.of(engine).transfer(team, most)
+    if sent is None:
+        return None
+    progress = base64.b85decode(told["progress"])
+    return Fetched(int(told["epoch"]), int(told["round"]), int(told["step"]), progress, sent)
 
 
 def fingerprint(engine: Engine) -> str:

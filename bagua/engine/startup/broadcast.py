@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +62,14 @@ def replicate_optimizers(
     group: Group,
     device: torch.device,
     src: int = 0,
+    replicate: Callable[[Sequence[Tensor], Group, torch.device, int], object] | None = None,
 ) -> None:
     """Give every rank the hyperparameters of rank `src` and per-parameter state; it may have had none before.
 
     Only the state of `params` is touched. The structure travels as JSON, tensors over `group`.
+
+    Args:
+        replicate: in place of `replicate_tensors`.
 
     Raises:
         ValueError: the state of rank `src` holds something that is neither a tensor nor plain data.
@@ -95,7 +99,7 @@ def replicate_optimizers(
             if (recount := getattr(optimizer, "recount", None)) is not None:
                 recount()  # what it has counted beside its state
         tensors += _tensors(optimizer, ours)
-    replicate_tensors(tensors, group, device, src)
+    (replicate or replicate_tensors)(tensors, group, device, src)
 
 
 def _tensors(optimizer: torch.optim.Optimizer, ours: set[int]) -> list[Tensor]:
