@@ -54,6 +54,8 @@ class Cost:
         back_s: from the return of the host, or the healing of the network, until it trains with the others.
         start_s: part of it: until its process could train.
         arrival_steps: how long the others waited for it, in steps.
+        arrival_lost_steps: what they lost as it joined, in steps: that wait, and a step that was broken off.
+        arrival_slowed_steps: what they lost before, while it fetched the weights beside training, in steps.
     """
 
     detected_s: float | None = None
@@ -68,6 +70,8 @@ class Cost:
     back_s: float | None = None
     start_s: float | None = None
     arrival_steps: float | None = None
+    arrival_lost_steps: float | None = None
+    arrival_slowed_steps: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, rounded to milliseconds."""
@@ -190,6 +194,32 @@ def _return(
     ]  # fmt: skip
     if waits and cost.step_s:
         cost.arrival_steps = max(waits) / cost.step_s
+    others = [steps[host] for host in steps if host not in away]
+    paces = [_joining_s(each, until, num_hosts) for each in others]
+    if cost.step_s and (known_paces := [each for each in paces if each is not None]):
+        cost.arrival_lost_steps = max(known_paces) / cost.step_s - 1
+    if ready and (
+        slowed := [each for h in steps if h not in away for each in _slowed(steps[h], max(ready), num_hosts)]
+    ):
+        cost.arrival_slowed_steps = max(slowed)
+
+
+def _joining_s(steps: Iterable[Step], after: float, size: int) -> float | None:
+    """From the begin of the last step that counted without all ranks to that of the first one with them."""
+    counted = [each for each in steps if each.applied]
+    pairs = itertools.pairwise(counted)
+    return next((b.begin - a.begin for a, b in pairs if b.begin > after and a.size < size == b.size), None)
+
+
+def _slowed(steps: Iterable[Step], ready: float, size: int) -> list[float]:
+    """Of a rank: steps lost, at the pace before `ready`, from then until all ranks train."""
+    smaller = [each for each in steps if each.applied and each.size == size - 1]
+    spans = [(a.begin, b.begin - a.begin) for a, b in itertools.pairwise(smaller)]
+    before, during = [s for at, s in spans if at + s < ready], [s for at, s in spans if at + s >= ready]
+    if not before:
+        return []
+    pace = statistics.median(before)
+    return [sum(each - pace for each in during) / pace]
 
 
 def _first_with(size: int, steps: Iterable[Step], after: float) -> float | None:

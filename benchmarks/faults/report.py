@@ -23,7 +23,8 @@ TARGETS = {
 }
 _HEAD = (
     *("system, algorithm", "hosts", "fault", "detected, s", "next step after it, s", "next step after the fault, s"),
-    *("steps lost", "replicas", "others restarted", "back, s", "of it start, s", "others waited, steps", "missed"),
+    *("steps lost", "replicas", "others restarted", "back, s", "of it start, s"),
+    *("others waited, steps", "and lost in all", "missed"),
 )
 _CHAOS_HEAD = (
     *("algorithm", "hosts", "faults, an hour", "throughput", "lost a fault, s", "throughput at 125 an hour"),
@@ -95,10 +96,11 @@ def fault_table(rows: Sequence[dict[str, Any]], not_run: Sequence[dict[str, str]
                 ", ".join(map(str, row["restarted"])) or "none",
                 *(_seconds(row[name]) for name in ("back_s", "start_s")),
                 _number(row["arrival_steps"]),
+                _number(row.get("arrival_lost_steps")),
                 "; ".join(fault_misses(row)) or "nothing",
             ]
         )
-    cells += [[each["system"], "", "not run: " + each["why"], *([""] * 10)] for each in not_run]
+    cells += [[each["system"], "", "not run: " + each["why"], *([""] * 11)] for each in not_run]
     return markdown_table(_HEAD, cells)
 
 

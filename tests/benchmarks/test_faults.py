@@ -58,7 +58,7 @@ def test_the_cost_of_a_killed_rank() -> None:
     assert cost.gap_s == pytest.approx(0.45) and cost.step_s == pytest.approx(0.1)
     assert (cost.lost_steps, cost.unequal, cost.restarted) == (1, 0, [])
     assert cost.compared == 85 and cost.back_s == pytest.approx(8.05) and cost.start_s == pytest.approx(6.95)
-    assert cost.arrival_steps == pytest.approx(1.5)
+    assert cost.arrival_steps == pytest.approx(1.5) and cost.arrival_lost_steps == pytest.approx(1.2)
 
 
 def test_dropped_and_repeated_steps_are_counted() -> None:
