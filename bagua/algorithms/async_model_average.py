@@ -17,7 +17,7 @@ from bagua.algorithms.base import Algorithm, BackgroundLane, Context, Exactness,
 from bagua.algorithms.gradient_allreduce import GradientAllReduce
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
-from bagua.algorithms.second_moment import check_scalable, rescale_second_moments, set_up_second_moments
+from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
 from bagua.algorithms.warmup import Warmup
 from bagua.exchanges import Exchange, mix
 
@@ -129,14 +129,14 @@ class AsyncModelAverage(Algorithm):
             Warmup(self.warmup_steps, first, replace(self, warmup_steps=0)).setup(ctx)
             return
         super().setup(ctx)
-        if ctx.keep("scales", lambda: self._scales(ctx)):
+        if ctx.keep("scales", lambda: fit_scaling(self.scale_second_moment, ctx, self.name)):
             set_up_second_moments(ctx)
         if ctx.groups.size > 1:
             ctx.keep("rounds", _Rounds).lane = ctx.background_lane()
 
     def on_step_end(self, ctx: Context) -> None:
         """Add the difference if it is there; begin the next round if it is time. Never waits."""
-        if ctx.keep("scales", lambda: self._scales(ctx)):
+        if ctx.keep("scales", lambda: fit_scaling(self.scale_second_moment, ctx, self.name)):
             rescale_second_moments(ctx)
         rounds = ctx.keep("rounds", _Rounds)
         lane = rounds.lane
@@ -175,16 +175,6 @@ class AsyncModelAverage(Algorithm):
             rounds.pending.settle()
             rounds.pending = None
         rounds.step = -math.inf  # saved weights may be of an earlier step
-
-    def _scales(self, ctx: Context) -> bool:
-        if self.scale_second_moment is not None or ctx.groups.size == 1:
-            return bool(self.scale_second_moment)
-        adam = all(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in ctx.optimizers)
-        plain = not any(group["amsgrad"] for each in ctx.optimizers for group in each.param_groups) if adam else False
-        if not (ctx.optimizers and plain and all(bucket.flat.element_size() >= 4 for bucket in ctx.buckets)):
-            return False
-        ctx.notice("async: second moments of Adam are scaled to those of mean gradients (scale_second_moment)")
-        return True
 
     def _due(self, ctx: Context, rounds: _Rounds) -> bool:
         if self.sync_interval_ms is None:

@@ -321,6 +321,10 @@ class Algorithm:
         """
         return self, ""
 
+    def for_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
+        """Fit options that were left open (None) to the optimizers given to `distribute`; returns the algorithm."""
+        return self
+
     def check(self, params: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse models and optimizers that the algorithm cannot train; called by `distribute` before any change.
 

@@ -21,7 +21,7 @@ from bagua.algorithms.mean_moments import (
 )
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
-from bagua.algorithms.second_moment import check_scalable, rescale_second_moments, set_up_second_moments
+from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 from bagua.topologies import Topology
@@ -52,7 +52,9 @@ class Decentralized(Algorithm):
             of the weights shows (docs/algorithms/decentralized.md has the formula). Nothing more is exchanged; two more
             copies of the weights. Only with the topology "complete", the codec "identity" and an average in each step.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
-            mean gradients would give, for other topologies. Nothing is exchanged; a copy of the second moments is kept.
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. None (default): with
+            `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32 bits, unless `mean_moments` sets
+            them; a notice says so.
 
     Bytes: the weights once per peer and interval; 2 (R-1)/R times the weights for "all".
     Source: arXiv:1705.09056 (D-PSGD), algorithm 1; Bagua 0.9's decentralized SGD.
@@ -74,7 +76,7 @@ class Decentralized(Algorithm):
     topology: str | Topology | None = None
     codec: str | Codec = "identity"
     mean_moments: bool = False
-    scale_second_moment: bool = False
+    scale_second_moment: bool | None = None
 
     def __post_init__(self) -> None:
         if self.peer_selection_mode not in _MODES:
@@ -134,7 +136,7 @@ class Decentralized(Algorithm):
         ctx.prepare(self.exchange)
         if self.mean_moments:
             set_up_mean_moments(ctx)
-        if self.scale_second_moment:
+        if self._scales(ctx):
             set_up_second_moments(ctx)
 
     def on_forward(self, ctx: Context) -> None:
@@ -173,7 +175,7 @@ class Decentralized(Algorithm):
         """Keep what the next average needs to infer the moments, or estimate them."""
         if self.mean_moments:
             record_steps(ctx)
-        if self.scale_second_moment:
+        if self._scales(ctx):
             rescale_second_moments(ctx)
 
     def on_pause(self, ctx: Context) -> None:
@@ -185,6 +187,11 @@ class Decentralized(Algorithm):
     def on_load(self, ctx: Context) -> None:
         """Drop the exchange in flight: it belongs to other weights."""
         _pending(ctx).clear()
+
+    def _scales(self, ctx: Context) -> bool:
+        """Whether second moments are corrected; resolved once."""
+        wanted = False if self.mean_moments else self.scale_second_moment
+        return ctx.keep("scales", lambda: fit_scaling(wanted, ctx, self.name))
 
 
 def _pending(ctx: Context) -> list[Ticket]:

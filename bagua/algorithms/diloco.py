@@ -16,7 +16,7 @@ from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.options import check_number
 from bagua.algorithms.registry import register
-from bagua.algorithms.second_moment import check_scalable, rescale_second_moments, set_up_second_moments
+from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 
@@ -38,10 +38,12 @@ class DiLoCo(Algorithm):
     `bagua.average_parameters` makes the weights of all ranks equal.
 
     Args:
-        communication_interval: H, inner steps between two outer steps; the papers use 100 to 500.
+        communication_interval: H, inner steps between two outer steps; the papers use 100 to 500. The default, short
+            rounds of 4 bits, sends as many bytes as H = 64 with "identity" and learns better in runs of some 500 steps
+            (docs/algorithms/diloco.md).
         outer_lr, outer_momentum, nesterov: the outer optimizer. The paper's momentum is 0.9, for hundreds of rounds; in
             runs of 5 to 80 rounds 0.5 was better with SGD, Adam and Muon (docs/algorithms/diloco.md).
-        codec: encoding of d: "identity", "bf16", "minmax_uint8", "int4", or any codec.
+        codec: encoding of d: "int4", "minmax_uint8", "bf16", "identity", or any codec.
         error_feedback: add the compression error of one round to the next (lossy, non-linear codecs).
         fragments: bucket i belongs to fragment i mod `fragments`, and fragment f takes its outer step
             H/fragments steps after fragment f - 1, so that the network is used evenly. Must divide H.
@@ -49,9 +51,11 @@ class DiLoCo(Algorithm):
             The exchange overlaps with these steps.
         mixing: a in x = (1 - a) anchor + a x, the share kept of the inner steps made during the delay. None is 0
             without a delay and 0.5 with one, as in the paper.
-        hierarchical: sum within each node first; None means False.
+        hierarchical: sum within each node first. None (default) does so where nodes have several ranks and the codec
+            cannot be summed, as "int4": their ranks would share the node's link.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
-            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept.
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. None (default): with
+            `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
 
     Bytes: those of the exchange, once per H steps; peaks are 1/fragments of a round.
     Source: arXiv:2311.08105 (DiLoCo), algorithm 1; arXiv:2501.18512 (Streaming DiLoCo), algorithm 2: fragments,
@@ -65,23 +69,23 @@ class DiLoCo(Algorithm):
     """
 
     name: ClassVar[str] = "diloco"
-    summary: ClassVar[str] = "local steps; every few dozen, outer Nesterov SGD on the averaged pseudo-gradient"
+    summary: ClassVar[str] = "local steps; every few, outer Nesterov SGD on the averaged pseudo-gradient"
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     payload_kind: ClassVar[Payload] = Payload.PARAM
     lost_step: ClassVar[LostStep | None] = LostStep.REPEAT
     kept: ClassVar[tuple[str, ...]] = ("anchor", "momentum", "launched_at", "second_moment", "adam_steps")
 
-    communication_interval: int = 64
+    communication_interval: int = 8
     outer_lr: float = 0.7
     outer_momentum: float = 0.5
     nesterov: bool = True
-    codec: str | Codec = "identity"
+    codec: str | Codec = "int4"
     error_feedback: bool = False
     fragments: int = 1
     delay: int = 0
     mixing: float | None = None
     hierarchical: bool | None = None
-    scale_second_moment: bool = False
+    scale_second_moment: bool | None = None
 
     def __post_init__(self) -> None:
         check_interval("communication_interval", self.communication_interval)
@@ -121,7 +125,7 @@ class DiLoCo(Algorithm):
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
-        return fit_hierarchy(self, nodes, default=False)
+        return fit_hierarchy(self, nodes, default=not codecs.get(self.codec).linear)
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """The exchange's, spread over the interval."""
@@ -144,7 +148,7 @@ class DiLoCo(Algorithm):
                 "lower bucket_bytes or fragments"
             )
         ctx.prepare(self.exchange)
-        if self.scale_second_moment:
+        if self._scales(ctx):
             set_up_second_moments(ctx)
         for bucket in ctx.buckets:
             wide = bucket.flat.element_size() >= 4
@@ -157,7 +161,7 @@ class DiLoCo(Algorithm):
 
     def on_step_end(self, ctx: Context) -> None:
         """Finish the round that is due, then begin the one that is due; at once without a delay."""
-        if self.scale_second_moment:
+        if self._scales(ctx):
             rescale_second_moments(ctx)
         step = ctx.step + 1
         if self.delay:
@@ -183,6 +187,10 @@ class DiLoCo(Algorithm):
     def on_members_changed(self, ctx: Context) -> None:
         """Rounds in flight are lost; they begin again at the step at which they should have ended."""
         self._interrupted(ctx).update(bucket.index for bucket in ctx.buckets)
+
+    def _scales(self, ctx: Context) -> bool:
+        """Whether second moments are corrected; resolved once."""
+        return ctx.keep("scales", lambda: fit_scaling(self.scale_second_moment, ctx, self.name))
 
     def _interrupted(self, ctx: Context) -> set[int]:
         """Buckets whose round in flight, if any, was launched among other ranks."""

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from bagua.codecs import Codec
 
-__all__ = ["fit_feedback", "fit_momentum_feedback", "fit_running_scale"]
+__all__ = ["fit_feedback", "fit_momentum_feedback", "fit_running_scale", "helps_sgd"]
 
 
 def fit_feedback(wanted: bool | None, codec: Codec) -> bool:
     """Resolve `error_feedback`: None becomes true for a biased codec with less than 8 bits per fp32 element.
 
     Such codecs do not converge without it; with 8 bits it costs memory and gains almost nothing. An unbiased codec
-    needs none: its errors average out, and feedback adds noise (docs/codecs.md has the measurement).
+    needs none: its errors average out. With SGD it is better with feedback nevertheless: see `helps_sgd`.
     """
     if wanted is not None:
         return wanted
     many = 1 << 20
     return not (codec.linear or codec.lossless or codec.unbiased) and codec.wire_bytes(many) < many
+
+
+def helps_sgd(codec: Codec, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether error feedback is on by default with an unbiased codec: with less than 8 bits if all optimizers are SGD.
+
+    SGD averages the errors over its steps, and feedback takes them back. An Adam would find the noise of feedback in
+    its second moments (docs/codecs.md has both measurements).
+    """
+    many = 1 << 20
+    small = codec.unbiased and not codec.lossless and codec.wire_bytes(many) < many
+    return small and bool(optimizers) and all(isinstance(each, torch.optim.SGD) for each in optimizers)
 
 
 def fit_momentum_feedback(wanted: bool | None, codec: Codec) -> bool:

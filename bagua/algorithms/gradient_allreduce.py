@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
+import torch
+
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context, LostStep
-from bagua.algorithms.feedback import fit_feedback, fit_running_scale
+from bagua.algorithms.feedback import fit_feedback, fit_running_scale, helps_sgd
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
@@ -30,7 +33,8 @@ class GradientAllReduce(Algorithm):
         codec: "identity" (exact), "bf16" or "fp16" (summed in that type), or any lossy codec, which is what
             `ByteGrad` is with "minmax_uint8".
         error_feedback: add the compression error of one step to the next. None (default) does so for codecs with
-            less than 8 bits per element, which do not converge without, unless they are unbiased as "eden" is.
+            less than 8 bits per element, which do not converge without; for unbiased ones, as "eden" is, if
+            all optimizers given to `distribute` are `torch.optim.SGD`.
         running_scale: divide each element by the root of its running mean magnitude before it is encoded; 4 bytes of
             state per element. None (default) does so for "eden" without error feedback.
 
@@ -72,6 +76,12 @@ class GradientAllReduce(Algorithm):
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
         return fit_hierarchy(self, nodes, default=not codecs.get(self.codec).linear)
+
+    def for_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
+        """Error feedback with SGD and an unbiased codec of few bits, unless one of the two options was given."""
+        if self.error_feedback is None and self.running_scale is None and helps_sgd(codecs.get(self.codec), optimizers):
+            return replace(self, error_feedback=True)
+        return self
 
     def on_ready(self, ctx: Context, bucket: Bucket) -> None:
         """Launch at once."""

@@ -15,7 +15,7 @@ from bagua.algorithms.base import Algorithm, Context, Exactness, LostStep, Paylo
 from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
-from bagua.algorithms.second_moment import check_scalable, rescale_second_moments, set_up_second_moments
+from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 
@@ -34,7 +34,8 @@ class LocalSGD(Algorithm):
         hierarchical: sum within each node first; None means False.
         codec: "identity" or a linear codec.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
-            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept.
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. None (default): with
+            `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
 
     Bytes: 2 (R-1)/R times the weights, once per interval.
     Source: arXiv:1805.09767 (local SGD), algorithm 1; arXiv:1808.07217 (post-local SGD).
@@ -54,7 +55,7 @@ class LocalSGD(Algorithm):
     communication_interval: int = 8
     hierarchical: bool | None = None
     codec: str | Codec = "identity"
-    scale_second_moment: bool = False
+    scale_second_moment: bool | None = None
 
     def __post_init__(self) -> None:
         check_interval("communication_interval", self.communication_interval)
@@ -82,12 +83,12 @@ class LocalSGD(Algorithm):
     def setup(self, ctx: Context) -> None:
         """Prepare the exchange; the second moments at hand are taken as they are."""
         ctx.prepare(self.exchange)
-        if self.scale_second_moment:
+        if self._scales(ctx):
             set_up_second_moments(ctx)
 
     def on_step_end(self, ctx: Context) -> None:
         """Average after every `communication_interval`-th step."""
-        if self.scale_second_moment:
+        if self._scales(ctx):
             rescale_second_moments(ctx)
         if (ctx.step + 1) % self.communication_interval:
             return
@@ -102,3 +103,7 @@ class LocalSGD(Algorithm):
         ctx.commit()
         for bucket, mean in zip(ctx.buckets, means, strict=True):
             bucket.flat.copy_(mean)
+
+    def _scales(self, ctx: Context) -> bool:
+        """Whether second moments are corrected; resolved once."""
+        return ctx.keep("scales", lambda: fit_scaling(self.scale_second_moment, ctx, self.name))

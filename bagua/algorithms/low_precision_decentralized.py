@@ -15,7 +15,7 @@ from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostSte
 from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
-from bagua.algorithms.second_moment import check_scalable, rescale_second_moments, set_up_second_moments
+from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
 from bagua.codecs import Codec
 from bagua.exchanges import DifferenceGossip, Exchange, Hierarchical
 from bagua.topologies import Topology
@@ -48,7 +48,8 @@ class LowPrecisionDecentralized(Algorithm):
             throughout. So the steps' mean is that of plain SGD and only the distance among the ranks grows, by
             one step's drift. Two more copies of the weights.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
-            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept.
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. None (default): with
+            `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
 
     Bytes: the encoded weights once per neighbour and interval.
     Source: Bagua 0.9's low-precision decentralized SGD; arXiv:1803.06443 (DCD-PSGD), algorithm 1;
@@ -70,7 +71,7 @@ class LowPrecisionDecentralized(Algorithm):
     codec: str | Codec = "minmax_uint8"
     topology: str | Topology = "ring"
     overlap: bool = False
-    scale_second_moment: bool = False
+    scale_second_moment: bool | None = None
 
     def __post_init__(self) -> None:
         check_interval("communication_interval", self.communication_interval)
@@ -100,7 +101,7 @@ class LowPrecisionDecentralized(Algorithm):
     def setup(self, ctx: Context) -> None:
         """Create the state that one step passes to the next, so that checkpoints contain it."""
         super().setup(ctx)
-        if self.scale_second_moment:
+        if self._scales(ctx):
             set_up_second_moments(ctx)
         if self.overlap:
             for bucket in ctx.buckets:
@@ -110,7 +111,7 @@ class LowPrecisionDecentralized(Algorithm):
 
     def on_step_end(self, ctx: Context) -> None:
         """Gossip; the next forward pass needs the result, or with overlap the end of the next step."""
-        if self.scale_second_moment:
+        if self._scales(ctx):
             rescale_second_moments(ctx)
         self._finish(ctx)
         if ctx.step % self.communication_interval:
@@ -132,6 +133,10 @@ class LowPrecisionDecentralized(Algorithm):
         if self.overlap:
             for bucket in ctx.buckets:
                 ctx.tensor("pending", bucket).zero_()
+
+    def _scales(self, ctx: Context) -> bool:
+        """Whether second moments are corrected; resolved once."""
+        return ctx.keep("scales", lambda: fit_scaling(self.scale_second_moment, ctx, self.name))
 
     def _begin(self, ctx: Context, bucket: Bucket) -> None:
         snapshot, mixed = ctx.tensor("snapshot", bucket), ctx.tensor("mixed", bucket)

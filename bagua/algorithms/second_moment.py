@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bagua.algorithms.base import Context
 
-__all__ = ["check_scalable", "rescale_second_moments", "set_up_second_moments"]
+__all__ = ["check_scalable", "fit_scaling", "rescale_second_moments", "set_up_second_moments"]
 
 EVERY = 8  # training steps between two corrections; the momentum of Adam reaches back about as far
 
@@ -27,6 +27,27 @@ def check_scalable(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     if not any("betas" in group for group in groups):
         given = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
         raise ValueError(f"scale_second_moment: needs an optimizer with Adam's second moment, got {given}")
+
+
+def fit_scaling(wanted: bool | None, ctx: Context, name: str) -> bool:
+    """Resolve `scale_second_moment`: None becomes true for several ranks with Adam or AdamW of torch.
+
+    Not with amsgrad, and not for weights of 16 bits, whose second moments are too coarse to tell what was added.
+
+    Args:
+        wanted: the option.
+        ctx: of the algorithm, in `setup` or later.
+        name: of the algorithm, for the notice.
+    """
+    if wanted is not None or ctx.groups.size == 1:
+        return bool(wanted)
+    adam = all(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in ctx.optimizers)
+    if not (ctx.optimizers and adam and all(bucket.flat.element_size() >= 4 for bucket in ctx.buckets)):
+        return False
+    if any(group["amsgrad"] for each in ctx.optimizers for group in each.param_groups):
+        return False
+    ctx.notice(f"{name}: second moments of Adam are scaled to those of mean gradients (scale_second_moment)")
+    return True
 
 
 def set_up_second_moments(ctx: Context) -> None:

@@ -91,6 +91,11 @@ class Warmup(Algorithm):
         (first, remark), (then, other) = (part.for_nodes(nodes) for part in self.parts)
         return replace(self, first=first, then=then), "; ".join(filter(None, (remark, other)))
 
+    def for_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
+        """Fit both."""
+        first, then = (part.for_optimizers(optimizers) for part in self.parts)
+        return replace(self, first=first, then=then)
+
     def check(self, params: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Both must agree."""
         for part in self.parts:

@@ -62,7 +62,7 @@ EXACT = Candidate("gradient_allreduce", "exact", "gradient_allreduce")
 def _local(algorithm: str, row: str, interval: int) -> Candidate:
     options: dict[str, Any] = {"communication_interval": interval}
     if algorithm == "diloco":
-        options["delay"] = 0
+        options |= {"delay": 0, "codec": "identity"}
     return Candidate(algorithm, "periodic", row, options, period=interval)
 
 

@@ -155,6 +155,7 @@ def _all() -> list[Contender]:
             how={"warmup_steps": long, "period": long},
             communication_interval=long,
             delay=long // 2,
+            codec="identity",
         ),
         _ours("sparse_loco", sparse, how={"warmup_steps": long, "period": long}, communication_interval=long),
     ]

@@ -40,8 +40,8 @@ PLAIN = "outer_momentum=0.0:nesterov=False:outer_lr=1.0"
 ROWS = (
     "gradient_allreduce",
     "local_sgd",
-    *(f"diloco:communication_interval={each}:outer_momentum=0.9:outer_lr=0.7" for each in (16, 32, 64)),
-    *(f"diloco:communication_interval={each}:{PLAIN}" for each in (16, 32, 64)),
+    *(f"diloco:communication_interval={each}:codec=identity:outer_momentum=0.9:outer_lr=0.7" for each in (16, 32, 64)),
+    *(f"diloco:communication_interval={each}:codec=identity:{PLAIN}" for each in (16, 32, 64)),
     *(f"sparse_loco:communication_interval={each}:keep=0.0" for each in (16, 32, 64)),
     *(f"sparse_loco:communication_interval={each}" for each in (16, 32, 64)),
 )

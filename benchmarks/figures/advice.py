@@ -38,7 +38,7 @@ _ROWS = (
          "bytegrad int4 + feedback, adam", "Adam"),
     _Row("100 Mbit/s to 1 Gbit/s, large matrices", "SGD", "`power_sgd`, `rank=4`", "power_sgd:rank=4", _SLOW,
          "power_sgd", "SGD"),
-    _Row("between sites (WAN), long runs", "SGD", "`diloco`, `communication_interval=16`",
+    _Row("between sites (WAN), long runs", "SGD", '`diloco`, `communication_interval=16`, `codec="identity"`',
          "diloco:communication_interval=16,delay=0", _SLOW, "diloco", "SGD"),
 )  # fmt: skip
 

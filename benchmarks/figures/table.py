@@ -20,7 +20,7 @@ _ROWS = (
     ("qadam_1bit", '`qadam`, `codec="sign"`, after its warm-up', False),
     ("qadam_1bit", "the same with 20 % exact warm-up", True),
     ("local_sgd", "`local_sgd`, every 8 steps", False),
-    ("diloco", "`diloco`, every 64 steps", False),
+    ("diloco", "`diloco`, every 64 steps, fp32", False),
 )
 _HOOKS = {
     "ddp": "none",

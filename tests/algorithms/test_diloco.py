@@ -17,6 +17,7 @@ from tests.rank_threads import run_teams
 
 STEPS, LR = 24, 0.1
 TWO_BUCKETS = 8  # bytes: b and w each make a bucket
+full = partial(DiLoCo, codec="identity")  # pseudo-gradients as they are
 PART = [np.arange(N) < 11, np.arange(N) >= 11]
 
 
@@ -106,18 +107,18 @@ def oracle(size: int, algorithm: DiLoCo, begin: int = 0) -> tuple[np.ndarray, np
 
 
 VARIANTS = [
-    DiLoCo(communication_interval=4),
-    DiLoCo(communication_interval=1),
-    DiLoCo(communication_interval=4, outer_momentum=0.9),  # the paper's
-    DiLoCo(communication_interval=5, outer_lr=1.0, outer_momentum=0.0, nesterov=False),  # local SGD
-    DiLoCo(communication_interval=4, outer_lr=0.4, outer_momentum=0.5, nesterov=False),
-    DiLoCo(communication_interval=4, mixing=0.25),
-    DiLoCo(communication_interval=6, fragments=2),
-    DiLoCo(communication_interval=6, delay=2),
-    DiLoCo(communication_interval=6, delay=6, mixing=0.0),
-    DiLoCo(communication_interval=6, fragments=2, delay=1, mixing=0.0),
-    DiLoCo(communication_interval=6, fragments=2, delay=3, mixing=0.75),
-    DiLoCo(communication_interval=2, fragments=2, delay=1),
+    full(communication_interval=4),
+    full(communication_interval=1),
+    full(communication_interval=4, outer_momentum=0.9),  # the paper's
+    full(communication_interval=5, outer_lr=1.0, outer_momentum=0.0, nesterov=False),  # local SGD
+    full(communication_interval=4, outer_lr=0.4, outer_momentum=0.5, nesterov=False),
+    full(communication_interval=4, mixing=0.25),
+    full(communication_interval=6, fragments=2),
+    full(communication_interval=6, delay=2),
+    full(communication_interval=6, delay=6, mixing=0.0),
+    full(communication_interval=6, fragments=2, delay=1, mixing=0.0),
+    full(communication_interval=6, fragments=2, delay=3, mixing=0.75),
+    full(communication_interval=2, fragments=2, delay=1),
 ]
 
 
@@ -160,7 +161,7 @@ def test_nobody_needs_to_look(algorithm: DiLoCo) -> None:
 def test_a_round_is_hidden_behind_the_delay() -> None:
     """Nothing is waited for before the delay is over."""
     for delay, launches in ((0, 1), (3, 1)):
-        algorithm = DiLoCo(communication_interval=6, delay=delay)
+        algorithm = full(communication_interval=6, delay=delay)
         run = partial(follow, steps=8, bucket_bytes=1 << 20, look=False)
         for _, _, stats in run_teams(2, run, algorithm):
             assert stats.total.launches == launches
@@ -185,7 +186,7 @@ def test_a_round_is_hidden_behind_the_delay() -> None:
 )
 def test_codecs(size: int, codec: str, error_feedback: bool, delay: int) -> None:
     """Each round errs by two roundings of d at most; the outer optimizer passes on lr / (1 - mu) of them at most."""
-    exact = DiLoCo(communication_interval=4, delay=delay)
+    exact = full(communication_interval=4, delay=delay)
     algorithm = replace(exact, codec=codec, error_feedback=error_feedback)
     results = run_teams(size, follow, algorithm)
     weights, anchors = oracle(size, exact)
@@ -212,7 +213,7 @@ def test_error_feedback_helps(codec: str) -> None:
 @pytest.mark.parametrize("nodes", [[0, 0, 1], [0, 0, 0, 1], [0, 1, 0, 1], [0, 0]])
 @pytest.mark.parametrize("delay", [0, 2])
 def test_hierarchical(nodes: list[int], delay: int) -> None:
-    algorithm = DiLoCo(communication_interval=4, delay=delay, hierarchical=True)
+    algorithm = full(communication_interval=4, delay=delay, hierarchical=True)
     check(run_teams(len(nodes), follow, algorithm, nodes=nodes), algorithm)
 
 
@@ -220,7 +221,7 @@ def test_hierarchical(nodes: list[int], delay: int) -> None:
 @pytest.mark.parametrize("delay", [0, 2])
 def test_after_a_warmup(begin: int, delay: int) -> None:
     """A round that should have begun before the hand-over is not finished after it."""
-    algorithm = DiLoCo(communication_interval=4, delay=delay)
+    algorithm = full(communication_interval=4, delay=delay)
     results = run_teams(3, follow, Warmup(begin, "gradient_allreduce", algorithm))
     check(results, algorithm, begin)
     assert len(results[0][1]) == STEPS - max(begin - 1, 0), "anchors exist from the hand-over on"
@@ -230,10 +231,10 @@ def test_after_a_warmup(begin: int, delay: int) -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        DiLoCo(communication_interval=6),
-        DiLoCo(communication_interval=6, fragments=2, delay=3),
+        full(communication_interval=6),
+        full(communication_interval=6, fragments=2, delay=3),
         DiLoCo(communication_interval=6, delay=3, codec="minmax_uint8", error_feedback=True),
-        Warmup(2, "gradient_allreduce", DiLoCo(communication_interval=6, delay=4)),
+        Warmup(2, "gradient_allreduce", full(communication_interval=6, delay=4)),
     ],
     ids=repr,
 )
@@ -247,7 +248,7 @@ def test_resume_is_bit_identical(size: int, stop: int, algorithm) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_weights_of_other_types(dtype: torch.dtype) -> None:
     """The outer state is fp32 at least; ranks agree on it."""
-    algorithm = DiLoCo(communication_interval=4)
+    algorithm = full(communication_interval=4)
     results = run_teams(3, partial(follow, dtype=dtype), algorithm)
     weights, anchors = oracle(3, algorithm)
     tolerance = {torch.bfloat16: 0.2, torch.float16: 0.03, torch.float64: 1e-6}[dtype]
@@ -263,7 +264,7 @@ def test_weights_of_other_types(dtype: torch.dtype) -> None:
 def test_bytes_per_step_are_what_available_says() -> None:
     options: dict
     for options in ({}, {"codec": "minmax_uint8"}, {"codec": "bf16"}, {"delay": 2}, {"fragments": 2}):
-        algorithm = DiLoCo(communication_interval=4, **options)
+        algorithm = full(communication_interval=4, **options)
         parts = [N] if algorithm.fragments == 1 else [11, 35]
         want = sum(algorithm.bytes_per_rank(part, 4) for part in parts) * STEPS
         bucket_bytes = TWO_BUCKETS if algorithm.fragments == 2 else 1 << 20
@@ -276,7 +277,7 @@ def test_fragments_take_turns() -> None:
     """Half of the bytes at a time, at even distances."""
 
     def moved(team: Team) -> list[tuple[bool, ...]]:
-        _, anchors, _ = follow(team, DiLoCo(communication_interval=6, fragments=2), 12)
+        _, anchors, _ = follow(team, full(communication_interval=6, fragments=2), 12)
         changed = np.diff(np.concatenate([start()[None].astype(np.float32), anchors]), axis=0) != 0
         return [tuple(bool(row[part].any()) for part in PART) for row in changed]
 
@@ -287,7 +288,7 @@ def test_fragments_take_turns() -> None:
 def too_few_buckets(team: Team) -> str:
     model = Quadratic()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    algorithm = DiLoCo(communication_interval=6, fragments=3)
+    algorithm = full(communication_interval=6, fragments=3)
     with pytest.raises(ValueError) as error:
         bagua.distribute(model, optimizer, algorithm, process_group=team, bucket_bytes=TWO_BUCKETS)
     return str(error.value)
@@ -320,7 +321,7 @@ def test_fewer_buckets_than_fragments_are_refused() -> None:
         ({"mixing": 1.0}, ("mixing", "1.0")),
         ({"mixing": -0.1}, ("mixing", "-0.1")),
         ({"codec": "int3"}, ("int3", "int4")),
-        ({"error_feedback": True}, ("error_feedback", "identity")),
+        ({"error_feedback": True, "codec": "identity"}, ("error_feedback", "identity")),
         ({"error_feedback": True, "codec": "bf16"}, ("error_feedback", "bf16")),
     ],
 )
@@ -333,3 +334,15 @@ def test_bad_options(options: dict, words: tuple[str, ...]) -> None:
 def test_defaults() -> None:
     """Those that the page states and that were measured; see docs/algorithms/diloco.md before you change one."""
     assert (DiLoCo().outer_lr, DiLoCo().outer_momentum, DiLoCo().nesterov) == (0.7, 0.5, True)
+    assert (DiLoCo().communication_interval, DiLoCo().codec, DiLoCo().error_feedback) == (8, "int4", False)
+
+
+def test_nodes_are_summed_first_by_default_where_ranks_would_share_a_link() -> None:
+    """4 bits cannot be summed on the way, so each rank would send to all others."""
+    for nodes, codec, hierarchical in (
+        (((0, 1), (2,)), "int4", True),
+        (((0, 1), (2,)), "bf16", False),
+        (((0,), (1,)), "int4", False),
+    ):
+        fitted, remark = DiLoCo(codec=codec).for_nodes(nodes)
+        assert isinstance(fitted, DiLoCo) and fitted.hierarchical is hierarchical and not remark

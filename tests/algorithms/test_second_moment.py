@@ -1,4 +1,4 @@
-"""`scale_second_moment` of local_sgd and diloco: a numpy oracle, and what it does to Adam's second moments."""
+"""`scale_second_moment` of local_sgd and diloco: a numpy oracle, what it does to second moments, and its default."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_is_the_oracles(size: int, algorithm: LocalSGD | DiLoCo, interval: int) 
 
 
 def test_nothing_is_sent_for_it() -> None:
-    plain = LocalSGD(communication_interval=3)
+    plain = LocalSGD(communication_interval=3, scale_second_moment=False)
     scaled, without = (run_teams(2, follow, each, STEPS, adamw)[0][1].total.bytes_sent for each in (LOCAL, plain))
     assert scaled == without > 0
     assert LOCAL.bytes_per_rank(N, 2) == plain.bytes_per_rank(N, 2)
@@ -97,7 +97,11 @@ def test_second_moments_are_those_of_mean_gradients() -> None:
         held.setdefault(name, []).append(adamw(params, lr=1e-3, weight_decay=0.0))
         return held[name][-1]
 
-    algorithms = {"ddp": GradientAllReduce(), "scaled": LOCAL, "local": LocalSGD(communication_interval=3)}
+    algorithms = {
+        "ddp": GradientAllReduce(),
+        "scaled": LOCAL,
+        "local": LocalSGD(communication_interval=3, scale_second_moment=False),
+    }
     for name, algorithm in algorithms.items():
         simulated(size, algorithm, steps, partial(make, name))
     mean = {
@@ -166,9 +170,42 @@ def test_fused_optimizers() -> None:
     check(results, oracle(2, 3))
 
 
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "decentralized", "low_precision_decentralized"])
+@pytest.mark.parametrize(
+    ("make", "dtype", "option", "scales"),
+    [
+        (adamw, torch.float32, {}, True),
+        (adamw, torch.float32, {"scale_second_moment": False}, False),
+        (partial(adamw, amsgrad=True), torch.float32, {}, False),
+        (adamw, torch.bfloat16, {}, False),
+        (partial(torch.optim.SGD, lr=LR), torch.float32, {}, False),
+    ],
+    ids=["adamw", "refused", "amsgrad", "16 bits", "sgd"],
+)
+def test_default_depends_on_the_optimizer_and_is_told(
+    name: str, make: Any, dtype: torch.dtype, option: dict[str, bool], scales: bool
+) -> None:
+    def rank_main(team: Team) -> tuple[tuple[str, ...], set[str]]:
+        model = Quadratic().to(dtype)
+        own = make(model.parameters())
+        bagua.distribute(model, own, name, process_group=team, **option)
+        for step in range(2):
+            own.zero_grad()
+            model(torch.tensor(targets(2, step)[team.rank], dtype=dtype)).backward()
+            own.step()
+        kept = {entry["name"] for entry in bagua.state_dict(model)["tensors"]}
+        notices = bagua.stats(model).notices
+        bagua.detach(model)
+        return notices, kept
+
+    for notices, kept in run_teams(2, rank_main):
+        assert ("second_moment" in kept) == scales
+        assert any("scale_second_moment" in each for each in notices) == scales
+
+
 @pytest.mark.parametrize("name", ["local_sgd", "diloco"])
 def test_bad_options(name: str) -> None:
-    with pytest.raises(ValueError, match="scale_second_moment.*expected a bool, got 1"):
+    with pytest.raises(ValueError, match="scale_second_moment.*expected a bool or None, got 1"):
         bagua.algorithms.get(name, scale_second_moment=1)
 
     def refused(team: Team, make: Any) -> str:

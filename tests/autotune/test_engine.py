@@ -66,12 +66,12 @@ def off(team: Any, algorithm: str, optimizer: Any = None) -> tuple[Progress | No
     [
         ("gradient_allreduce", 1, None, "there is only one rank"),
         ("async", 2, None, "no step waits for the exchanges of 'async'"),
-        ("diloco", 2, None, "'diloco' exchanges only every 64 steps"),
+        (bagua.algorithms.DiLoCo(64), 2, None, "'diloco' exchanges only every 64 steps"),
         ("qadam", 2, bagua.optim.QAdam, "the steps of 'qadam' are not all alike"),
         ("bytegrad", 2, None, "no setting has an effect on this module"),
     ],
 )
-def test_where_nothing_can_be_tuned_that_is_said(algorithm: str, size: int, optimizer: Any, reason: str) -> None:
+def test_where_nothing_can_be_tuned_that_is_said(algorithm: Any, size: int, optimizer: Any, reason: str) -> None:
     for progress, notices in run_teams(size, off, algorithm, optimizer):
         assert (progress.phase, progress.reason) == ("off", reason)
         assert f"autotune: not tuning: {reason}" in notices

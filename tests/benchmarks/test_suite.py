@@ -145,6 +145,8 @@ def test_jobs_are_in_the_order_of_what_matters_most() -> None:
     assert all(job.configuration.family in families(job.task) for job in jobs)
     shortest = next(job for job in jobs if job.configuration.name == budget_row("sgd", Fraction(1, 64)).name)
     assert shortest.make_task().steps == 8
+    halved = suite.jobs_of(all_rows(), ["conv"], [1], 4, 0.5)[0].make_task()
+    assert halved.rates["sgd"] == 0.5 * make_suite_task("conv", 1, 4).rates["sgd"]
 
 
 def test_tuning_and_judging_are_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +155,8 @@ def test_tuning_and_judging_are_kept_apart(capsys: pytest.CaptureFixture[str]) -
         (["--seeds", "-1"], "--seeds: expected numbers"),
         (["--tasks", "nothing"], "--tasks: 'nothing'"),
         (["--resume"], "--resume: needs --json"),
+        (["--seeds", "100", "--rate", "0.5"], "1 with seeds for judging, got 0.5"),
+        (["--seeds", "1", "--rate", "0"], "--rate: expected a factor > 0"),
     ):
         with pytest.raises(SystemExit):
             suite.main(argv)
@@ -204,9 +208,10 @@ def predicted(contender: str, task: str) -> tuple[float, float]:
 
 
 def test_times_are_of_the_settings_whose_loss_is_told() -> None:
-    diloco = ROWS["diloco communication_interval=16, sgd"].configuration
+    diloco = ROWS["diloco communication_interval=16, codec=identity, sgd"].configuration
     assert "communication_interval=16" in contender_of(diloco) and "delay=0" in contender_of(diloco)
     eden = ROWS["bytegrad codec=eden:bits=1, sgd"].configuration
+    assert "error_feedback=True" in contender_of(eden), "as SGD has it by default"
     ms, sent = predicted(contender_of(eden), "conv")
     assert step_ms(eden, "conv", sent) == pytest.approx(ms)
     assert step_ms(eden, "conv", 1.2 * sent) is None  # something else was sent

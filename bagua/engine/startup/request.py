@@ -100,6 +100,7 @@ class Request:
         check_sharded(items, chosen)
         chosen.check(inventory.trainable, items)
         chosen.check_sparse(inventory.sparse, items)
+        chosen = self.algorithm = chosen.for_optimizers(items)
         fallback = self.guard.fallback_on(((0,),)) if self.guard is not None else None
         check_sparse(inventory.sparse, chosen, fallback)
         self.subclasses = subclasses(items, [*inventory.parameters.values(), *inventory.frozen.values()])

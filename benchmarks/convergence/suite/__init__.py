@@ -1,7 +1,7 @@
 """A convergence suite on data drawn from a seed: every algorithm at its defaults, beside the settings of the docs.
 
     python -m benchmarks.convergence.suite [--json FILE [--resume]] [--minutes M] [--quick] [--only NAMES]
-        [--tasks NAMES] [--seeds 100,101,102] [--workers N]
+        [--tasks NAMES] [--seeds 100,101,102] [--rate F] [--workers N]
 
 Four tasks on 4 ranks, 512 steps each: a convolutional net and a regression with heavy tails, both with SGD and
 momentum; a GPT on bytes of source code and a small vision transformer, both with AdamW, LAMB or Muon. The seed draws

@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--only", type=_words, metavar="NAMES", help="rows, labels, algorithms, families or budgets: a,b or a;b")
     add("--tasks", type=_words, metavar="NAMES", default=list(SUITE), help=f"of {','.join(SUITE)}")
     add("--seeds", type=_words, metavar="NUMBERS", help=f"below {JUDGING} to tune, others to judge (100,101,102)")
+    add("--rate", type=float, metavar="F", default=1.0, help="factor of all learning rates, for tuning only")
     add("--workers", type=int, default=2, help="processes for simulated runs (default: %(default)s)")
     return parser
 
@@ -68,7 +69,9 @@ def _seeds(words: Sequence[str] | None, quick: bool) -> list[int]:
     return seeds
 
 
-def jobs_of(rows: Sequence[SuiteRow], tasks: Sequence[str], seeds: Sequence[int], steps: int) -> list[Job]:
+def jobs_of(
+    rows: Sequence[SuiteRow], tasks: Sequence[str], seeds: Sequence[int], steps: int, rate: float = 1.0
+) -> list[Job]:
     """Return all runs, in the order in which they are to be made."""
     wanted = [
         (row.rank, seed, task, row)
@@ -78,16 +81,16 @@ def jobs_of(rows: Sequence[SuiteRow], tasks: Sequence[str], seeds: Sequence[int]
         if row.configuration.family in families(task)
     ]
     return [
-        Job(task, row.configuration, seed, partial(make_suite_task, task, seed, max(1, round(steps * row.share))))
+        Job(task, row.configuration, seed, partial(make_suite_task, task, seed, max(1, round(steps * row.share)), rate))
         for _, seed, task, row in sorted(wanted, key=lambda each: (*each[:2], tasks.index(each[2])))
     ]
 
 
-def _settings(tasks: Sequence[str], steps: int) -> dict[str, Any]:
+def _settings(tasks: Sequence[str], steps: int, rate: float) -> dict[str, Any]:
     """What all runs of a file have in common."""
     found: dict[str, Any] = {"steps": steps, "ranks": RANKS, "tasks": {}}
     for name in tasks:
-        task = make_suite_task(name, 0, 1)
+        task = make_suite_task(name, 0, 1, rate)
         parameters = sum(param.numel() for param in task.model().parameters())
         found["tasks"][name] = {"parameters": parameters, "learning_rates": dict(task.rates), "warm": task.warm}
     return found
@@ -158,7 +161,9 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--tasks: {unknown[0]!r} is unknown; available: {', '.join(SUITE)}")
         if args.resume and args.json is None:
             raise ValueError("--resume: needs --json FILE")
-        settings = _settings(list(SUITE), steps)
+        if not 0 < args.rate < math.inf or (args.rate != 1 and max(seeds) >= JUDGING):
+            raise ValueError(f"--rate: expected a factor > 0, and 1 with seeds for judging, got {args.rate:g}")
+        settings = _settings(list(SUITE), steps, args.rate)
         outcomes = read_runs(args.json, settings) if args.resume and args.json.exists() else []
     except ValueError as error:
         parser.error(str(error))
@@ -168,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     have = {(each.task, each.configuration, each.seed) for each in outcomes}
     jobs = [
         job
-        for job in jobs_of(rows, args.tasks, seeds, steps)
+        for job in jobs_of(rows, args.tasks, seeds, steps, args.rate)
         if (job.task, job.configuration.name, job.seed) not in have
     ]
     print(f"{len(jobs)} runs, {len(have)} are there", flush=True)

@@ -7,7 +7,7 @@ learning rates and sizes; seeds from 100 on are for judging, and nothing is chos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +57,7 @@ class SuiteTask(Task):
         if kind == "muon":
             matrices = [param for param, chosen in zip(params, self._matrices, strict=True) if chosen]
             rest = [param for param, chosen in zip(params, self._matrices, strict=True) if not chosen]
-            muon = torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=_DECAY)
+            muon = torch.optim.Muon(matrices, lr=rates["muon"], weight_decay=_DECAY)
             return [muon, torch.optim.AdamW(rest, lr=rates["adamw"], weight_decay=_DECAY)]
         return [OWN_OPTIMIZERS[kind](params, lr=rates["adamw"], weight_decay=_DECAY)]
 
@@ -152,12 +152,19 @@ def model_spec(task: str) -> str:
     return f"{Path(models.__file__)}:{SUITE[task].model.__name__}"
 
 
-def make_suite_task(name: str, seed: int, steps: int) -> SuiteTask:
+def make_suite_task(name: str, seed: int, steps: int, rate: float = 1.0) -> SuiteTask:
     """Return the task of that name, with data of that seed, for a run of so many steps.
+
+    Args:
+        name: of `SUITE`.
+        seed: draws what is learned, samples and initial weights.
+        steps: of the run.
+        rate: factor of the learning rates.
 
     Raises:
         ValueError: no such task.
     """
     if name not in SUITE:
         raise ValueError(f"task {name!r} is unknown; available: {', '.join(SUITE)}")
-    return SUITE[name].make(seed, steps)
+    task = SUITE[name].make(seed, steps)
+    return replace(task, rates={family: rate * each for family, each in task.rates.items()})

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import fields
 from functools import lru_cache
 
+import torch
+
 import bagua
 from bagua.plan import Cluster, Prediction, Workload, load_model, predict
 from benchmarks.convergence.configurations import Configuration
@@ -27,6 +29,8 @@ _TWO_STAGES = ("qadam", "zero_one_adam", "one_bit_lamb")  # a part of their step
 def contender_of(configuration: Configuration) -> str:
     """Return the algorithm with all its options as `bagua plan` names it, so that no default of a contender counts."""
     algorithm = bagua.algorithms.get(configuration.algorithm, **configuration.options)
+    if configuration.family == "sgd":
+        algorithm = algorithm.for_optimizers([torch.optim.SGD([torch.zeros(1)], lr=1.0)])
     options = {field.name: getattr(algorithm, field.name) for field in fields(algorithm) if field.init}
     return f"{configuration.algorithm}:" + ",".join(f"{key}={value}" for key, value in options.items())
 
