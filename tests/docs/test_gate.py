@@ -21,7 +21,7 @@ CURRENT = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
 BENCHMARKS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "benchmarks").rglob("*.py")
-    if "add_argument(" in path.read_text()
+    if "add_argument" in path.read_text()
 )
 # Options of others' programs that our documents name.
 FOREIGN = {
