@@ -20,8 +20,8 @@ class Settings:
         bucket_bytes: payload at which a bucket is closed.
         num_lanes: exchanges in progress at once (gloo).
         part_bytes: size of the pieces into which larger buckets are cut; None where buckets are not cut.
-        direct_bytes: full-precision sums of pieces up to this size go straight between ranks, larger ones through the
-            backend's all-reduce. Has an effect on gloo only, with one rank a node and at least three nodes.
+        direct_bytes: full-precision sums of pieces up to this size go over the library's own sends, larger ones through
+            the backend's all-reduce. Has an effect on gloo only, with one rank a node and at least three nodes.
         hierarchical: sum within each node first.
     """
 

@@ -14,9 +14,10 @@ from bagua.comm.gloo_connections import GlooConnections
 from bagua.comm.mesh import Mesh
 from bagua.errors import CommunicationError
 
-__all__ = ["Group", "Groups", "Meter"]
+__all__ = ["STRAIGHT_CHUNK_BYTES", "Group", "Groups", "Meter"]
 
 _TAGS = 1 << 16  # of one lane
+STRAIGHT_CHUNK_BYTES = 64 * 2**10  # so small a chunk costs latency only, even where all senders meet
 
 
 @dataclass
@@ -46,8 +47,10 @@ class Group:
         p2p: the backend for sends and receives, if not `pg`: lanes of one engine share connections for these, since
             a few busy flows fill a link better than many.
         tag: first of the tags that are this lane's on `p2p`.
-        direct: small sums may go straight to the owners of chunks instead of from rank to rank. A property of the
-            nodes and never measured, so that a repeated run sums in the same order.
+        direct: small sums may go over sends of the library's own. A property of the nodes and never measured, so that
+            a repeated run sums 16-bit numbers in the same order.
+        straight_chunk_bytes: such a sum goes straight to the owners of chunks up to chunks of this size, and from rank
+            to rank if they are larger. Equal on all ranks; changes no bit.
         connections: of gloo, where a loss can have to free what waits.
         address: at which gloo listens, if it was looked for.
         mesh: of the native transport, which then carries what `pipelined` and `collectives` say; None: gloo does.
@@ -64,6 +67,7 @@ class Group:
     p2p: Any = None
     tag: int = 0
     direct: bool = False
+    straight_chunk_bytes: int = STRAIGHT_CHUNK_BYTES
     connections: GlooConnections | None = None
     address: str | None = None
     mesh: Mesh | None = None

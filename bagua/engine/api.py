@@ -37,7 +37,7 @@ from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tenso
 from bagua.engine.startup.choice import chooser_of, why_no_choice
 from bagua.engine.startup.handshake import Agreement, shake_hands
 from bagua.engine.startup.inventory import Inventory
-from bagua.engine.startup.link_probe import lanes_of_sums
+from bagua.engine.startup.link_probe import Links, probe_links
 from bagua.engine.startup.rank_order import RankOrder, order_of, why_no_order
 from bagua.engine.startup.request import Request
 from bagua.engine.startup.rollback import unless_it_fails
@@ -278,9 +278,9 @@ def _make_engine(
     groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes, native)
     with team.naming_missing_ranks("bagua.distribute()", f"failed/{key}", groups):
         if manager is None or team.size == 1:
-            few_lanes = _replicate(team, agreement.nodes, groups, inventory, request.optimizers, differing)
+            links = _replicate(team, agreement.nodes, groups, inventory, request.optimizers, differing)
         else:
-            few_lanes = _replicate_tolerantly(team, agreement.nodes, groups, inventory, request.optimizers, manager)
+            links = _replicate_tolerantly(team, agreement.nodes, groups, inventory, request.optimizers, manager)
         num_lanes, mesh = request.num_lanes, groups.world.mesh
         assert num_lanes is not None
         if mesh is not None and request.chooses_lanes:
@@ -288,7 +288,7 @@ def _make_engine(
     for meter in groups.meters:
         meter.sent = meter.received = 0  # what follows is training
     lane = make_lane(groups, inventory.device)
-    config = request.config(num_lanes, few_lanes, tunes_hierarchy)
+    config = request.config(num_lanes, links, tunes_hierarchy)
     notices = tuple(each for each in (remark, line) if each)
     tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM
@@ -316,9 +316,9 @@ def _replicate_tolerantly(
     inventory: Inventory,
     optimizers: Sequence[torch.optim.Optimizer],
     manager: RecoveryManager,
-) -> int | None:
+) -> Links:
     """As `_replicate`, until the members change. Then this rank has its own state again, not half of rank 0's."""
-    found: list[int | None] = []
+    found: list[Links] = []
 
     def replicate() -> None:
         found.append(_replicate(team, nodes, groups, inventory, optimizers, differing=False))
@@ -373,10 +373,10 @@ def _replicate(
     inventory: Inventory,
     optimizers: Sequence[torch.optim.Optimizer],
     differing: bool,
-) -> int | None:
-    """Broadcast rank 0's tensors and optimizer state (the mean of state that differs); return `lanes_of_sums`."""
+) -> Links:
+    """Broadcast rank 0's tensors and optimizer state (the mean of state that differs); return what it told."""
     tensors = [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values()]
-    few_lanes = lanes_of_sums(
+    links = probe_links(
         team,
         nodes,
         sum(tensor.nbytes for tensor in tensors),
@@ -384,7 +384,7 @@ def _replicate(
     )
     equalise = mean_optimizers if differing else replicate_optimizers
     equalise(optimizers, {**inventory.parameters, **inventory.frozen}, team, groups.world, inventory.device)
-    return few_lanes
+    return links
 
 
 def _any_device(module: Any) -> torch.device:

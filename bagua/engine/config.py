@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bagua.comm.groups import STRAIGHT_CHUNK_BYTES
 from bagua.engine.guard import Guard
 
 __all__ = ["EngineConfig"]
@@ -18,6 +19,7 @@ class EngineConfig:
         num_lanes: lanes that may share the exchanges.
         lanes_of_sums: number of these lanes used by plain sums; None: all.
         lanes_of_wide: number of these lanes used by exchanges with 8 bits per element or more; None: all.
+        straight_chunk_bytes: up to this size chunks of small sums go straight to their owners; see `Group`.
         guard: when to measure the compression error, and what to do about it.
         broadcast_buffers: broadcast rank 0's buffers before every forward pass in training mode.
         static_graph: every pass uses the same parameters as often as the first.
@@ -29,6 +31,7 @@ class EngineConfig:
     num_lanes: int = 1
     lanes_of_sums: int | None = None
     lanes_of_wide: int | None = None
+    straight_chunk_bytes: int = STRAIGHT_CHUNK_BYTES
     guard: Guard | None = None
     broadcast_buffers: bool = False
     static_graph: bool = False

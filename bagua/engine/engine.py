@@ -109,6 +109,7 @@ class Engine:
             config.num_lanes,
             config.lanes_of_sums,
             config.lanes_of_wide,
+            config.straight_chunk_bytes,
             self._tally.watch,
         )
         self.memory = AlgorithmMemory(self.pool.adopt)

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from bagua.codecs import Codec, Identity
 from bagua.comm.collectives import all_reduce_, sum_of_pieces_
-from bagua.comm.groups import Group, Groups
-from bagua.comm.pipelined import scatter_gather_rows
+from bagua.comm.groups import STRAIGHT_CHUNK_BYTES, Groups
+from bagua.comm.ring import sum_by_owners_, sum_in_ring_
 from bagua.exchanges.base import Exchange, State, check_codec
 from bagua.exchanges.payload_source import PayloadSource
-from bagua.exchanges.scatter_gather import ScatterGather, chunk_numel
+from bagua.exchanges.scatter_gather import ScatterGather
 
-__all__ = ["AllReduce"]
+__all__ = ["STRAIGHT_CHUNK_BYTES", "AllReduce"]
 
-# gloo's all-reduce fills a link better, but a small one spends its time on some 4 R messages, one after the other.
-# At 1 Gbit/s and 5 ms, 4 hosts, direct exchange took 31 ms for 1 MB where gloo took 80; at 0 ms 17 and 15.
+# gloo's all-reduce takes some 4 R latencies, a ring of sends 2 (R - 1). All senders of a direct exchange meet in the
+# receivers' links: at 100 Mbit/s and 0 to 20 ms, 4 hosts, steps of 2.5 M elements took a sixth longer than in a ring.
 _SMALL_BYTES = 2 * 2**20
 
 
@@ -32,8 +32,9 @@ class AllReduce(Exchange):
     Args:
         codec: identity, or a linear codec (bf16, fp16), in which case the sum is taken in that type.
         average: mean if true, else sum.
-        direct_bytes: on gloo groups with one rank a node (`Group.direct`) the chunks of tensors up to this size go
-            straight to their owners and back instead, and the sum is taken in fp32, in the order of the ranks.
+        direct_bytes: on gloo groups with one rank a node (`Group.direct`) tensors up to this size are summed by sends
+            of the library's own instead: in a ring, or, where chunks are small, straight to their owners and back. The
+            bits are the same, but for types and codecs of 16 bits, which are summed in fp32 then.
 
     Bytes: 2 (R-1)/R times the encoded size, sent per rank.
 
@@ -76,16 +77,13 @@ class AllReduce(Exchange):
         group = groups.world
         if group.size == 1:
             return
-        if self._goes_direct(x_N, groups):
-            if self.codec.lossless:
-                _direct(x_N, groups, self.average)
-            else:
-                ScatterGather(self.codec, average=self.average).run(x_N, state, groups, step)
+        if self._is_summed_wide(x_N, groups):
+            ScatterGather(self.codec, average=self.average).run(x_N, state, groups, step)
             return
         if self.average:
             x_N.mul_(1.0 / group.size)
         if self.codec.lossless:
-            all_reduce_(group, x_N)
+            self._sum_(x_N, groups)
             return
         n = x_N.numel()
         wire = groups.buffers.get("wire", (1, self.codec.wire_bytes(n, x_N.dtype)), torch.uint8, x_N.device)
@@ -101,11 +99,11 @@ class AllReduce(Exchange):
         """As `run`, with the same bits."""
         x_N, group, codec = source.x_N, groups.world, self.codec
         n, factor = x_N.numel(), 1.0 / group.size if self.average else 1.0
-        if group.size == 1 or self._goes_direct(x_N, groups) or n == 0:
+        if group.size == 1 or self._is_summed_wide(x_N, groups) or n == 0:
             super().run_from(source, state, groups, step)
             return
         if codec.lossless:
-            _sum_scaled(group, source, factor)
+            self._sum_scaled(source, factor, groups)
         else:
             wire_1W = groups.buffers.get("wire", (1, codec.wire_bytes(n, x_N.dtype)), torch.uint8, x_N.device)
             sums_M = wire_1W.view(codec.wire_dtype(x_N.dtype))[0]
@@ -119,41 +117,37 @@ class AllReduce(Exchange):
             codec.decode(wire_1W, n, out=x_N.view(1, n))
         source.leave(0, n)
 
-    def _goes_direct(self, x_N: Tensor, groups: Groups) -> bool:
+    def _by_sends(self, x_N: Tensor, groups: Groups) -> bool:
         return groups.world.direct and x_N.nbytes <= self.direct_bytes
+
+    def _goes_straight(self, x_N: Tensor, groups: Groups) -> bool:
+        group = groups.world
+        return self._by_sends(x_N, groups) and x_N.nbytes <= group.size * group.straight_chunk_bytes
+
+    def _is_summed_wide(self, x_N: Tensor, groups: Groups) -> bool:
+        narrow = not self.codec.lossless or x_N.dtype in (torch.float16, torch.bfloat16)
+        return narrow and self._by_sends(x_N, groups)
+
+    def _sum_scaled(self, source: PayloadSource, factor: float, groups: Groups) -> None:
+        x_N, group = source.x_N, groups.world
+        in_mesh = group.mesh is not None and not self._goes_straight(x_N, groups)
+        mixed = source.mixed_pieces() if in_mesh and source.hook is None else None
+        if mixed is not None and x_N.dtype == torch.float32:
+            sum_of_pieces_(group, x_N, [(piece.lo, piece.x) for piece, _ in mixed.pieces], factor)
+            return
+        source.fill_scaled(factor)
+        self._sum_(x_N, groups)
+
+    def _sum_(self, x_N: Tensor, groups: Groups) -> None:
+        """The sum in place. Which way is taken changes no bit."""
+        group = groups.world
+        if self._goes_straight(x_N, groups):
+            sum_by_owners_(group, x_N, groups.buffers)
+        elif self._by_sends(x_N, groups) and group.mesh is None:
+            sum_in_ring_(group, x_N, groups.buffers)
+        else:
+            all_reduce_(group, x_N)
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """2 (R-1)/R times the encoded size."""
         return 2 * self.codec.wire_bytes(n, torch.float32) * (size - 1) / size
-
-
-def _sum_scaled(group: Group, source: PayloadSource, factor: float) -> None:
-    x_N = source.x_N
-    mixed = source.mixed_pieces() if group.mesh is not None and source.hook is None else None
-    if mixed is not None and x_N.dtype == torch.float32:
-        sum_of_pieces_(group, x_N, [(piece.lo, piece.x) for piece, _ in mixed.pieces], factor)
-        return
-    source.fill_scaled(factor)
-    all_reduce_(group, x_N)
-
-
-def _direct(x_N: Tensor, groups: Groups, average: bool) -> None:
-    """The mean or sum without copies: chunks are sent from `x_N`, and owners' answers land in it."""
-    group, codec = groups.world, Identity()
-    rank, size, n = group.rank, group.size, x_N.numel()
-    c = chunk_numel(n, size)
-    chunks = [x_N[r * c : (r + 1) * c] for r in range(size)]
-    mine_M = chunks[rank]
-    m = mine_M.numel()
-    peers_RW = groups.buffers.get("peers", (size, codec.wire_bytes(m, x_N.dtype)), torch.uint8, x_N.device)
-    payload_RB = peers_RW[:, : m * x_N.element_size()]
-
-    def write(lo: int, hi: int, out: Tensor) -> None:
-        if lo == rank:
-            out.copy_(mine_M.view(torch.uint8))
-
-    def combine() -> None:
-        codec.decode_mean(peers_RW, m, out=mine_M, weight=1.0 / size if average else 1.0)
-
-    wire = [chunk.view(torch.uint8) for chunk in chunks]
-    scatter_gather_rows(group, wire, payload_RB, write=write, combine=combine, read=lambda lo, hi: None)

@@ -19,6 +19,7 @@ from bagua.exchanges import (
     PowerSGD,
     ScatterGather,
 )
+from bagua.exchanges.all_reduce import STRAIGHT_CHUNK_BYTES
 from bagua.plan.cluster import Cluster, Costs
 
 __all__ = ["Phase", "TorchAverage", "TorchPowerSGD", "UnknownCourseError", "phases_of", "slow_start_s", "total_sent"]
@@ -150,7 +151,8 @@ def _all_reduce(exchange: AllReduce, n: int, cluster: Cluster, costs: Costs) -> 
     reads = 1.0 if exchange.codec.lossless else 3.0
     if isinstance(exchange.codec, Fp16):
         reads += _FP16_CAST + _FP16_SUM * (size - 1) / size
-    if cluster.devices == 1 and wire <= exchange.direct_bytes:
+    straight = not exchange.codec.lossless or wire <= size * STRAIGHT_CHUNK_BYTES
+    if cluster.devices == 1 and wire <= exchange.direct_bytes and straight:
         return _to_owners_and_back(n, wire, cluster, costs, reads=reads)
     return [_ring(n, wire, size, cluster, costs, reads)]
 

@@ -12,15 +12,18 @@ from torch import Tensor
 import bagua
 from bagua.algorithms import GradientAllReduce
 from bagua.autotune.progress import Progress
+from bagua.engine.tuning import search_space
 from tests.autotune.training import DEPTH, QUICK, START, Training
 from tests.rank_pool import RankPool
 
+_axes = search_space._axes
 
-def follow(algorithm: Any, autotune: Any, steps: int, passes: int, sums_directly: bool) -> tuple[Tensor, Any]:
+
+def follow(algorithm: Any, autotune: Any, steps: int, passes: int, only: tuple[str, ...]) -> tuple[Tensor, Any]:
     """Half of the model in four buckets: what is compared is the bits, and a step costs half."""
     with pytest.MonkeyPatch.context() as patch:
-        if not sums_directly:
-            patch.setattr("bagua.engine.tuning.search_space._sums_directly", lambda engine, hierarchy: False)
+        if only:
+            patch.setattr(search_space, "_axes", lambda *args: {name: _axes(*args)[name] for name in only})
         training = Training(
             None, algorithm, rank=dist.get_rank(), autotune=autotune, bucket_bytes=START // 2, depth=DEPTH // 2
         )
@@ -40,12 +43,12 @@ def compare(
     steps: int = 25,
     passes: int = 1,
     max_turns: int = 22,
-    sums_directly: bool = True,
+    only: tuple[str, ...] = (),
 ) -> list[Progress]:
     """Train with settings that change all the time, and without; returns what the ranks say of the former."""
     options = {**QUICK, "search": "random", "max_turns": max_turns}
-    tuned = pool.run(size, follow, algorithm, options, steps, passes, sums_directly, nodes=nodes)
-    plain = pool.run(size, follow, algorithm, False, steps, passes, sums_directly, nodes=nodes)
+    tuned = pool.run(size, follow, algorithm, options, steps, passes, only, nodes=nodes)
+    plain = pool.run(size, follow, algorithm, False, steps, passes, only, nodes=nodes)
     for (got, _), (wanted, _) in zip(tuned, plain, strict=True):
         if exact:
             assert torch.equal(got, wanted)
@@ -63,11 +66,12 @@ def test_two_ranks_train_the_same_bits(pool: RankPool, passes: int) -> None:
         assert progress.phase == "done"
 
 
-def test_sums_straight_between_ranks_are_in_the_order_of_ranks_wherever_they_are_cut(
-    pool: RankPool,
-) -> None:
-    for progress in compare(pool, "gradient_allreduce", 3, nodes=[0, 1, 2], exact=True, sums_directly=False):
+def test_the_way_of_a_sum_changes_no_bit(pool: RankPool) -> None:
+    """Nor does the lane; only the cuts of buckets do."""
+    only = "direct_bytes", "num_lanes"
+    for progress in compare(pool, "gradient_allreduce", 3, nodes=[0, 1, 2], exact=True, only=only):
         assert progress.num_samples > 4
+        assert progress.tuned == only
 
 
 @pytest.mark.parametrize(

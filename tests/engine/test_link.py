@@ -12,6 +12,7 @@ from torch import nn
 
 import bagua
 import bagua.engine.lanes.dispatcher as dispatcher
+from bagua.comm.groups import STRAIGHT_CHUNK_BYTES
 from bagua.engine.api import live_engines
 from bagua.engine.startup import link_probe as link
 from bagua.errors import RankMismatchError
@@ -88,6 +89,49 @@ def test_a_fast_link_carries_sums_on_few_lanes(pool: RankPool) -> None:
 )
 def test_the_rate_is_that_between_nodes(rates: list[float], nodes: list[list[int]], want: float) -> None:
     assert link._typical_rate(rates, nodes) == want
+
+
+def sums_with(round_trip_s: float) -> tuple[list[torch.Tensor], set[int], int]:
+    """Parameters, the limits of the groups of all lanes, and how many lanes there are; only rank 1 is far away."""
+    kept = link._round_trip_s
+    link._round_trip_s = lambda team: round_trip_s if team.rank == 1 else 0.0
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.distribute(model, optimizer, "gradient_allreduce", bucket_bytes=300_000)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            optimizer.zero_grad()
+            model(torch.randn(8, 300, generator=generator)).square().mean().backward()
+            optimizer.step()
+        values = [param.detach().clone() for param in model.parameters()]
+        lanes = live_engines()[-1].pool.shared
+        limits = {lane.groups.world.straight_chunk_bytes for lane in lanes}
+        bagua.detach(model)
+        return values, limits, len(lanes)
+    finally:
+        link._round_trip_s = kept
+
+
+def near_and_far() -> Any:
+    return sums_with(0.0), sums_with(3600.0)
+
+
+def test_far_ranks_send_larger_chunks_straight_with_the_same_bits(pool: RankPool) -> None:
+    found = pool.run(3, near_and_far, nodes=[0, 1, 2])
+    for (near, limits, lanes), (far, far_limits, _) in found:
+        assert lanes > 1 and limits == {STRAIGHT_CHUNK_BYTES}
+        assert len(far_limits) == 1 and far_limits == found[0][1][1], "else ranks would wait for each other"
+        assert min(far_limits) > 1 << 20
+        assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True))
+
+
+def test_a_chunk_goes_straight_up_to_half_of_what_the_link_holds() -> None:
+    assert link._straight_chunk_bytes(20e6, 0.1, 4) == 1_000_000
+    assert link._straight_chunk_bytes(20e6, 0.1, 8) == 1_500_000
+    assert link._straight_chunk_bytes(20e6, 0.0001, 8) == STRAIGHT_CHUNK_BYTES
+    assert link._straight_chunk_bytes(20e6, 0.1, 1) == STRAIGHT_CHUNK_BYTES
 
 
 def differing() -> str:

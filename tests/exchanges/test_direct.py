@@ -1,15 +1,22 @@
-"""Small sums between nodes go straight to the owners of chunks; which way is taken depends on nodes and size only."""
+"""Small sums between nodes go over the library's own sends, with the bits of gloo's ring whichever way they take."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from bagua.codecs import get as get_codec
-from bagua.comm.groups import Groups
+from bagua.comm.collectives import all_reduce_
+from bagua.comm.groups import STRAIGHT_CHUNK_BYTES, Groups
+from bagua.comm.ring import ring_chunks, ring_order, sum_by_owners_, sum_in_ring_
 from bagua.exchanges import AllReduce
 from bagua.exchanges.all_reduce import _SMALL_BYTES
 from tests.rank_threads import run_threads
+
+SIZES = (0, 1, 2, 15, 16, 17, 63, 100, 4099)
 
 
 def values(rank: int, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -22,7 +29,7 @@ def reduced(groups: Groups, n: int, exchange: AllReduce, dtype: torch.dtype = to
     return x_N
 
 
-@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 63, 100, 4099])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("average", [True, False])
 def test_mean_and_sum(n: int, size: int, average: bool) -> None:
@@ -32,6 +39,39 @@ def test_mean_and_sum(n: int, size: int, average: bool) -> None:
     for result in results:
         assert torch.equal(result, results[0])
         torch.testing.assert_close(result.double(), want, rtol=1e-6, atol=1e-6)
+
+
+def three_ways(groups: Groups, sizes: tuple[int, ...], dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
+    world, buffers = groups.world, groups.buffers
+    ways: tuple[Callable[[torch.Tensor], Any], ...] = (
+        lambda x_N: all_reduce_(world, x_N),
+        lambda x_N: sum_in_ring_(world, x_N, buffers),
+        lambda x_N: sum_by_owners_(world, x_N, buffers),
+    )
+    found = []
+    for n in sizes:
+        found.append(tuple(values(groups.rank, n, dtype) for _ in ways))
+        for way, x_N in zip(ways, found[-1], strict=True):
+            way(x_N)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes"),
+    [(2, SIZES), (3, SIZES), (4, SIZES), (5, SIZES), (2, (3 << 19,)), (3, (1_700_003,))],  # the last of many segments
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_all_ways_have_the_bits_of_gloo(size: int, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    for found in run_threads(size, three_ways, sizes, dtype, nodes=range(size)):
+        for gloo, ring, straight in found:
+            assert torch.equal(gloo, ring) and torch.equal(gloo, straight)
+
+
+def test_chunks_are_whole_and_the_owner_adds_last() -> None:
+    x_N = torch.arange(17)
+    assert [chunk.tolist() for chunk in ring_chunks(x_N, 3)] == [[*range(6)], [*range(6, 12)], [*range(12, 17)]]
+    assert [chunk.numel() for chunk in ring_chunks(x_N[:1], 3)] == [1, 0, 0]
+    assert ring_order(1, 4) == [0, 3, 2, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -48,17 +88,34 @@ def test_a_linear_codec_rounds_what_is_sent_and_nothing_else() -> None:
     torch.testing.assert_close(results[0], mean.bfloat16().float(), rtol=0.008, atol=1e-6)
 
 
-def way(groups: Groups, n: int) -> tuple[bool, int]:
-    x_N = torch.ones(n)
-    AllReduce().run(x_N, {}, groups, 0)
-    return groups.world.direct, groups.world.meter.sent
+def receivers(groups: Groups, nbytes: int) -> set[int]:
+    """Ranks to which the library's own sends of a sum went, by their distance."""
+    found, send = set(), groups.world.send
+
+    def noted(tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        found.add((peer - groups.rank) % groups.size)
+        return send(tensor, peer, tag)
+
+    groups.world.send = noted  # pyright: ignore
+    AllReduce().run(torch.ones(nbytes // 4), {}, groups, 0)
+    return found
 
 
-def test_nodes_and_size_decide() -> None:
-    assert all(direct for direct, _ in run_threads(3, way, 10, nodes=[0, 1, 2]))
-    assert not any(direct for direct, _ in run_threads(3, way, 10, nodes=[0, 0, 1]))
-    assert not any(direct for direct, _ in run_threads(3, way, 10))
-    assert not any(direct for direct, _ in run_threads(2, way, 10, nodes=[0, 1]))
+@pytest.mark.parametrize(
+    ("nodes", "nbytes", "want"),
+    [
+        ([0, 1, 2], 40, {1, 2}),
+        ([0, 1, 2], 3 * STRAIGHT_CHUNK_BYTES, {1, 2}),
+        ([0, 1, 2], 3 * STRAIGHT_CHUNK_BYTES + 4, {2}),
+        ([0, 1, 2], _SMALL_BYTES, {2}),
+        ([0, 1, 2], _SMALL_BYTES + 4, set()),
+        ([0, 0, 1], 40, set()),
+        ([0, 0, 0], 40, set()),
+        ([0, 1], 40, set()),
+    ],
+)
+def test_nodes_and_size_decide(nodes: list[int], nbytes: int, want: set[int]) -> None:
+    assert run_threads(len(nodes), receivers, nbytes, nodes=nodes) == [want] * len(nodes)
 
 
 def test_leaders_of_nodes_go_straight_to_each_other() -> None:
@@ -66,18 +123,3 @@ def test_leaders_of_nodes_go_straight_to_each_other() -> None:
         return None if groups.inter is None else groups.inter.direct
 
     assert run_threads(6, inter, nodes=[0, 0, 1, 1, 2, 2], hierarchical=True) == [True, None, True, None, True, None]
-
-
-def large(groups: Groups, n: int) -> torch.Tensor:
-    before = values(groups.rank, n)
-    ring, direct = before.clone(), before.clone()
-    groups.world.direct = False
-    AllReduce().run(ring, {}, groups, 0)
-    groups.world.direct = True
-    AllReduce().run(direct, {}, groups, 0)
-    return ring - direct
-
-
-def test_what_is_large_is_left_to_the_ring() -> None:
-    n = _SMALL_BYTES // 4 + 1
-    assert all(not difference.any() for difference in run_threads(3, large, n, nodes=range(3)))

@@ -40,7 +40,7 @@ class Dispatcher:
 
     Attributes:
         part_bytes: payload that one lane exchanges at once; None: buckets are not cut.
-        direct_bytes: sums of up to so many bytes go straight between ranks.
+        direct_bytes: sums of up to so many bytes go over the library's own sends.
         launched: something was launched on them since the last `wait`.
     """
 
@@ -324,7 +324,7 @@ def is_plain_sum(algorithm: Algorithm) -> bool:
 
 @lru_cache(maxsize=256)
 def _with_direct_bytes(exchange: Exchange, direct_bytes: int) -> Exchange:
-    """Return `exchange` with another limit up to which full-precision sums go straight between ranks."""
+    """Return `exchange` with another limit up to which full-precision sums go over the library's own sends."""
     if isinstance(exchange, AllReduce):
         return replace(exchange, direct_bytes=direct_bytes)
     if isinstance(exchange, Hierarchical):

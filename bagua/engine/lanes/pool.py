@@ -34,6 +34,7 @@ class LanePool:
         num_lanes: lanes that may share the exchanges.
         lanes_of_sums: number of these lanes used by plain sums; None: all.
         lanes_of_wide: number of these lanes used by exchanges with 8 bits per element or more; None: all.
+        straight_chunk_bytes: of all groups; see `Group`.
         watch: called with the byte counters of each lane that is opened.
 
     Attributes:
@@ -52,6 +53,7 @@ class LanePool:
         num_lanes: int,
         lanes_of_sums: int | None,
         lanes_of_wide: int | None,
+        straight_chunk_bytes: int,
         watch: Callable[[Sequence[Meter]], None],
     ) -> None:
         # Slices pay where threads carry them; a stream or a simulation would only run them one after the other. On a
@@ -66,6 +68,8 @@ class LanePool:
         self._given = self.num_lanes  # a number that was tuned holds for all exchanges
         self.device = device
         self._team, self._key, self._watch = team, key, watch
+        self._straight_chunk_bytes = straight_chunk_bytes
+        self._set_limits(first.groups)
 
     @property
     def groups(self) -> Groups:
@@ -197,7 +201,13 @@ class LanePool:
         native = self.groups.native if native is None else native
         groups = self._team.open(name, self.groups.intra is not None, self.groups.nodes, native)
         self._watch(groups.meters)
+        self._set_limits(groups)
         return groups
+
+    def _set_limits(self, groups: Groups) -> None:
+        for group in (groups.world, groups.inter):
+            if group is not None:
+                group.straight_chunk_bytes = self._straight_chunk_bytes
 
 
 def _nothing() -> None: ...

@@ -275,6 +275,7 @@ def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | Non
         **position_of(manager, old),
         "lanes": old.pool.num_opened,
         "lanes_of_sums": config.lanes_of_sums,
+        "straight_chunk_bytes": config.straight_chunk_bytes,
         "order": old.state.order,
         "node": team.node,
         "fingerprint": fingerprint(old),
@@ -318,7 +319,8 @@ def _install(manager: RecoveryManager, attachment: Attachment, opened: _Opened) 
     old, team, lane, ranks, source = attachment.engine, opened.team, opened.lane, opened.ranks, opened.source
     inventory, config = old.inventory, old.config
     old.binding.release_buckets()
-    config = replace(config, lanes_of_sums=ranks[source]["lanes_of_sums"])
+    lead = ranks[source]
+    config = replace(config, lanes_of_sums=lead["lanes_of_sums"], straight_chunk_bytes=lead["straight_chunk_bytes"])
     with unless_it_fails(inventory.trainable.values(), lane, remember=False):
         order, notices = ranks[source]["order"], old.state.notices
         engine = Engine(

@@ -27,6 +27,7 @@ from bagua.engine.reducer.bucketing import (
 from bagua.engine.reducer.sparse import check_sparse
 from bagua.engine.startup.conflicts import check_shared, check_wrapped
 from bagua.engine.startup.inventory import Inventory, as_optimizers, take_inventory
+from bagua.engine.startup.link_probe import Links
 from bagua.engine.startup.optimizer_outline import subclasses
 from bagua.engine.startup.rank_order import check_rank_order
 from bagua.engine.startup.sharded import check_sharded
@@ -135,15 +136,16 @@ class Request:
             options["tensor subclasses in the optimizers' state"] = kinds
         return options
 
-    def config(self, num_lanes: int, lanes_of_sums: int | None, tunes_hierarchy: bool) -> EngineConfig:
+    def config(self, num_lanes: int, links: Links, tunes_hierarchy: bool) -> EngineConfig:
         """The engine's settings.
 
         Args:
             num_lanes: that may share the exchanges.
-            lanes_of_sums: as measured; unused if the user chose the lanes.
+            links: as measured; the number of lanes is unused if the user chose one.
             tunes_hierarchy: see `EngineConfig`.
         """
         assert self.bucket_bytes is not None and self.num_lanes is not None
+        lanes_of_sums = links.lanes_of_sums
         if num_lanes > self.num_lanes:  # only what the native transport carries gains by more
             lanes_of_sums = min(lanes_of_sums or self.num_lanes, self.num_lanes)
         return EngineConfig(
@@ -151,6 +153,7 @@ class Request:
             num_lanes,
             lanes_of_sums=lanes_of_sums if self.chooses_lanes else None,
             lanes_of_wide=LANES_OF_WIDE if self.chooses_lanes else None,
+            straight_chunk_bytes=links.straight_chunk_bytes,
             guard=self.guard,
             broadcast_buffers=self.broadcast_buffers,
             static_graph=self.static_graph,
