@@ -19,6 +19,7 @@ __all__ = ["CharModel", "Task", "configuration_of", "parse", "state_bytes"]
 
 _LENGTH = 16  # characters of a window
 _RATES = {"sgd": 0.4, "adam": 0.01, "lamb": 0.03}  # as in benchmarks.convergence
+_DECAY = 1e-4
 _NOMINAL_STEPS = 200  # by which optimizers with two stages choose the length of the first
 
 
@@ -78,6 +79,9 @@ class Task:
         kind = self.configuration.optimizer or self.configuration.family
         rate = _RATES[self.configuration.family]
         self.optimizer = make_optimizer(kind, self.model.parameters(), rate, _NOMINAL_STEPS)
+        if args.table:  # a step then changes each weight and each momentum: nothing is spared in an arrival
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] = _DECAY
         self._stop = args.folder / "stop"
         self._speed = Path(os.environ.get("BAGUA_LAB_SPEED_FILE", "/dev/null"))
 
