@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from bagua.algorithms import Algorithm, get
 from bagua.algorithms.auto import ALLOWED
@@ -51,9 +53,9 @@ class Candidate:
             f"{',' if position else ':'}{key}={value}" for position, (key, value) in enumerate(self.options.items())
         )
 
-    def make(self, nodes: tuple[tuple[int, ...], ...]) -> Algorithm:
-        """The algorithm, fitted to the job's nodes."""
-        return get(self.algorithm, **self.options).for_nodes(nodes)[0]
+    def make(self, nodes: tuple[tuple[int, ...], ...], optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
+        """The algorithm, fitted to the job's nodes and optimizers as `distribute` does."""
+        return get(self.algorithm, **self.options).for_nodes(nodes)[0].for_optimizers(optimizers)
 
 
 EXACT = Candidate("gradient_allreduce", "exact", "gradient_allreduce")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
@@ -123,14 +123,16 @@ class ChoiceSession:
             "explanation": self._explanation.as_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], size: int) -> Algorithm:
+    def load_state_dict(
+        self, state: Mapping[str, Any], size: int, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Algorithm:
         """Go on with the choice in `state` if it was made among as many ranks, else choose anew."""
         names = [each.name for each in self._candidates]
         if state["candidate"] not in names:
             raise ValueError(f"state dict: saved with {state['candidate']!r}, which is not allowed here")
         explanation = Explanation.from_dict(state["explanation"])
         position = names.index(state["candidate"])
-        self._made = self._candidates[position].make(self._auto.nodes)
+        self._made = self._candidates[position].make(self._auto.nodes, optimizers)
         self._order = Order(position)
         self._begun = self._settled = bool(state["settled"]) and explanation.size == size
         if self._settled:
@@ -185,7 +187,7 @@ class ChoiceSession:
         """Candidates that do not fit how the user trains."""
         found: dict[int, str] = {}
         for position, each in enumerate(self._candidates):
-            made = each.make(engine.nodes)
+            made = each.make(engine.nodes, engine.optimizers)
             if self._plain_scaler and made.payload is Payload.PARAM:
                 found[position] = "steps with local gradients: needs bagua.GradScaler"
             elif self._saw_joining and each.kind == "asynchronous":
@@ -225,7 +227,7 @@ class ChoiceSession:
     def _adopt(self, engine: Choosable, order: Order) -> str:
         """Train with the order's candidate; returns why that does not work."""
         before, self._order = self._made, order
-        made = self._candidates[order.candidate].make(engine.nodes)
+        made = self._candidates[order.candidate].make(engine.nodes, engine.optimizers)
         if repr(made) == repr(before):
             return ""
         try:
@@ -350,4 +352,4 @@ def _why_not(engine: Choosable, candidate: Candidate) -> str:
     """Why this rank cannot train with `candidate`; empty if it can."""
     if candidate.kind != "exact" and any(isinstance(each, torch.optim.LBFGS) for each in engine.optimizers):
         return "a line search of LBFGS needs exact gradients"
-    return engine.why_not(candidate.make(engine.nodes))
+    return engine.why_not(candidate.make(engine.nodes, engine.optimizers))

@@ -144,8 +144,15 @@ class Chooser(Protocol):
         """The choice as plain data."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any], size: int) -> Algorithm:
+    def load_state_dict(
+        self, state: Mapping[str, Any], size: int, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Algorithm:
         """Go on as `state` says: with its choice among as many ranks, else choose anew.
+
+        Args:
+            state: from `state_dict`.
+            size: number of ranks now.
+            optimizers: that the algorithm is fitted to.
 
         Returns:
             The algorithm in force when the state was saved.

@@ -256,7 +256,7 @@ class Engine:
         state.order, state.step = data["order"], data["step"]
         fallback = self._probe.guard.fallback_on(self.groups.nodes) if self._probe is not None else None
         if self.tracker.chooser is not None and data.get("chosen") is not None:
-            chosen = self.tracker.chooser.load_state_dict(data["chosen"], self.team.size)
+            chosen = self.tracker.chooser.load_state_dict(data["chosen"], self.team.size, self.optimizers)
             fallback = chosen if repr(chosen) == data["bound"] else fallback
         if data["bound"] != repr(state.algorithm):
             binding.rebind(data["bound"], fallback)

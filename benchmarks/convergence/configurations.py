@@ -78,6 +78,8 @@ def _configurations() -> Iterable[Configuration]:
     yield sgd("bytegrad top_k + feedback", "bytegrad", codec="top_k")
     yield sgd("bytegrad eden 1 bit", "bytegrad", codec=Eden(bits=1), error_feedback=False)
     yield sgd("bytegrad eden 2 bits", "bytegrad", codec=Eden(bits=2), error_feedback=False)
+    yield sgd("bytegrad eden 1 bit + feedback", "bytegrad", codec=Eden(bits=1))
+    yield sgd("bytegrad eden 2 bits + feedback", "bytegrad", codec=Eden(bits=2))
     yield sgd("power_sgd", "power_sgd", rank=4)
     yield sgd("power_sgd by shape", "power_sgd")
     yield sgd("power_sgd rank 16", "power_sgd", rank=16)

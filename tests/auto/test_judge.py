@@ -245,7 +245,7 @@ def test_hierarchy_is_an_option_where_there_is_one() -> None:
     nodes = ((0, 1), (2, 3))
     names = [each.name for each in allowed("exact", nodes)]
     assert names == ["gradient_allreduce", "gradient_allreduce:hierarchical=True"]
-    assert "True" in repr(list(allowed("exact", nodes))[1].make(nodes))
+    assert "True" in repr(list(allowed("exact", nodes))[1].make(nodes, ()))
 
 
 @pytest.mark.parametrize(("before", "now"), [(4e9, 1e8), (1e8, 4e9), (1e8, 5e7), (5e7, 1e8)])

@@ -30,7 +30,7 @@ def test_a_compressed_setting_is_chosen_by_all_ranks(monkeypatch: pytest.MonkeyP
     pretend(monkeypatch, compressed_is_fast)
     (first, in_force, root, weights, kinds), *others = run_teams(3, choose)
     assert first.chosen == FAST
-    assert in_force == repr(ByteGrad(hierarchical=False, codec="eden:bits=2"))
+    assert in_force == repr(ByteGrad(hierarchical=False, codec="eden:bits=2", error_feedback=True))
     assert root == "Auto(allow='lossy', max_loss_gap=None, adapt=True)"
     assert first.step < 40
     assert kinds == [torch.optim.SGD]
