@@ -152,7 +152,8 @@ def test_ways_between_sites_count_and_not_the_hosts_links() -> None:
     def seconds(of: Facts) -> float:
         return predict("gradient_allreduce", workload, of.cluster, CPU).step_s
 
-    assert 0.95 * seconds(facts(1.5e8)) < seconds(given) < seconds(facts(5e7))
+    # A ring is as slow as its slowest way, whatever the others are.
+    assert 0.95 * seconds(facts(1.5e8)) < seconds(given) == pytest.approx(seconds(facts(5e7)), rel=0.01)
     assert decide(given)[0].chosen != "gradient_allreduce"
 
 
