@@ -226,7 +226,7 @@ def train(setting: str, task: Task, seed: int, job: Mapping[str, Any]) -> dict[s
     else:
         candidate = next(each for each in CANDIDATES if each.name == setting)
         nodes = tuple((each,) for each in range(size))
-        bagua.distribute(module, optimizer, candidate.make(nodes), bucket_bytes=BUCKET_BYTES)
+        bagua.distribute(module, optimizer, candidate.make(nodes, [optimizer]), bucket_bytes=BUCKET_BYTES)
     for step in range(task.steps):
         schedule.set(step)
         optimizer.zero_grad()
