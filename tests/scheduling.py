@@ -34,7 +34,12 @@ class FileScheduling(LoadFileScheduling):
             super()._assign_work_unit(node)
 
     def _reschedule(self, node: WorkerController) -> None:
-        """A worker begins a test when it has another one or is told that there is none."""
+        """A worker begins a test when it has another one or is told that there is none.
+
+        One that takes the place of a lost one, and has not collected its tests yet, is asked for again when it has.
+        """
+        if node not in self.registered_collections:
+            return
         super()._reschedule(node)
         while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
             self._assign_work_unit(node)

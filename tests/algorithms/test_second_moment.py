@@ -21,7 +21,14 @@ from tests.rank_threads import run_teams
 STEPS, LR, B1, B2, EPS, EVERY = 27, 0.05, 0.9, 0.97, 1e-8, 8
 TOLERANCE = 2e-4
 LOCAL = LocalSGD(communication_interval=3, scale_second_moment=True)
-OUTER = DiLoCo(communication_interval=6, outer_lr=1.0, outer_momentum=0.0, nesterov=False, scale_second_moment=True)
+OUTER = DiLoCo(
+    communication_interval=6,
+    outer_lr=1.0,
+    outer_momentum=0.0,
+    nesterov=False,
+    codec="identity",
+    scale_second_moment=True,
+)
 
 
 def adamw(params: Any, **options: Any) -> torch.optim.AdamW:

@@ -75,9 +75,12 @@ def make_optimizer(algorithm: str | bagua.Algorithm, model: torch.nn.Module) -> 
 
 
 def outer_digest(module: torch.nn.Module) -> str:
-    """Of what the algorithm keeps when the members change and all ranks hold alike: not of residuals."""
+    """Of what the algorithm keeps when the members change and all ranks hold alike: not of residuals, nor of what it
+    takes from this rank's own Adam.
+    """
     kept = kept_tensors(attachments[module].engine)
-    alike = [each for (name, _), each in kept.items() if name != "residual"]
+    own = ("residual", "second_moment", "adam_steps")
+    alike = [each for (name, _), each in kept.items() if name not in own]
     return hashlib.sha256(b"".join(each.numpy().tobytes() for each in alike)).hexdigest()
 
 
