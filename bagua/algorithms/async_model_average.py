@@ -129,14 +129,14 @@ class AsyncModelAverage(Algorithm):
             Warmup(self.warmup_steps, first, replace(self, warmup_steps=0)).setup(ctx)
             return
         super().setup(ctx)
-        if ctx.keep("scales", lambda: fit_scaling(self.scale_second_moment, ctx, self.name)):
+        if fit_scaling(self.scale_second_moment, ctx, self.name):
             set_up_second_moments(ctx)
         if ctx.groups.size > 1:
             ctx.keep("rounds", _Rounds).lane = ctx.background_lane()
 
     def on_step_end(self, ctx: Context) -> None:
         """Add the difference if it is there; begin the next round if it is time. Never waits."""
-        if ctx.keep("scales", lambda: fit_scaling(self.scale_second_moment, ctx, self.name)):
+        if fit_scaling(self.scale_second_moment, ctx, self.name):
             rescale_second_moments(ctx)
         rounds = ctx.keep("rounds", _Rounds)
         lane = rounds.lane

@@ -189,9 +189,8 @@ class Decentralized(Algorithm):
         _pending(ctx).clear()
 
     def _scales(self, ctx: Context) -> bool:
-        """Whether second moments are corrected; resolved once."""
         wanted = False if self.mean_moments else self.scale_second_moment
-        return ctx.keep("scales", lambda: fit_scaling(wanted, ctx, self.name))
+        return fit_scaling(wanted, ctx, self.name)
 
 
 def _pending(ctx: Context) -> list[Ticket]:

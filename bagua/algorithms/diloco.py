@@ -148,7 +148,7 @@ class DiLoCo(Algorithm):
                 "lower bucket_bytes or fragments"
             )
         ctx.prepare(self.exchange)
-        if self._scales(ctx):
+        if fit_scaling(self.scale_second_moment, ctx, self.name):
             set_up_second_moments(ctx)
         for bucket in ctx.buckets:
             wide = bucket.flat.element_size() >= 4
@@ -161,7 +161,7 @@ class DiLoCo(Algorithm):
 
     def on_step_end(self, ctx: Context) -> None:
         """Finish the round that is due, then begin the one that is due; at once without a delay."""
-        if self._scales(ctx):
+        if fit_scaling(self.scale_second_moment, ctx, self.name):
             rescale_second_moments(ctx)
         step = ctx.step + 1
         if self.delay:
@@ -187,10 +187,6 @@ class DiLoCo(Algorithm):
     def on_members_changed(self, ctx: Context) -> None:
         """Rounds in flight are lost; they begin again at the step at which they should have ended."""
         self._interrupted(ctx).update(bucket.index for bucket in ctx.buckets)
-
-    def _scales(self, ctx: Context) -> bool:
-        """Whether second moments are corrected; resolved once."""
-        return ctx.keep("scales", lambda: fit_scaling(self.scale_second_moment, ctx, self.name))
 
     def _interrupted(self, ctx: Context) -> set[int]:
         """Buckets whose round in flight, if any, was launched among other ranks."""

@@ -83,12 +83,12 @@ class LocalSGD(Algorithm):
     def setup(self, ctx: Context) -> None:
         """Prepare the exchange; the second moments at hand are taken as they are."""
         ctx.prepare(self.exchange)
-        if self._scales(ctx):
+        if fit_scaling(self.scale_second_moment, ctx, self.name):
             set_up_second_moments(ctx)
 
     def on_step_end(self, ctx: Context) -> None:
         """Average after every `communication_interval`-th step."""
-        if self._scales(ctx):
+        if fit_scaling(self.scale_second_moment, ctx, self.name):
             rescale_second_moments(ctx)
         if (ctx.step + 1) % self.communication_interval:
             return
@@ -103,7 +103,3 @@ class LocalSGD(Algorithm):
         ctx.commit()
         for bucket, mean in zip(ctx.buckets, means, strict=True):
             bucket.flat.copy_(mean)
-
-    def _scales(self, ctx: Context) -> bool:
-        """Whether second moments are corrected; resolved once."""
-        return ctx.keep("scales", lambda: fit_scaling(self.scale_second_moment, ctx, self.name))

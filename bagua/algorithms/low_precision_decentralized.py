@@ -101,7 +101,7 @@ class LowPrecisionDecentralized(Algorithm):
     def setup(self, ctx: Context) -> None:
         """Create the state that one step passes to the next, so that checkpoints contain it."""
         super().setup(ctx)
-        if self._scales(ctx):
+        if fit_scaling(self.scale_second_moment, ctx, self.name):
             set_up_second_moments(ctx)
         if self.overlap:
             for bucket in ctx.buckets:
@@ -111,7 +111,7 @@ class LowPrecisionDecentralized(Algorithm):
 
     def on_step_end(self, ctx: Context) -> None:
         """Gossip; the next forward pass needs the result, or with overlap the end of the next step."""
-        if self._scales(ctx):
+        if fit_scaling(self.scale_second_moment, ctx, self.name):
             rescale_second_moments(ctx)
         self._finish(ctx)
         if ctx.step % self.communication_interval:
@@ -133,10 +133,6 @@ class LowPrecisionDecentralized(Algorithm):
         if self.overlap:
             for bucket in ctx.buckets:
                 ctx.tensor("pending", bucket).zero_()
-
-    def _scales(self, ctx: Context) -> bool:
-        """Whether second moments are corrected; resolved once."""
-        return ctx.keep("scales", lambda: fit_scaling(self.scale_second_moment, ctx, self.name))
 
     def _begin(self, ctx: Context, bucket: Bucket) -> None:
         snapshot, mixed = ctx.tensor("snapshot", bucket), ctx.tensor("mixed", bucket)

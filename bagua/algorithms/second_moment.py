@@ -30,7 +30,7 @@ def check_scalable(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def fit_scaling(wanted: bool | None, ctx: Context, name: str) -> bool:
-    """Resolve `scale_second_moment`: None becomes true for several ranks with Adam or AdamW of torch.
+    """Resolve `scale_second_moment`, once: None becomes true for several ranks with Adam or AdamW of torch.
 
     Not with amsgrad, and not for weights of 16 bits, whose second moments are too coarse to tell what was added.
 
@@ -39,6 +39,10 @@ def fit_scaling(wanted: bool | None, ctx: Context, name: str) -> bool:
         ctx: of the algorithm, in `setup` or later.
         name: of the algorithm, for the notice.
     """
+    return ctx.keep("scales", lambda: _is_scaled(wanted, ctx, name))
+
+
+def _is_scaled(wanted: bool | None, ctx: Context, name: str) -> bool:
     if wanted is not None or ctx.groups.size == 1:
         return bool(wanted)
     adam = all(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in ctx.optimizers)

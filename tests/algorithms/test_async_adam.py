@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -66,37 +65,6 @@ def test_second_moments_are_the_oracles_and_rounds_keep_the_mean(size: int, begi
     for (_, seconds), (_, want) in zip(results, wanted, strict=True):
         assert np.abs(seconds / want - 1).max() < 1e-4
     assert np.abs(np.mean([x for x, _ in results], 0) - np.mean([x for x, _ in wanted], 0)).max() < 2e-5
-
-
-@pytest.mark.parametrize(
-    ("make", "dtype", "option", "scales"),
-    [
-        (adam, torch.float32, None, True),
-        (adam, torch.float32, False, False),
-        (lambda params: adam(params, amsgrad=True), torch.float32, None, False),
-        (adam, torch.bfloat16, None, False),
-        (partial(torch.optim.SGD, lr=LR), torch.float32, None, False),
-        (partial(torch.optim.RMSprop, lr=LR), torch.float32, None, False),
-    ],
-)
-def test_default_depends_on_the_optimizer_and_is_told(make: Any, dtype: torch.dtype, option: Any, scales: bool) -> None:
-    def rank_main(team: Team) -> tuple[tuple[str, ...], set[str]]:
-        model = Drift().to(dtype)
-        optimizer = make(model.parameters())
-        bagua.distribute(model, optimizer, "async", process_group=team, scale_second_moment=option)
-        for step in range(3):
-            optimizer.zero_grad()
-            model(torch.tensor(target(team.rank, step), dtype=dtype)).backward()
-            optimizer.step()
-        bagua.pause(model)
-        kept = {entry["name"] for entry in bagua.state_dict(model)["tensors"]}
-        notices = bagua.stats(model).notices
-        bagua.detach(model)
-        return notices, kept
-
-    for notices, kept in run_teams(2, rank_main):
-        assert ("second_moment" in kept) == scales
-        assert any("scale_second_moment" in each for each in notices) == scales
 
 
 @dataclass(frozen=True)

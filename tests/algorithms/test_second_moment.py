@@ -177,7 +177,7 @@ def test_fused_optimizers() -> None:
     check(results, oracle(2, 3))
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "diloco", "decentralized", "low_precision_decentralized"])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "decentralized", "low_precision_decentralized", "async"])
 @pytest.mark.parametrize(
     ("make", "dtype", "option", "scales"),
     [
@@ -186,8 +186,9 @@ def test_fused_optimizers() -> None:
         (partial(adamw, amsgrad=True), torch.float32, {}, False),
         (adamw, torch.bfloat16, {}, False),
         (partial(torch.optim.SGD, lr=LR), torch.float32, {}, False),
+        (partial(torch.optim.RMSprop, lr=LR), torch.float32, {}, False),
     ],
-    ids=["adamw", "refused", "amsgrad", "16 bits", "sgd"],
+    ids=["adamw", "refused", "amsgrad", "16 bits", "sgd", "rmsprop"],
 )
 def test_default_depends_on_the_optimizer_and_is_told(
     name: str, make: Any, dtype: torch.dtype, option: dict[str, bool], scales: bool
@@ -200,6 +201,7 @@ def test_default_depends_on_the_optimizer_and_is_told(
             own.zero_grad()
             model(torch.tensor(targets(2, step)[team.rank], dtype=dtype)).backward()
             own.step()
+        bagua.pause(model)
         kept = {entry["name"] for entry in bagua.state_dict(model)["tensors"]}
         notices = bagua.stats(model).notices
         bagua.detach(model)
