@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from bagua.comm.store import BoundedStore
 from bagua.comm.team import Team
 from bagua.engine.lanes.gate import Gate
+from bagua.engine.lanes.quorum import QuorumGate
 from bagua.errors import CommunicationError
 from tests.algorithms.async_run import PATIENCE_S
 from tests.rank_threads import _run, teams
@@ -90,8 +93,70 @@ def test_who_leaves_is_heard_of_after_meetings_that_were_called_off() -> None:
     assert first.remark == "rank 1 has left"
 
 
+class Ended(BaseException):
+    """A rank has ended."""
+
+
+class EndsBefore:
+    """A store of a rank that ends before it writes a key."""
+
+    def __init__(self, store: BoundedStore, key: str) -> None:
+        self._store, self._key = store, key
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(key: Any, *values: Any) -> Any:
+            if name in ("set", "add", "compare_set") and self._key in key:
+                raise Ended
+            return getattr(self._store, name)(key, *values)
+
+        return call
+
+
+class Ready:
+    """Offers one step."""
+
+    def ready(self) -> bool:
+        return True
+
+    def offer(self) -> list[float]:
+        return [1.0]
+
+    def withdrawn(self) -> bool:
+        return False
+
+
+def go(gate: Gate) -> None:
+    """Into the next meeting."""
+    if isinstance(gate, QuorumGate):
+        gate.merge(Ready())
+    else:
+        gate.enter(lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("quorum", "key"),
+    [(False, "/entered"), (False, "/verdict"), (True, "/ready"), (True, "/at/"), (True, "/offer/"), (True, "/entered")],
+)
+def test_a_rank_that_ends_on_its_way_into_a_meeting_is_missed(quorum: bool, key: str) -> None:
+    stores = [team.store for team in teams(2)]
+    places = [(stores[0], "gate", 0, 2, PATIENCE_S), (EndsBefore(stores[1], key), "gate", 1, 2, PATIENCE_S)]
+    gates = [QuorumGate(*place, 2, 0.0) if quorum else Gate(*place) for place in places]  # pyright: ignore[reportArgumentType]
+    thread = threading.Thread(target=go, args=(gates[0],))
+    thread.start()
+    stores[0].await_keys(["gate/at/0"], time.monotonic() + PATIENCE_S)
+    with pytest.raises(Ended):
+        go(gates[1])
+    if quorum and key in ("/offer/", "/entered"):
+        stores[0].await_keys(["gate/0/offer/0"], time.monotonic() + PATIENCE_S)
+    with pytest.raises(CommunicationError, match="rank 0 gives up: no response from rank 1$"):
+        gates[0].give_up_after(0.0)
+    gates[0].closing.set()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
 class Gone:
     """A store whose server is no more."""
 
-    def set(self, key: str, value: str) -> None:
+    def add(self, key: str, number: int) -> int:
         raise dist.DistNetworkError("Broken pipe")

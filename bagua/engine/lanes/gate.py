@@ -133,10 +133,16 @@ class Gate:
         return (LOST if self.failing else LEFT) + str(self._rank).encode()
 
     def _verdict(self, number: int, give_up: Callable[[], bool]) -> bytes:
+        verdict = self._decide(number, GO) if self._store.add(f"{self._prefix}/{number}/entered", 1) == self._size else b""
+        self._come_to(number)
+        return verdict or self._await_verdict(number, give_up)
+
+    def _come_to(self, number: float) -> None:
+        """Record that this rank has entered a round.
+
+        After the count and the verdict: a rank that ends between them would hold the round up and not be named.
+        """
         self._store.set(f"{self._prefix}/at/{self._rank}", str(number))
-        if self._store.add(f"{self._prefix}/{number}/entered", 1) == self._size:
-            return self._decide(number, GO)
-        return self._await_verdict(number, give_up)
 
     def _await_verdict(self, number: int, give_up: Callable[[], bool]) -> bytes:
         """After this rank has entered the round."""
@@ -170,12 +176,13 @@ class Gate:
             self._oldest = number
         return verdict
 
-    def _late(self, number: int, store: BoundedStore) -> list[int]:
+    def _late(self, number: float, store: BoundedStore) -> list[int]:
+        """Ranks that have not entered a round."""
         late = []
         for rank in range(self._size):
             key = f"{self._prefix}/at/{rank}"
             at = bytes(store.get(key)) if store.check([key]) else b"-1"
-            if at != _ENDED and int(at) < number:
+            if at != _ENDED and float(at) < number:
                 late.append(rank)
         return late
 

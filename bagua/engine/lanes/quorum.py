@@ -12,6 +12,8 @@ from bagua.errors import CommunicationError
 
 __all__ = ["QuorumGate"]
 
+_READY = 0.5  # how far before a round a rank is that is ready for it, while the round is open
+
 
 class QuorumGate(Gate):
     """Decides once for all ranks when a round closes, and who contributes what.
@@ -74,7 +76,7 @@ class QuorumGate(Gate):
                 if not counted:
                     counted = True
                     self.fail()  # alone from now on, until a round has taken place
-                    self._store.set(f"{self._prefix}/at/{self._rank}", str(number))
+                    self._come_to(number - _READY)
                 if ready >= self._quorum and quorum_at is None:
                     quorum_at = now
                 if quorum_at is not None and (
@@ -88,10 +90,14 @@ class QuorumGate(Gate):
 
     def _enter_with(self, number: int, ballot: Ballot) -> bytes:
         prefix = f"{self._prefix}/{number}"
-        self._store.set(f"{self._prefix}/at/{self._rank}", str(number))
         self._store.set(f"{prefix}/offer/{self._rank}", " ".join(map(repr, ballot.offer())))
-        if self._store.add(f"{prefix}/entered", 1) < self._size:
-            return self._await_verdict(number, ballot.withdrawn)
+        last = self._store.add(f"{prefix}/entered", 1) == self._size
+        verdict = self._merged(number) if last else b""
+        self._come_to(number)
+        return verdict or self._await_verdict(number, ballot.withdrawn)
+
+    def _merged(self, number: int) -> bytes:
+        """The verdict of the last rank to enter."""
         offers = [bytes(each) for each in self._store.multi_get(self._offers(number))]
         # A rank may have withdrawn what it was ready with, to save its state.
         enough = sum(_numbers(each)[0] > 0 for each in offers) >= self._quorum
@@ -101,6 +107,10 @@ class QuorumGate(Gate):
         held = super()._decide(number, verdict)
         self._store.set(f"{self._prefix}/{number}/closed", b"1")  # wakes those for whom it is still open
         return held
+
+    def _late(self, number: float, store: BoundedStore) -> list[int]:
+        closed = store.check([f"{self._prefix}/{number}/closed"])
+        return super()._late(number if closed else number - _READY, store)
 
     def _offers(self, number: int) -> Sequence[str]:
         return [f"{self._prefix}/{number}/offer/{rank}" for rank in range(self._size)]
