@@ -137,7 +137,8 @@ def test_a_rank_that_stands_still_delays_neither_steps_nor_rounds(monkeypatch: p
 
     results = run_teams(4, rank_main)
     assert not any(waited), "a training thread waited for an exchange under way"
-    least = min(len(digests) for digests, *_ in results)
+    # A rank may have ended between the two notes on its last round.
+    least = min(len(notes) for digests, offers, _ in results for notes in (digests, offers))
     assert least > 6
     for digests, offers, _ in results:
         assert digests[:least] == results[0][0][:least] and offers[:least] == results[0][1][:least]

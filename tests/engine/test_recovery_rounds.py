@@ -76,6 +76,8 @@ class Script:
             third = self.events[self.names[(self.holder + 1) % len(self.names)]]
             with self._moved:
                 assert self.after < 0 or self._moved.wait_for(lambda: len(third) > self.after, 60)
+                # One that is still in `distribute` takes over the weights of another, and a local step of its with it.
+                assert self._moved.wait_for(lambda: all(self.events.values()), 60)
             raise Killed
         if rank == self.holder and number == self.holds:
             with self.members.changed:
