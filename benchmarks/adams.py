@@ -6,20 +6,17 @@ Contenders take turns, with gradients that are given and not made; one thread. Q
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import bagua
-from bagua.bench import machine, progress, results_file
-from bagua.bench.layout import Columns
+from bagua.bench import progress
 from bagua.bench.turns import turns
+from benchmarks.step_times import run
 
 __all__ = ["CONTENDERS", "main"]
 
@@ -61,26 +58,7 @@ def measure(elements: int, tensors: int, rounds: int) -> dict[str, list[float]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.adams", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--elements", type=int, default=25_000_000, help="of all tensors; default: 25 million")
-    parser.add_argument("--tensors", type=int, default=16, help="of equal size; default: 16")
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each; default: 15")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
-    args = parser.parse_args(argv)
-    for name in ("elements", "tensors", "rounds"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
-    torch.set_num_threads(1)
-    found = measure(args.elements, args.tensors, args.rounds)
-    medians = {name: statistics.median(times) for name, times in found.items()}
-    first = medians[next(iter(CONTENDERS))]
-    columns = Columns(("optimizer", -32), ("ms", 9), ("of the first", 15))
-    print(columns.table([[name, f"{ms:.1f}", f"{ms / first:.2f}"] for name, ms in medians.items()]))
-    if args.json is not None:
-        content = {"kind": "adams", "date": machine.now(), "machine": machine.describe_machine(), "ms": found}
-        content["settings"] = {"elements": args.elements, "tensors": args.tensors, "rounds": args.rounds}
-        results_file.write(args.json, content)
-    return 0
+    return run("adams", (__doc__ or "").splitlines()[0], measure, 25_000_000, argv)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,9 @@ class AsyncModelAverage(Algorithm):
         warmup_steps: training steps of gradient all-reduce before that.
         hierarchical: sum within each node first; None means False.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
-            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. None (default): with
-            `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
+            and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with `torch.optim.Adam` and
+            `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
         max_alone_s: after so many seconds without a round because a rank failed, exited abnormally or does not
             respond, the next `optimizer.step` raises `CommunicationError` and names the rank. None is the process
             group's timeout; `math.inf` never raises. No effect with `fault_tolerant`.
@@ -86,7 +87,7 @@ class AsyncModelAverage(Algorithm):
     warmup_steps: int = 0
     hierarchical: bool | None = None
     max_alone_s: float | None = None
-    scale_second_moment: bool | None = None
+    scale_second_moment: bool | None = False
 
     def __post_init__(self) -> None:
         interval, steps = self.sync_interval_ms, self.warmup_steps

@@ -15,7 +15,7 @@ __all__ = ["ByteGrad"]
 
 
 @register
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ByteGrad(GradientAllReduce):
     """Every rank steps with the same 8-bit approximation of the mean gradient.
 
@@ -34,6 +34,9 @@ class ByteGrad(GradientAllReduce):
             for "eden" if all optimizers given to `distribute` are `torch.optim.SGD`.
         running_scale: divide each element by the root of its running mean magnitude before it is encoded; 4 bytes of
             state per element. None (default) does so for "eden" without error feedback.
+        denoise_second_moment: take the expected square of the codec's noise out of the second moments of
+            `torch.optim.Adam` or `AdamW`; "eden" without error feedback only; 4 bytes of state per element. None
+            (default): there, without amsgrad and with weights of at least 32 bits; a notice says so.
 
     Bytes: about 2 (R-1)/R bytes per element sent, a quarter of an all-reduce in fp32.
     Source: Bagua 0.9's ByteGrad (its documentation; arXiv:2107.01499 section 3).

@@ -21,7 +21,13 @@ from bagua.algorithms.mean_moments import (
 )
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
-from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
+from bagua.algorithms.second_moment import (
+    check_scalable,
+    fit_mean_moments,
+    fit_scaling,
+    rescale_second_moments,
+    set_up_second_moments,
+)
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 from bagua.topologies import Topology
@@ -51,10 +57,12 @@ class Decentralized(Algorithm):
         mean_moments: set the moments of `torch.optim.Adam` or `AdamW` to those of the mean gradient, which the average
             of the weights shows (docs/algorithms/decentralized.md has the formula). Nothing more is exchanged; two more
             copies of the weights. Only with the topology "complete", the codec "identity" and an average in each step.
+            None (default): there, with `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32 bits,
+            unless `scale_second_moment` is true; a notice says so.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
-            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. None (default): with
-            `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32 bits, unless `mean_moments` sets
-            them; a notice says so.
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
+            and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with the same optimizers and
+            weights, unless `mean_moments` sets them; a notice says so.
 
     Bytes: the weights once per peer and interval; 2 (R-1)/R times the weights for "all".
     Source: arXiv:1705.09056 (D-PSGD), algorithm 1; Bagua 0.9's decentralized SGD.
@@ -75,8 +83,8 @@ class Decentralized(Algorithm):
     communication_interval: int = 1
     topology: str | Topology | None = None
     codec: str | Codec = "identity"
-    mean_moments: bool = False
-    scale_second_moment: bool | None = None
+    mean_moments: bool | None = None
+    scale_second_moment: bool | None = False
 
     def __post_init__(self) -> None:
         if self.peer_selection_mode not in _MODES:
@@ -93,13 +101,11 @@ class Decentralized(Algorithm):
             raise ValueError(
                 f"codec {codec.name!r} cannot be combined with topology {chosen.name!r}: weights would be rounded"
             )
-        if not isinstance(self.mean_moments, bool):
-            raise ValueError(f"mean_moments: expected True or False, got {self.mean_moments!r}")
+        if not isinstance(self.mean_moments, bool | None):
+            raise ValueError(f"mean_moments: expected True, False or None, got {self.mean_moments!r}")
         if self.mean_moments and self.scale_second_moment:
             raise ValueError("mean_moments and scale_second_moment contradict: the first needs no estimate")
-        if self.mean_moments and not (
-            topologies.get(self._topology).complete and codec.lossless and self.communication_interval == 1
-        ):
+        if self.mean_moments and not self._shows_mean_steps:
             raise ValueError(
                 "mean_moments: needs topology 'complete', codec 'identity' and communication_interval=1, "
                 "where an average shows the mean step, "
@@ -110,6 +116,11 @@ class Decentralized(Algorithm):
     @property
     def _topology(self) -> str | Topology:
         return self.topology if self.topology is not None else _MODES[self.peer_selection_mode]
+
+    @cached_property
+    def _shows_mean_steps(self) -> bool:
+        complete, lossless = topologies.get(self._topology).complete, codecs.get(self.codec).lossless
+        return complete and lossless and self.communication_interval == 1
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -134,7 +145,7 @@ class Decentralized(Algorithm):
     def setup(self, ctx: Context) -> None:
         """Prepare the exchange; the moments at hand are taken as they are."""
         ctx.prepare(self.exchange)
-        if self.mean_moments:
+        if self._means(ctx):
             set_up_mean_moments(ctx)
         if self._scales(ctx):
             set_up_second_moments(ctx)
@@ -166,14 +177,14 @@ class Decentralized(Algorithm):
             ctx.wait()
             for bucket in ctx.buckets:
                 mixed = ctx.scratch("mixed", bucket)
-                if self.mean_moments:
+                if self._means(ctx):
                     infer_moments(ctx, bucket, mixed)
                 bucket.flat.copy_(mixed)
             pending.clear()
 
     def on_step_end(self, ctx: Context) -> None:
         """Keep what the next average needs to infer the moments, or estimate them."""
-        if self.mean_moments:
+        if self._means(ctx):
             record_steps(ctx)
         if self._scales(ctx):
             rescale_second_moments(ctx)
@@ -181,16 +192,19 @@ class Decentralized(Algorithm):
     def on_pause(self, ctx: Context) -> None:
         """Complete the exchange in flight."""
         self.on_step_begin(ctx)
-        if self.mean_moments:
+        if self._means(ctx):
             forget_steps(ctx)
 
     def on_load(self, ctx: Context) -> None:
         """Drop the exchange in flight: it belongs to other weights."""
         _pending(ctx).clear()
 
+    def _means(self, ctx: Context) -> bool:
+        left_open = self.mean_moments is None and not self.scale_second_moment and self._shows_mean_steps
+        return fit_mean_moments(None if left_open else bool(self.mean_moments), ctx, self.name)
+
     def _scales(self, ctx: Context) -> bool:
-        wanted = False if self.mean_moments else self.scale_second_moment
-        return fit_scaling(wanted, ctx, self.name)
+        return fit_scaling(False if self._means(ctx) else self.scale_second_moment, ctx, self.name)
 
 
 def _pending(ctx: Context) -> list[Ticket]:

@@ -54,8 +54,9 @@ class DiLoCo(Algorithm):
         hierarchical: sum within each node first. None (default) does so where nodes have several ranks and the codec
             cannot be summed, as "int4": their ranks would share the node's link.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
-            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. None (default): with
-            `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
+            and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with `torch.optim.Adam` and
+            `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
 
     Bytes: those of the exchange, once per H steps; peaks are 1/fragments of a round.
     Source: arXiv:2311.08105 (DiLoCo), algorithm 1; arXiv:2501.18512 (Streaming DiLoCo), algorithm 2: fragments,
@@ -85,7 +86,7 @@ class DiLoCo(Algorithm):
     delay: int = 0
     mixing: float | None = None
     hierarchical: bool | None = None
-    scale_second_moment: bool | None = None
+    scale_second_moment: bool | None = False
 
     def __post_init__(self) -> None:
         check_interval("communication_interval", self.communication_interval)

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context, LostStep
 from bagua.algorithms.feedback import fit_feedback, fit_running_scale, helps_sgd
 from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.noise import (
+    check_denoisable,
+    denoise_second_moments,
+    fit_denoising,
+    note_steps,
+    set_up_noise,
+    share_of_noise,
+)
 from bagua.algorithms.registry import register
-from bagua.codecs import Codec
+from bagua.codecs import Codec, Eden
 from bagua.exchanges import Exchange, mix
 
 __all__ = ["GradientAllReduce"]
 
 
 @register
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradientAllReduce(Algorithm):
     """Every rank steps with the mean of all ranks' gradients, as `DistributedDataParallel` does.
 
@@ -37,6 +46,9 @@ class GradientAllReduce(Algorithm):
             all optimizers given to `distribute` are `torch.optim.SGD`.
         running_scale: divide each element by the root of its running mean magnitude before it is encoded; 4 bytes of
             state per element. None (default) does so for "eden" without error feedback.
+        denoise_second_moment: take the expected square of the codec's noise out of the second moments of
+            `torch.optim.Adam` or `AdamW`; "eden" without error feedback only; 4 bytes of state per element. None
+            (default): there, without amsgrad and with weights of at least 32 bits; a notice says so.
 
     Bytes: 2 (R-1)/R times the encoded gradients, sent per rank.
     Source: arXiv:2107.01499 (Bagua), section 2.
@@ -55,9 +67,23 @@ class GradientAllReduce(Algorithm):
     codec: str | Codec = "identity"
     error_feedback: bool | None = None
     running_scale: bool | None = None
+    denoise_second_moment: bool | None = None
 
     def __post_init__(self) -> None:
         _ = self.exchange  # refuse what does not mix now, not in the middle of a run
+        codec = codecs.get(self.codec)
+        if self.denoise_second_moment and (not isinstance(codec, Eden) or fit_feedback(self.error_feedback, codec)):
+            feedback = " with error feedback" if fit_feedback(self.error_feedback, codec) else ""
+            raise ValueError(
+                "denoise_second_moment: needs codec 'eden' without error feedback, whose noise is known, "
+                f"got {codec.name!r}{feedback}"
+            )
+
+    def __repr__(self) -> str:
+        """As of any dataclass, but without `denoise_second_moment` if it is open: state that is older has none."""
+        left_out = {"denoise_second_moment"} if self.denoise_second_moment is None else set()
+        shown = [f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if each.name not in left_out]
+        return f"{type(self).__qualname__}({', '.join(shown)})"
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -73,15 +99,33 @@ class GradientAllReduce(Algorithm):
             running_scale=fit_running_scale(self.running_scale, codec, feedback),
         )
 
+    @property
+    def needs_steps(self) -> bool:
+        """No: the second moments that are corrected at a step are those of an optimizer of torch."""
+        kind, own = type(self), GradientAllReduce
+        return kind.on_step_begin is not own.on_step_begin or kind.on_step_end is not own.on_step_end
+
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
         return fit_hierarchy(self, nodes, default=not codecs.get(self.codec).linear)
 
     def for_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
         """Error feedback with SGD and an unbiased codec of few bits, unless one of the two options was given."""
-        if self.error_feedback is None and self.running_scale is None and helps_sgd(codecs.get(self.codec), optimizers):
+        given = (self.error_feedback, self.running_scale, self.denoise_second_moment or None)
+        if given == (None, None, None) and helps_sgd(codecs.get(self.codec), optimizers):
             return replace(self, error_feedback=True)
         return self
+
+    def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """There must be second moments where noise is to be taken out of them."""
+        if self.denoise_second_moment:
+            check_denoisable(params, optimizers)
+
+    def setup(self, ctx: Context) -> None:
+        """Prepare the exchange, and what the noise in second moments is estimated from."""
+        ctx.prepare(self.exchange)
+        if self._denoises(ctx):
+            set_up_noise(ctx)
 
     def on_ready(self, ctx: Context, bucket: Bucket) -> None:
         """Launch at once."""
@@ -90,3 +134,20 @@ class GradientAllReduce(Algorithm):
     def on_backward_end(self, ctx: Context) -> None:
         """The optimizer needs the means."""
         ctx.wait()
+
+    def on_step_begin(self, ctx: Context) -> None:
+        """Only parameters that make a step are corrected."""
+        if self._denoises(ctx):
+            note_steps(ctx)
+
+    def on_step_end(self, ctx: Context) -> None:
+        """Correct what the optimizers have added to their second moments."""
+        codec = codecs.get(self.codec)
+        if self._denoises(ctx) and isinstance(codec, Eden):
+            scaled = fit_running_scale(self.running_scale, codec, feedback=False)
+            denoise_second_moments(ctx, share_of_noise(codec), scaled)
+
+    def _denoises(self, ctx: Context) -> bool:
+        codec = codecs.get(self.codec)
+        feedback = fit_feedback(self.error_feedback, codec)
+        return fit_denoising(self.denoise_second_moment, ctx, codec, feedback, bool(self.hierarchical), self.name)

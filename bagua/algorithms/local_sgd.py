@@ -34,8 +34,9 @@ class LocalSGD(Algorithm):
         hierarchical: sum within each node first; None means False.
         codec: "identity" or a linear codec.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
-            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. None (default): with
-            `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
+            and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with `torch.optim.Adam` and
+            `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
 
     Bytes: 2 (R-1)/R times the weights, once per interval.
     Source: arXiv:1805.09767 (local SGD), algorithm 1; arXiv:1808.07217 (post-local SGD).
@@ -55,7 +56,7 @@ class LocalSGD(Algorithm):
     communication_interval: int = 8
     hierarchical: bool | None = None
     codec: str | Codec = "identity"
-    scale_second_moment: bool | None = None
+    scale_second_moment: bool | None = False
 
     def __post_init__(self) -> None:
         check_interval("communication_interval", self.communication_interval)

@@ -48,8 +48,9 @@ class LowPrecisionDecentralized(Algorithm):
             throughout. So the steps' mean is that of plain SGD and only the distance among the ranks grows, by
             one step's drift. Two more copies of the weights.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
-            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. None (default): with
-            `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
+            mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
+            and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with `torch.optim.Adam` and
+            `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
 
     Bytes: the encoded weights once per neighbour and interval.
     Source: Bagua 0.9's low-precision decentralized SGD; arXiv:1803.06443 (DCD-PSGD), algorithm 1;
@@ -71,7 +72,7 @@ class LowPrecisionDecentralized(Algorithm):
     codec: str | Codec = "minmax_uint8"
     topology: str | Topology = "ring"
     overlap: bool = False
-    scale_second_moment: bool | None = None
+    scale_second_moment: bool | None = False
 
     def __post_init__(self) -> None:
         check_interval("communication_interval", self.communication_interval)

@@ -53,6 +53,7 @@ def set_up_mean_moments(ctx: Context) -> None:
             ctx.tensor(name, bucket).zero_()
         for name, kind in (("size", torch.float64), ("counts", torch.int64)):
             ctx.tensor(name, bucket, torch.zeros(len(bucket.params), dtype=kind)).zero_()
+        ctx.tensor("sums", bucket, _sums(bucket))
         for param, first, second in _parts(ctx, bucket):
             if param in held:
                 first.copy_(held[param].state["exp_avg"])
@@ -60,7 +61,7 @@ def set_up_mean_moments(ctx: Context) -> None:
 
 
 def record_steps(ctx: Context) -> None:
-    """After the optimizers' steps: keep l of each parameter, before a scheduler changes the learning rate."""
+    """After the optimizers' steps: keep l of each parameter, before a scheduler changes it, and a sum of its bits."""
     held = _slots(ctx)
     for bucket in ctx.buckets:
         before = ctx.tensor("counts", bucket).tolist()
@@ -71,6 +72,7 @@ def record_steps(ctx: Context) -> None:
         ]
         ctx.tensor("counts", bucket).copy_(torch.tensor(counts, dtype=torch.int64))
         ctx.tensor("size", bucket).copy_(torch.tensor(sizes, dtype=torch.float64))
+        ctx.tensor("sums", bucket).copy_(_sums(bucket))
 
 
 def forget_steps(ctx: Context) -> None:
@@ -93,9 +95,10 @@ def infer_moments(ctx: Context, bucket: Bucket, mixed: Tensor) -> None:
         M = m_r + D_r (x_r - mixed) / l,    g = (M - b1 M_before) / (1 - b1),    v = b2 v_before + (1 - b2) g^2
 
     D is that of the step, `before` what was set a step earlier. Where this rank made no step, or not just one, from
-    the weights of the average before, its own moments stay. So they do for elements whose weights are too large beside
-    their steps, as at the start of a learning rate's warm-up: there the differences are mostly rounding. An M that
-    is not known is kept as NaN.
+    the weights of the average before, its own moments stay. So they do for a parameter that has changed since the
+    optimizer's step, as by a clamp or a mask, and for elements whose weights are too large beside their steps, as at
+    the start of a learning rate's warm-up: there the differences are mostly rounding. An M that is not known is kept
+    as NaN.
 
     Shapes: mixed: [N], the mean of the ranks' weights.
     """
@@ -103,15 +106,16 @@ def infer_moments(ctx: Context, bucket: Bucket, mixed: Tensor) -> None:
         return
     held, counts, sizes = _slots(ctx), ctx.tensor("counts", bucket).tolist(), ctx.tensor("size", bucket)
     weights, means = bucket.split(bucket.flat), bucket.split(mixed)
-    for (param, first, second), x, mean, count, size in zip(
-        _parts(ctx, bucket), weights, means, counts, sizes.tolist(), strict=True
+    same = ctx.tensor("sums", bucket) == _sums(bucket)  # stays on the device
+    for (param, first, second), x, mean, count, size, untouched in zip(
+        _parts(ctx, bucket), weights, means, counts, sizes.tolist(), same, strict=True
     ):
         if param not in held:
             continue
         slot, (beta1, beta2) = held[param], held[param].group["betas"]
         m, v = slot.state["exp_avg"], slot.state["exp_avg_sq"]
         if size and slot.step == count:
-            exact = x.abs() <= size * _ERROR / torch.finfo(x.dtype).eps
+            exact = untouched & (x.abs() <= size * _ERROR / torch.finfo(x.dtype).eps)
             divisor = v.div(1 - beta2**count).sqrt_().add_(slot.group["eps"])
             mean_m = torch.addcmul(m, divisor, x - mean, value=1 / size)
             gradient = mean_m.sub(first, alpha=beta1).div_(1 - beta1)
@@ -123,6 +127,15 @@ def infer_moments(ctx: Context, bucket: Bucket, mixed: Tensor) -> None:
             first.copy_(m)
         second.copy_(v)
     sizes.zero_()
+
+
+def _sums(bucket: Bucket) -> Tensor:
+    """Of each parameter the sum of its bits, as integers that wrap: whether it is still what the optimizer made it.
+
+    Shapes: result: [P] int64, on the device of the bucket.
+    """
+    kind = {4: torch.int32, 8: torch.int64}[bucket.flat.element_size()]
+    return torch.stack([part.view(kind).sum(dtype=torch.int64) for part in bucket.split(bucket.flat)])
 
 
 def _parts(ctx: Context, bucket: Bucket) -> list[tuple[nn.Parameter, Tensor, Tensor]]:

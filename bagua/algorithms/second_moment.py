@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from bagua.algorithms.base import Context
 
-__all__ = ["check_scalable", "fit_scaling", "rescale_second_moments", "set_up_second_moments"]
+__all__ = [
+    "check_scalable",
+    "corrects_moments",
+    "fit_mean_moments",
+    "fit_scaling",
+    "rescale_second_moments",
+    "set_up_second_moments",
+]
 
 EVERY = 8  # training steps between two corrections; the momentum of Adam reaches back about as far
 
@@ -30,27 +37,45 @@ def check_scalable(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def fit_scaling(wanted: bool | None, ctx: Context, name: str) -> bool:
-    """Resolve `scale_second_moment`, once: None becomes true for several ranks with Adam or AdamW of torch.
-
-    Not with amsgrad, and not for weights of 16 bits, whose second moments are too coarse to tell what was added.
+    """Resolve `scale_second_moment`, once: None becomes true where `corrects_moments`.
 
     Args:
         wanted: the option.
         ctx: of the algorithm, in `setup` or later.
         name: of the algorithm, for the notice.
     """
-    return ctx.keep("scales", lambda: _is_scaled(wanted, ctx, name))
+    told = f"{name}: second moments of Adam are scaled to those of mean gradients (scale_second_moment)"
+    return ctx.keep("scales", lambda: _fit(wanted, ctx, told))
 
 
-def _is_scaled(wanted: bool | None, ctx: Context, name: str) -> bool:
-    if wanted is not None or ctx.groups.size == 1:
-        return bool(wanted)
+def fit_mean_moments(wanted: bool | None, ctx: Context, name: str) -> bool:
+    """Resolve `mean_moments`, once, as `fit_scaling` does.
+
+    Args:
+        wanted: the option, False where an average does not show the mean step.
+        ctx: of the algorithm, in `setup` or later.
+        name: of the algorithm, for the notice.
+    """
+    told = f"{name}: moments of Adam are set to those of mean gradients (mean_moments)"
+    return ctx.keep("means", lambda: _fit(wanted, ctx, told))
+
+
+def corrects_moments(ctx: Context) -> bool:
+    """Whether moments are corrected by default: several ranks, and Adam or AdamW of torch makes the steps.
+
+    Not with amsgrad, and not for weights of 16 bits, whose moments are too coarse to tell what was added.
+    """
     adam = all(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in ctx.optimizers)
-    if not (ctx.optimizers and adam and all(bucket.flat.element_size() >= 4 for bucket in ctx.buckets)):
+    wide = all(bucket.flat.dtype in (torch.float32, torch.float64) for bucket in ctx.buckets)
+    if not (ctx.groups.size > 1 and ctx.optimizers and adam and wide):
         return False
-    if any(group["amsgrad"] for each in ctx.optimizers for group in each.param_groups):
-        return False
-    ctx.notice(f"{name}: second moments of Adam are scaled to those of mean gradients (scale_second_moment)")
+    return not any(group["amsgrad"] for each in ctx.optimizers for group in each.param_groups)
+
+
+def _fit(wanted: bool | None, ctx: Context, told: str) -> bool:
+    if wanted is not None or not corrects_moments(ctx):
+        return bool(wanted)
+    ctx.notice(told)
     return True
 
 

@@ -39,7 +39,14 @@ _EXCHANGES: dict[type, dict[str, str]] = {
 _SCALED = {"second_moment": "fresh", "adam_steps": "fresh"}  # the next correction takes the moments as they are
 _ALGORITHMS: dict[type, dict[str, str]] = {
     AsyncModelAverage: _SCALED,
-    Decentralized: {**_SCALED, "first": "fresh", "second": "fresh", "size": "fresh", "counts": "fresh"},
+    Decentralized: {
+        **_SCALED,
+        "first": "fresh",
+        "second": "fresh",
+        "size": "fresh",
+        "counts": "fresh",
+        "sums": "fresh",
+    },
     DiLoCo: _SCALED,
     LocalSGD: _SCALED,
     LowPrecisionDecentralized: {"pending": "fresh", "snapshot": "fresh", "mixed": "fresh", **_SCALED},

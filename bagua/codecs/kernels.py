@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ __all__ = [
     "FusedKernels",
     "Kernels",
     "LerpKernels",
+    "Moments",
     "RunningScaleKernels",
     "TopKKernels",
 ]
@@ -131,6 +132,24 @@ class RunningScaleKernels(Protocol):
 
 
 @dataclass(frozen=True)
+class Moments:
+    """Adam's moments of a parameter whose gradient is `part` of a bucket.
+
+    Shapes: all those of the parameter. `denoise` of a backend needs fp32 with the strides of `part`, which is dense.
+
+    Attributes:
+        decay_left: 1 - b2.
+        floor: what the square of the first moment is multiplied by for the least second moment.
+    """
+
+    first: Tensor
+    second: Tensor
+    part: Tensor
+    decay_left: float
+    floor: float
+
+
+@dataclass(frozen=True)
 class Backend:
     """The kernels of all codecs; None: eager torch."""
 
@@ -143,3 +162,4 @@ class Backend:
     mean: Callable[[Tensor, float, Tensor], None] | None = None  # out_N = weight * sum of rows_RN, both CPU
     top_k: TopKKernels | None = None
     running_scale: RunningScaleKernels | None = None
+    denoise: Callable[[Tensor, Tensor | None, float, Sequence[Moments]], None] | None = None  # algorithms/denoising.py

@@ -8,19 +8,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bagua.codecs.kernels import Backend
+from bagua.codecs.kernels import Backend, Moments
 
 __all__ = [
     "ISAS",
     "LIBRARY",
     "STREAM_AWAY_FROM",
+    "NativeDenoise",
     "NativeKernels",
     "NativeLerp",
     "NativeMean",
@@ -31,7 +32,7 @@ __all__ = [
 
 LIBRARY = Path(__file__).with_name("_native.so")
 ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
-_ABI = 7
+_ABI = 8
 _BLOCK_CODECS = ("eden1", "eden2", "eden3", "eden4", "int4", "minmax_uint8", "sign")
 _SCRATCH = 2048  # elements, as in blocks.h
 _SAMPLE = 1 << 14  # as in top_k.cpp
@@ -269,6 +270,37 @@ class NativeRunningScale:
         self._multiply(magnitude_N.data_ptr(), x_N.shape[0], means_K.data_ptr(), x_N.data_ptr())
 
 
+class _Moments(ctypes.Structure):
+    """As bagua_moments in abi.h."""
+
+    _fields_ = (
+        ("second", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("begin", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("left", ctypes.c_float),
+        ("floor", ctypes.c_float),
+    )
+
+
+class NativeDenoise:
+    """What takes noise out of second moments, of one instruction set."""
+
+    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+        self._denoise = _function(library, f"denoise_{isa}", "ppsfps")
+
+    def __call__(self, g_N: Tensor, magnitude_N: Tensor | None, share: float, moments: Sequence[Moments]) -> None:
+        """One pass; `moments` in the order of their elements."""
+        start, table = g_N.data_ptr(), (_Moments * len(moments))()
+        for entry, each in zip(table, moments, strict=True):
+            begin = (each.part.data_ptr() - start) // each.part.element_size()
+            entry.second, entry.first = each.second.data_ptr(), each.first.data_ptr()
+            entry.begin, entry.end = begin, begin + each.part.numel()
+            entry.left, entry.floor = each.decay_left, each.floor
+        magnitude = None if magnitude_N is None else magnitude_N.data_ptr()
+        self._denoise(start, magnitude, g_N.shape[0], share, ctypes.addressof(table), len(moments))
+
+
 @functools.cache
 def native_backends() -> tuple[dict[str, Backend], str]:
     """The compiled kernels that this CPU runs, slowest first; if there are none, why."""
@@ -296,4 +328,5 @@ def _backend(library: ctypes.CDLL, isa: str) -> Backend:
         mean=NativeMean(library, isa),
         top_k=NativeTopK(library, isa),
         running_scale=NativeRunningScale(library, isa),
+        denoise=NativeDenoise(library, isa),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bagua.algorithms.base import Algorithm, Payload
 from bagua.engine.reducer.pass_watch import PassWatch
 from bagua.engine.training_state import TrainingState
 
@@ -22,16 +21,10 @@ def look_for_steps(watch: PassWatch, state: TrainingState) -> None:
         f"the parameters changed before {changes} backward passes in a row and no torch.optim.Optimizer made a "
         f"step: {state.algorithm.name!r} has seen no step since step {state.step}"
     )
-    if not (state.schedule or _acts_on_steps(state.algorithm)):
+    if not (state.schedule or state.algorithm.needs_steps):
         state.notice(what)
         return
     raise RuntimeError(
         f"{what}, so the ranks' weights would diverge; step with a torch optimizer, or pass optimizers=[] to "
         "bagua.distribute() if you update the parameters yourself: a step then ends with each backward pass"
     )
-
-
-def _acts_on_steps(algorithm: Algorithm) -> bool:
-    kind = type(algorithm)
-    acts = kind.on_step_begin is not Algorithm.on_step_begin or kind.on_step_end is not Algorithm.on_step_end
-    return acts or algorithm.payload is Payload.PARAM

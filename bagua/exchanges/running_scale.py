@@ -11,7 +11,15 @@ from torch import Tensor
 from bagua.codecs import backends
 from bagua.comm.buffers import Buffers
 
-__all__ = ["divide_by_scale", "scale_from_magnitude", "update_magnitude"]
+__all__ = [
+    "WINDOW",
+    "divide_by_scale",
+    "floors_of_windows",
+    "scale_from_floors",
+    "scale_from_magnitude",
+    "update_magnitude",
+    "window_sums",
+]
 
 WINDOW = 256  # elements
 _DECAY_LEFT = 0.01  # 1 - the decay of a step
@@ -50,22 +58,48 @@ def scale_from_magnitude(magnitude_N: Tensor, out: Tensor) -> Tensor:
 
     Shapes: magnitude_N: [N] fp32, N >= 1, from `update_magnitude`; out, result: like it.
     """
-    n = magnitude_N.numel()
-    whole = n // WINDOW * WINDOW
-    parts = [magnitude_N[:whole].view(-1, WINDOW)] if whole else []
-    if whole < n:
-        parts.append(torch.nn.functional.pad(magnitude_N[whole:], (0, WINDOW - n + whole))[None])
-    means_K = torch.cat([_fold(part_KB) for part_KB in parts])
-    if whole < n:
-        means_K[-1] *= WINDOW / (n - whole)
+    return scale_from_floors(magnitude_N, floors_of_windows(magnitude_N), out)
+
+
+def floors_of_windows(magnitude_N: Tensor) -> Tensor:
+    """Return what `scale_from_magnitude` adds to the magnitudes of each window.
+
+    Shapes: magnitude_N: [N] fp32, N >= 1; result: [K], K = N / 256, rounded up.
+    """
+    rest = magnitude_N.numel() % WINDOW
+    means_K = window_sums(magnitude_N)
+    if rest:
+        means_K[-1] *= WINDOW / rest
     means_K *= _FLOOR / WINDOW
     most = means_K.amax()
-    means_K = torch.where(means_K > 0, means_K, torch.where(most > 0, most, 1.0))
-    torch.add(magnitude_N[:whole].view(-1, WINDOW), means_K[: whole // WINDOW, None], out=out[:whole].view(-1, WINDOW))
+    return torch.where(means_K > 0, means_K, torch.where(most > 0, most, 1.0))
+
+
+def scale_from_floors(magnitude_N: Tensor, floors_K: Tensor, out: Tensor) -> Tensor:
+    """`scale_from_magnitude` of whole windows, whose floors are those of more windows.
+
+    Shapes: magnitude_N, out, result: [N] fp32; floors_K: [K], K = N / 256, rounded up.
+    """
+    n = magnitude_N.numel()
+    whole = n // WINDOW * WINDOW
+    floors_K1 = floors_K[: whole // WINDOW, None]
+    torch.add(magnitude_N[:whole].view(-1, WINDOW), floors_K1, out=out[:whole].view(-1, WINDOW))
     if whole < n:
-        torch.add(magnitude_N[whole:], means_K[-1], out=out[whole:])
+        torch.add(magnitude_N[whole:], floors_K[-1], out=out[whole:])
     out.view(torch.int32).bitwise_right_shift_(1).add_(_HALF_OF_ONE)
     return out
+
+
+def window_sums(x_N: Tensor) -> Tensor:
+    """Return the sums of windows of 256 elements, the last one maybe of fewer, taken in a fixed order.
+
+    Shapes: x_N: [N], N >= 1; result: [K], K = N / 256, rounded up.
+    """
+    whole = x_N.numel() // WINDOW * WINDOW
+    parts = [x_N[:whole].view(-1, WINDOW)] if whole else []
+    if whole < x_N.numel():
+        parts.append(torch.nn.functional.pad(x_N[whole:], (0, WINDOW - x_N.numel() + whole))[None])
+    return torch.cat([_fold(part_KB) for part_KB in parts])
 
 
 def update_magnitude(magnitude_N: Tensor, x_N: Tensor, scratch_N: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 import bagua
 from bagua.algorithms import Decentralized, Warmup
 from bagua.comm.team import Team
+from tests.algorithms.defaults import told_and_kept
 from tests.algorithms.momentum import interrupted
 from tests.algorithms.quadratic import N, Quadratic, follow, start, targets
 from tests.rank_threads import run_teams
@@ -20,7 +21,7 @@ from tests.rank_threads import run_teams
 STEPS, LR, B1, B2, EPS, DECAY = 24, 0.05, 0.9, 0.97, 1e-8, 0.1
 TOLERANCE = 2e-4
 MEAN = Decentralized(mean_moments=True)
-PLAIN = Decentralized(scale_second_moment=False)
+PLAIN = Decentralized(mean_moments=False)
 
 
 def adamw(params: Any, **options: Any) -> torch.optim.AdamW:
@@ -200,6 +201,7 @@ def test_a_growing_learning_rate() -> None:
             own.param_groups[0]["lr"] = 1e-9 * 2**step
             own.zero_grad()
             model(torch.tensor(targets(size, step)[team.rank], dtype=torch.float32)).backward()
+            assert model.w.grad is not None and model.b.grad is not None
             largest = max(largest, float(torch.cat([model.w.grad.flatten(), model.b.grad]).abs().max()))
             own.step()
             assert all(
@@ -240,10 +242,69 @@ def test_parameters_without_gradients_are_left_alone() -> None:
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(one, other, strict=True))
 
 
+def test_a_parameter_that_is_changed_after_the_step_keeps_its_own_moments() -> None:
+    """As by a clamp: bit for bit those of plain gossip. The other parameter's are inferred."""
+    size, steps = 3, 12
+
+    def run(team: Team, algorithm: Decentralized) -> dict[str, torch.Tensor]:
+        model = Quadratic()
+        own = adamw(model.parameters())
+        bagua.distribute(model, own, algorithm, process_group=team)
+        for step in range(steps):
+            own.zero_grad()
+            model(torch.tensor(targets(size, step)[team.rank], dtype=torch.float32)).backward()
+            own.step()
+            model.w.data.mul_(0.99)
+        bagua.detach(model)
+        return {name: own.state[param]["exp_avg_sq"] for name, param in model.named_parameters()}
+
+    for mean, plain in zip(run_teams(size, run, MEAN), run_teams(size, run, PLAIN), strict=True):
+        assert torch.equal(mean["w"], plain["w"])
+        assert not torch.allclose(mean["b"], plain["b"], rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "options", "means"),
+    [
+        (adamw, torch.float32, {}, True),
+        (torch.optim.Adam, torch.float64, {"hierarchical": True}, True),
+        (adamw, torch.float32, {"mean_moments": False}, False),
+        (adamw, torch.float32, {"scale_second_moment": True}, False),
+        (adamw, torch.float32, {"scale_second_moment": False}, True),
+        (adamw, torch.float32, {"scale_second_moment": None}, True),
+        (adamw, torch.float32, {"topology": "ring"}, False),
+        (adamw, torch.float32, {"peer_selection_mode": "shift_one"}, False),
+        (adamw, torch.float32, {"communication_interval": 2}, False),
+        (adamw, torch.float32, {"codec": "bf16"}, False),
+        (partial(adamw, amsgrad=True), torch.float32, {}, False),
+        (adamw, torch.bfloat16, {}, False),
+        (partial(torch.optim.SGD, lr=LR), torch.float32, {}, False),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_default_depends_on_optimizer_and_options_and_is_told(
+    make: Any, dtype: torch.dtype, options: dict[str, Any], means: bool
+) -> None:
+    def run(team: Team) -> tuple[tuple[str, ...], set[str]]:
+        def loss(model: nn.Module, step: int) -> torch.Tensor:
+            return model(torch.tensor(targets(2, step)[team.rank], dtype=dtype))
+
+        return told_and_kept(team, "decentralized", Quadratic().to(dtype), make, loss, **options)
+
+    for notices, kept in run_teams(2, run):
+        assert ("sums" in kept) == means
+        assert any("(mean_moments)" in each for each in notices) == means
+
+
+def test_one_rank_keeps_no_copies() -> None:
+    (whole,) = run_teams(1, follow, Decentralized(), 2, adamw)
+    assert not whole[1].notices
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mean_moments": 1}, ("mean_moments", "True or False", "1")),
+        ({"mean_moments": 1}, ("mean_moments", "True, False or None", "1")),
         ({"mean_moments": True, "topology": "ring"}, ("mean_moments", "'complete'", "'ring'")),
         ({"mean_moments": True, "peer_selection_mode": "shift_one"}, ("mean_moments", "'shift_one'")),
         ({"mean_moments": True, "communication_interval": 2}, ("mean_moments", "and 2")),

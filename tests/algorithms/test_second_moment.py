@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,16 @@ import torch
 from torch import nn
 
 import bagua
-from bagua.algorithms import DiLoCo, GradientAllReduce, LocalSGD, Warmup
+from bagua.algorithms import (
+    Decentralized,
+    DiLoCo,
+    GradientAllReduce,
+    LocalSGD,
+    LowPrecisionDecentralized,
+    Warmup,
+)
 from bagua.comm.team import Team
+from tests.algorithms.defaults import told_and_kept
 from tests.algorithms.momentum import interrupted
 from tests.algorithms.quadratic import N, Quadratic, flat, follow, simulated, start, targets
 from tests.rank_threads import run_teams
@@ -190,26 +199,32 @@ def test_fused_optimizers() -> None:
     ],
     ids=["adamw", "refused", "amsgrad", "16 bits", "sgd", "rmsprop"],
 )
-def test_default_depends_on_the_optimizer_and_is_told(
-    name: str, make: Any, dtype: torch.dtype, option: dict[str, bool], scales: bool
+def test_choice_depends_on_the_optimizer_and_is_told(
+    name: str, make: Any, dtype: torch.dtype, option: dict[str, Any], scales: bool
 ) -> None:
+    others: dict[str, Any] = {"mean_moments": False} if name == "decentralized" else {}
+    others["scale_second_moment"] = None  # the choice has to be asked for
+
     def rank_main(team: Team) -> tuple[tuple[str, ...], set[str]]:
-        model = Quadratic().to(dtype)
-        own = make(model.parameters())
-        bagua.distribute(model, own, name, process_group=team, **option)
-        for step in range(2):
-            own.zero_grad()
-            model(torch.tensor(targets(2, step)[team.rank], dtype=dtype)).backward()
-            own.step()
-        bagua.pause(model)
-        kept = {entry["name"] for entry in bagua.state_dict(model)["tensors"]}
-        notices = bagua.stats(model).notices
-        bagua.detach(model)
-        return notices, kept
+        def loss(model: nn.Module, step: int) -> torch.Tensor:
+            return model(torch.tensor(targets(2, step)[team.rank], dtype=dtype))
+
+        return told_and_kept(team, name, Quadratic().to(dtype), make, loss, **{**others, **option})
 
     for notices, kept in run_teams(2, rank_main):
         assert ("second_moment" in kept) == scales
         assert any("scale_second_moment" in each for each in notices) == scales
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [LocalSGD(), DiLoCo(), LowPrecisionDecentralized(), Decentralized(peer_selection_mode="shift_one")],
+    ids=lambda each: each.name,
+)
+def test_local_steps_are_those_of_the_optimizer_by_default(algorithm: Any) -> None:
+    asked = replace(algorithm, scale_second_moment=False)
+    for each, other in zip(*(run_teams(2, follow, one, STEPS, adamw) for one in (algorithm, asked)), strict=True):
+        assert np.array_equal(each[0], other[0]) and not each[1].notices
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco"])

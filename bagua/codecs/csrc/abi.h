@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define BAGUA_CODECS_ABI 7
+#define BAGUA_CODECS_ABI 8
 
 #define BAGUA_JOIN2(a, b) a##_##b
 #define BAGUA_JOIN(a, b) BAGUA_JOIN2(a, b)
@@ -102,4 +102,19 @@ BAGUA_API int32_t BAGUA_FN(bagua_top_k_decode_mean)(const uint8_t* wire, int64_t
 // same means: x[i] *= their scale, and the magnitudes move towards |x[i]|. Nothing may overlap.
 BAGUA_API void BAGUA_FN(bagua_running_scale_divide)(const float* magnitude, int64_t n, float* means, float* x);
 BAGUA_API void BAGUA_FN(bagua_running_scale_multiply)(float* magnitude, int64_t n, const float* means, float* x);
+
+// Adam's moments of the elements begin..end-1 of a bucket. `left` is 1 - the decay of the second ones, `floor` is what
+// the square of the first ones is multiplied by for the least second moment.
+struct bagua_moments {
+  float* second;
+  const float* first;
+  int64_t begin, end;
+  float left, floor;
+};
+
+// Of n gradients, the mean of the squares (divided by the square of their scales; multiplied by it again) of 256
+// elements, times `share`, is noise, which is taken out of the second moments. The magnitudes move towards |g|; null:
+// all scales are 1. The moments are in the order of their elements. Nothing may overlap.
+BAGUA_API void BAGUA_FN(bagua_denoise)(const float* g, float* magnitude, int64_t n, float share,
+                                       const bagua_moments* moments, int64_t count);
 #endif
