@@ -65,13 +65,11 @@ class LabHosts:
         from bagua.lab import Cluster, Link
 
         bandwidth = None if condition.bits_per_s == float("inf") else condition.bits_per_s
-        # In set-up only the bandwidth is given free: what measures the latency then must find the real one.
-        self._links = {
-            "measure": Link(
-                bandwidth=bandwidth, latency=condition.latency_s, jitter=condition.jitter_s, loss=condition.loss
-            ),
-            "setup": Link(latency=condition.latency_s),
-        }
+        measured = Link(
+            bandwidth=bandwidth, latency=condition.latency_s, jitter=condition.jitter_s, loss=condition.loss
+        )
+        # A system that measures its links when it takes a model must find those that it is measured on.
+        self._links = {"setup": Link(latency=condition.latency_s), "distribute": measured, "measure": measured}
         self._slow = condition.slow
         self._num_hosts = num_hosts
         self._pairs = {(a, b): Link(bits, latency) for a, b, bits, latency in condition.pairs}
@@ -85,7 +83,7 @@ class LabHosts:
         self.congestion = self._cluster.congestion
         self.address = self._cluster.hosts[0].address
         self.interface = self._cluster.hosts[0].interface
-        self.switches = not self._links["measure"].unlimited or self._slow != 1
+        self.switches = not measured.unlimited or self._slow != 1
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], log: IO[str]) -> list[subprocess.Popen[Any]]:
         """Start one rank on each host."""
@@ -95,7 +93,10 @@ class LabHosts:
         ]
 
     def set_phase(self, phase: str) -> None:
-        """The links as they are in set-up, or as they are while the clock runs."""
+        """Change the links: unlimited but for their latency in "setup", as asked for in "distribute" and "measure".
+
+        A host is slow only in "measure".
+        """
         if not self._links["measure"].unlimited:
             for host in self._cluster.hosts:
                 host.set_link(self._links[phase])

@@ -38,7 +38,7 @@ class Job:
         emulated: optimizers of the Adam kind do the arithmetic of SGD.
         timeout_s: of collectives.
         cases: number and name of each contender, to be run in this order.
-        switches: somebody changes the link between warm-up and measurement.
+        switches: somebody changes the link: for the warm-up, and back.
         profile: name of the contender of which a timeline is kept; empty for none.
     """
 
@@ -100,7 +100,7 @@ def measure(
 
     Args:
         control: a group for what the ranks agree on.
-        switch: called with "setup" and "measure", when the link may be changed; returns when it has been.
+        switch: called with "setup", "distribute" and "measure", when the link may be changed; returns when it has been.
         trace: file for a timeline, on one rank, of two more steps of the contender that `job` wants one of.
     """
     rank = dist.get_rank()
@@ -110,7 +110,11 @@ def measure(
     resident = counters.resident_bytes()
     compute = Compute(job.compute_ms / 1000, job.forward_share)
     model = EmulatedModel(models.get(job.model), compute, seed=rank)
+    dist.barrier(control)
+    switch("distribute")
     training = contender.prepare(model, job.emulated)
+    dist.barrier(control)
+    switch("setup")
     model.clock.scale = _WARMUP_SPEED
     for _ in range(contender.warmup_steps):
         training.step()

@@ -94,9 +94,9 @@ def distribute(
         bucket_bytes: bucket size in bytes. Default: BAGUA_DEFAULT_BUCKET_SIZE, or 10 % of the parameter bytes, at least
             1 MiB and at most 10 MiB.
         num_lanes: number of exchanges in flight on gloo, each with its own connections. Default: BAGUA_NUM_LANES or 4.
-            Exchanges with 8 bits per element or more use 3; those with fewer bits 8 over the native transport where a
-            rank is 4 ms or more away, there and back; all-reduces in full precision fewer if the network is faster
-            than the CPU.
+            Exchanges with 8 bits per element or more use 3; those with fewer bits 8 where a rank is far away, there and
+            back 30 ms or more (4 over the native transport), without fault tolerance; all-reduces in full precision
+            fewer if the network is faster than the CPU.
         hierarchical: average exactly within a node and use the algorithm's exchange between nodes. Default: the
             algorithm's own.
         guard: measure the compression error periodically, and fall back if it is too large. Default: neither.
@@ -278,13 +278,13 @@ def _make_engine(
     groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes, native)
     with team.naming_missing_ranks("bagua.distribute()", f"failed/{key}", groups):
         if manager is None or team.size == 1:
-            links = _replicate(team, agreement.nodes, groups, inventory, request.optimizers, differing)
+            links = _replicate(team, groups, inventory, request.optimizers, differing)
         else:
-            links = _replicate_tolerantly(team, agreement.nodes, groups, inventory, request.optimizers, manager)
+            links = _replicate_tolerantly(team, groups, inventory, request.optimizers, manager)
         num_lanes, mesh = request.num_lanes, groups.world.mesh
         assert num_lanes is not None
-        if mesh is not None and request.chooses_lanes:
-            num_lanes = lanes_over(team, mesh, num_lanes)
+        if request.chooses_lanes and manager is None:  # a newcomer, which is alone at first, would choose others
+            num_lanes = lanes_over(team, mesh, links.round_trip_s, num_lanes)
     for meter in groups.meters:
         meter.sent = meter.received = 0  # what follows is training
     lane = make_lane(groups, inventory.device)
@@ -311,7 +311,6 @@ def _make_engine(
 
 def _replicate_tolerantly(
     team: Team,
-    nodes: Sequence[Sequence[int]],
     groups: Groups,
     inventory: Inventory,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -321,7 +320,7 @@ def _replicate_tolerantly(
     found: list[Links] = []
 
     def replicate() -> None:
-        found.append(_replicate(team, nodes, groups, inventory, optimizers, differing=False))
+        found.append(_replicate(team, groups, inventory, optimizers, differing=False))
 
     with unless_interrupted(inventory, optimizers) if team.rank else nullcontext():
         run_interruptibly(groups, replicate, manager.check_group)
@@ -368,7 +367,6 @@ def _stop_lanes() -> None:
 
 def _replicate(
     team: Team,
-    nodes: Sequence[Sequence[int]],
     groups: Groups,
     inventory: Inventory,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -378,9 +376,10 @@ def _replicate(
     tensors = [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values()]
     links = probe_links(
         team,
-        nodes,
+        groups,
         sum(tensor.nbytes for tensor in tensors),
         lambda: replicate_tensors(tensors, groups.world, inventory.device),
+        inventory.device,
     )
     equalise = mean_optimizers if differing else replicate_optimizers
     equalise(optimizers, {**inventory.parameters, **inventory.frozen}, team, groups.world, inventory.device)

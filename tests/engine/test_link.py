@@ -15,6 +15,7 @@ import bagua.engine.lanes.dispatcher as dispatcher
 from bagua.comm.groups import STRAIGHT_CHUNK_BYTES
 from bagua.engine.api import live_engines
 from bagua.engine.startup import link_probe as link
+from bagua.engine.startup.ring_rate import RingRate
 from bagua.errors import RankMismatchError
 from tests.rank_pool import RankPool
 
@@ -128,10 +129,9 @@ def test_far_ranks_send_larger_chunks_straight_with_the_same_bits(pool: RankPool
 
 
 def test_a_chunk_goes_straight_up_to_half_of_what_the_link_holds() -> None:
-    assert link._straight_chunk_bytes(20e6, 0.1, 4) == 1_000_000
-    assert link._straight_chunk_bytes(20e6, 0.1, 8) == 1_500_000
-    assert link._straight_chunk_bytes(20e6, 0.0001, 8) == STRAIGHT_CHUNK_BYTES
-    assert link._straight_chunk_bytes(20e6, 0.1, 1) == STRAIGHT_CHUNK_BYTES
+    assert link._straight_chunk_bytes(RingRate(20e6), 0.1) == 500_000
+    assert link._straight_chunk_bytes(RingRate(20e6), 0.0001) == STRAIGHT_CHUNK_BYTES
+    assert link._straight_chunk_bytes(RingRate(), 0.1) == STRAIGHT_CHUNK_BYTES
 
 
 def differing() -> str:

@@ -17,6 +17,7 @@ from bagua.comm import mesh
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.team import Team
 from bagua.engine.distributed_module import attachment_of
+from bagua.engine.startup import link_probe
 from bagua.engine.startup.transport import FAR_LANES, chosen_transport, why_no_transport
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
@@ -108,6 +109,23 @@ def test_more_lanes_where_a_rank_is_far_away(monkeypatch: pytest.MonkeyPatch) ->
     for codec in ("minmax_uint8", ""):  # which would not use them
         assert [num for num, _ in run_teams(3, lanes, "native", None, codec)] == [4] * 3
     assert [num for num, _ in run_teams(3, lanes, "gloo")] == [4] * 3
+
+
+@pytest.mark.parametrize(("round_trip_s", "more"), [(0.029, 4), (0.03, FAR_LANES)])
+def test_over_gloo_more_lanes_only_where_a_rank_is_farther(
+    monkeypatch: pytest.MonkeyPatch, round_trip_s: float, more: int
+) -> None:
+    monkeypatch.setattr(link_probe, "_round_trip_s", lambda team: 0.0)
+    near = run_teams(3, lanes, "gloo")
+    assert [num for num, _ in near] == [4] * 3
+    monkeypatch.setattr(link_probe, "_round_trip_s", lambda team: round_trip_s if team.rank == 1 else 0.0)
+    far = run_teams(3, lanes, "gloo")
+    assert [num for num, _ in far] == [more] * 3
+    for (_, first), (_, second) in zip(near, far, strict=True):
+        assert all(map(torch.equal, first, second))
+    assert [num for num, _ in run_teams(3, lanes, "gloo", 2)] == [2] * 3, "what the user says"
+    for codec in ("minmax_uint8", ""):  # which would not use them
+        assert [num for num, _ in run_teams(3, lanes, "gloo", None, codec)] == [4] * 3
 
 
 @there

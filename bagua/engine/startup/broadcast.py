@@ -12,7 +12,7 @@ from bagua.comm.groups import Group
 from bagua.comm.team import Team, decode, encode
 from bagua.engine.startup.optimizer_outline import adopt, describe, leaves, slots
 
-__all__ = ["replicate_optimizers", "replicate_tensors"]
+__all__ = ["replicate_optimizers", "replicate_structure", "replicate_tensors"]
 
 _CHUNK_BYTES = 32 * 2**20
 
@@ -76,6 +76,20 @@ def replicate_optimizers(
     """
     if team.size == 1:
         return
+    (replicate or replicate_tensors)(replicate_structure(optimizers, params, team, src), group, device, src)
+
+
+def replicate_structure(
+    optimizers: Sequence[torch.optim.Optimizer], params: dict[str, nn.Parameter], team: Team, src: int = 0
+) -> list[Tensor]:
+    """Give every rank the hyperparameters of rank `src`, and state of the same shapes. Collective over the team.
+
+    Returns:
+        the tensors of this state, in the same order on all ranks. They do not hold the content of rank `src` yet.
+
+    Raises:
+        ValueError: the state of rank `src` holds something that is neither a tensor nor plain data.
+    """
     ours = {id(param) for param in params.values()}
     outline: bytes | None = None
     problem: ValueError | None = None
@@ -99,7 +113,7 @@ def replicate_optimizers(
             if (recount := getattr(optimizer, "recount", None)) is not None:
                 recount()  # what it has counted beside its state
         tensors += _tensors(optimizer, ours)
-    (replicate or replicate_tensors)(tensors, group, device, src)
+    return tensors
 
 
 def _tensors(optimizer: torch.optim.Optimizer, ours: set[int]) -> list[Tensor]:

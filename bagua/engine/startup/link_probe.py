@@ -1,4 +1,4 @@
-"""Link probe: what the first broadcast and the store's round trip say about the links, for plain sums.
+"""Link probe: what the first broadcast, a ring of sends and the store's round trip say about the links, for plain sums.
 
 Several flows hide latency and the pauses between gloo's hops. Where the network is so fast that the CPU is the limit,
 they only compete for cores. And how much a link holds says from which size on a sum goes from rank to rank.
@@ -6,15 +6,18 @@ they only compete for cores. And how much a link holds says from which size on a
 
 from __future__ import annotations
 
-import math
+import logging
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bagua.comm.groups import STRAIGHT_CHUNK_BYTES
+import torch
+
+from bagua.comm.groups import STRAIGHT_CHUNK_BYTES, Groups
 from bagua.comm.team import Team, decode, encode
+from bagua.engine.startup.ring_rate import RingRate, measure_ring
 
 __all__ = ["Links", "probe_links"]
 
@@ -25,6 +28,7 @@ _ROUND_TRIPS = 3
 # Of what a link holds in one latency. Straight to their owners, chunks take 2 latencies instead of 2 (R - 1), but all
 # senders meet in the receivers' links. 4 hosts were even at half, 8 hosts faster straight at a quarter.
 _STRAIGHT_SHARE = 0.5
+_log = logging.getLogger("bagua")
 
 
 @dataclass(frozen=True)
@@ -35,14 +39,22 @@ class Links:
         lanes_of_sums: how many lanes plain sums should share; None: all, else at least 2: one divides and copies while
             the other one sends.
         straight_chunk_bytes: see `Group`.
+        round_trip_s: from the farthest rank to rank 0 and back; 0.0: not measured.
     """
 
     lanes_of_sums: int | None = None
     straight_chunk_bytes: int = STRAIGHT_CHUNK_BYTES
+    round_trip_s: float = 0.0
 
 
-def probe_links(team: Team, nodes: Sequence[Sequence[int]], num_bytes: int, broadcast: Callable[[], None]) -> Links:
+def probe_links(
+    team: Team, groups: Groups, num_bytes: int, broadcast: Callable[[], None], device: torch.device
+) -> Links:
     """Run `broadcast`, which brings `num_bytes` from rank 0 to each rank. Collective.
+
+    Args:
+        groups: of the lane that broadcasts.
+        device: of the tensors that they exchange.
 
     Raises:
         CommunicationError: a rank did not arrive, or the store is unreachable.
@@ -55,6 +67,7 @@ def probe_links(team: Team, nodes: Sequence[Sequence[int]], num_bytes: int, broa
     seconds = time.perf_counter() - started
     if team.size == 1 or team.backend != "gloo":
         return Links()
+    nodes = groups.nodes
     ranks_here = next(len(node) for node in nodes if team.rank in node)
     cores = usable_cores() / ranks_here
     found = [
@@ -63,17 +76,27 @@ def probe_links(team: Team, nodes: Sequence[Sequence[int]], num_bytes: int, broa
             "measured links", encode([num_bytes / max(seconds, 1e-9), cores, round_trip_s])
         )
     ]
+    longest_s = max(round_trip for _, _, round_trip in found)
+    ring = measure_ring(team, groups, device, longest_s)
+    straight = _straight_chunk_bytes(ring, longest_s)
+    if team.rank == 0 and ring.nbytes:
+        _log.info("%s", _told(ring, longest_s, straight))
     rate = _typical_rate([rate for rate, _, _ in found], nodes)
-    straight = _straight_chunk_bytes(rate, max(round_trip for _, _, round_trip in found), len(nodes))
     if num_bytes < _SMALLEST_BYTES or rate < _FAST_BYTES_PER_S:
-        return Links(None, straight)
-    return Links(max(2, int(min(cores for _, cores, _ in found) / _CORES_PER_LANE)), straight)
+        return Links(None, straight, longest_s)
+    return Links(max(2, int(min(cores for _, cores, _ in found) / _CORES_PER_LANE)), straight, longest_s)
 
 
-def _straight_chunk_bytes(rate: float, round_trip_s: float, num_nodes: int) -> int:
-    # Rank 0 sends to so many ranks at a time. A small broadcast seems slower than it is, and leaves sums to the ring.
-    link_rate = rate * math.ceil(math.log2(num_nodes))
-    return max(STRAIGHT_CHUNK_BYTES, int(_STRAIGHT_SHARE * link_rate * round_trip_s / 2))
+def _straight_chunk_bytes(ring: RingRate, round_trip_s: float) -> int:
+    return max(STRAIGHT_CHUNK_BYTES, int(_STRAIGHT_SHARE * ring.bytes_per_s * round_trip_s / 2))
+
+
+def _told(ring: RingRate, round_trip_s: float, straight: int) -> str:
+    return (
+        f"links: {8e-6 * ring.bytes_per_s:.0f} Mbit/s from each rank to the next while all send, "
+        f"{1000 * round_trip_s:.1f} ms to rank 0 and back, so chunks of small sums go straight up to "
+        f"{straight / 1024:.0f} KiB; measured in {ring.seconds:.2f} s with {ring.nbytes / 2**20:.1f} MiB a rank"
+    )
 
 
 def _round_trip_s(team: Team) -> float:
