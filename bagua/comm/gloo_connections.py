@@ -3,25 +3,34 @@
 gloo has no abort: a collective whose peer is silent returns at the timeout. Shutting down its sockets ends it at once.
 They are found by address: in the store, gloo publishes where each rank listens, and one end of every connection is
 such an address. Linux only; elsewhere nothing is found.
+
+Descriptors are asked for their addresses through libc. A `socket.socket` made of a descriptor would make the connection
+non-blocking for all who use it where `socket.setdefaulttimeout` is in force. The tables of the kernel in
+/proc/self/net hold all connections of the host and take milliseconds; they are read only for a connection that is still
+being made, which has no name for its other end yet.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import ipaddress
 import os
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 __all__ = ["GlooConnections"]
 
-_FDS = Path("/proc/self/fd")
+_FDS = "/proc/self/fd"
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
-_LISTENING = "0A"
+_CONNECTING = "02"  # SYN_SENT
+_SO_ACCEPTCONN = 30
+_STREAM = int(socket.SOCK_STREAM)
+_SOCKADDR = 128  # bytes of a `sockaddr_storage`
 
 Address = tuple[str, int]
 
@@ -41,8 +50,7 @@ class GlooConnections:
     def published(self, value: bytes | str) -> None:
         """What gloo writes to the store for this rank: it holds an address at which this process listens."""
         data = value.encode("latin-1") if isinstance(value, str) else bytes(value)
-        inodes = set(_own_sockets().values())
-        ports = {row.local[1] for row in _tcp_sockets() if row.listens and row.inode in inodes}
+        ports = {address[1] for fd in _own_sockets() if _listens(fd) and (address := _local(fd)) is not None}
         for offset in range(len(data)):
             address = _address_at(data, offset)
             if address is not None and address[1] in ports:
@@ -62,20 +70,35 @@ class GlooConnections:
 
         Of a group whose ranks are threads of one process this takes the connections of all of them.
         """
-        ours = {r.inode for r in _tcp_sockets() if not r.listens and not self._listeners.isdisjoint((r.local, r.peer))}
-        return sum(_shut_down(fd, inode) for fd, inode in _own_sockets().items() if inode in ours)
+        sockets, connecting = _own_sockets(), set[int | None]()
+        if any(_peer(fd) is None and _local(fd) is not None and not _listens(fd) for fd in sockets):
+            connecting = {inode for inode, peer in _connecting() if peer in self._listeners}
+        return sum(self._cut(fd, connecting) for fd in sockets)
+
+    def _belongs(self, fd: int, connecting: Container[int | None]) -> bool:
+        """Whether this is a connection of the group.
+
+        Args:
+            connecting: inodes of those that are being made.
+        """
+        known = not self._listeners.isdisjoint((_local(fd), _peer(fd))) or _inode(fd) in connecting
+        return known and not _listens(fd)
+
+    def _cut(self, fd: int, connecting: Container[int | None]) -> bool:
+        if not self._belongs(fd, connecting):
+            return False
+        try:
+            twin = os.dup(fd)  # it may stand for another one by now; this one stays what it is
+        except OSError:
+            return False
+        try:
+            return self._belongs(twin, connecting) and _libc().shutdown(twin, socket.SHUT_RDWR) == 0
+        finally:
+            os.close(twin)
 
 
-class _Row(NamedTuple):
-    """A TCP socket of this host."""
-
-    local: Address
-    peer: Address
-    listens: bool
-    inode: int
-
-
-def _tcp_sockets() -> Iterator[_Row]:
+def _connecting() -> Iterator[tuple[int, Address]]:
+    """Inode and peer of the connections of this host that are being made."""
     for table in _TABLES:
         try:
             lines = table.read_text().splitlines()[1:]
@@ -83,7 +106,8 @@ def _tcp_sockets() -> Iterator[_Row]:
             continue
         for line in lines:
             words = line.split()
-            yield _Row(_address_in(words[1]), _address_in(words[2]), words[3] == _LISTENING, int(words[9]))
+            if words[3] == _CONNECTING:
+                yield int(words[9]), _address_in(words[2])
 
 
 def _address_in(text: str) -> Address:
@@ -100,32 +124,52 @@ def _plain(packed: bytes) -> str:
     return str(mapped or address)
 
 
-def _own_sockets() -> dict[int, int]:
-    """Descriptors of this process that are sockets, with their inodes."""
-    found: dict[int, int] = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir(_FDS):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                link = os.readlink(_FDS / name)
-                if link.startswith("socket:["):
-                    found[int(name)] = int(link[8:-1])
-    return found
-
-
-def _shut_down(fd: int, inode: int) -> bool:
-    """Shut a socket down, unless its descriptor stands for another one by now."""
+def _own_sockets() -> list[int]:
+    """Descriptors of this process that are sockets of TCP."""
     try:
-        twin = os.dup(fd)
+        names = os.listdir(_FDS)
     except OSError:
-        return False
-    about = os.fstat(twin)
-    if not stat.S_ISSOCK(about.st_mode) or about.st_ino != inode:
-        os.close(twin)
-        return False
-    with socket.socket(fileno=twin) as sock, contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-        return True
-    return False
+        return []
+    return [fd for fd in map(int, names) if _inode(fd) is not None and _option(fd, socket.SO_TYPE) == _STREAM]
+
+
+def _inode(fd: int) -> int | None:
+    """Of a socket; None if it is something else, or closed."""
+    try:
+        about = os.fstat(fd)
+    except OSError:
+        return None
+    return about.st_ino if stat.S_ISSOCK(about.st_mode) else None
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)
+
+
+def _option(fd: int, name: int) -> int | None:
+    value, size = ctypes.c_int(), ctypes.c_uint32(4)
+    failed = _libc().getsockopt(fd, socket.SOL_SOCKET, name, ctypes.byref(value), ctypes.byref(size))
+    return None if failed else value.value
+
+
+def _listens(fd: int) -> bool:
+    return _option(fd, _SO_ACCEPTCONN) == 1
+
+
+def _local(fd: int) -> Address | None:
+    return _name(fd, "getsockname")
+
+
+def _peer(fd: int) -> Address | None:
+    return _name(fd, "getpeername")
+
+
+def _name(fd: int, call: str) -> Address | None:
+    """One end of a connection; None if it has no address of the internet."""
+    buffer, size = ctypes.create_string_buffer(_SOCKADDR), ctypes.c_uint32(_SOCKADDR)
+    failed = getattr(_libc(), call)(fd, buffer, ctypes.byref(size))
+    return None if failed else _address_at(buffer.raw[: size.value], 0)
 
 
 def _address_at(data: bytes, offset: int) -> Address | None:

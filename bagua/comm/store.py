@@ -26,6 +26,7 @@ __all__ = ["BoundedStore", "RendezvousStore", "root_of"]
 
 _IDLE_S = 0.1  # after so long without a call the thread ends; the next call starts another one
 _POLL_S = (0.0005, 0.05)  # first and longest sleep between two looks into the store
+_SHARE = 0.1  # what comes is seen late by that share of the time that it took
 _ALERT_S = 0.1  # between two alerts while gloo connects
 _LATE_S = 0.5  # after so long without an answer, and then again and again, a call raises an alert
 _GRACE_S = 3.0  # for a last call, when the time of a wait is over
@@ -118,16 +119,19 @@ class BoundedStore:
         """All keys. Call it of a `root`: a `PrefixStore` of torch lists those of longer prefixes too."""
         return self._call(lambda: self._store.list_keys())
 
-    def await_keys(self, keys: Sequence[str], deadline: float) -> list[str]:
-        """Wait until all keys are there; returns those that are not at `deadline` (`time.monotonic`)."""
-        pause = _POLL_S[0]
+    def await_keys(self, keys: Sequence[str], deadline: float, since: float | None = None) -> list[str]:
+        """Wait until all keys are there; returns those that are not at `deadline` (`time.monotonic`).
+
+        Args:
+            since: when the wait began, of which this may be a part: the longer, the fewer looks. None: now.
+        """
+        since = time.monotonic() if since is None else since
         # Polling, not store.wait(): that holds the client's lock, and watchdogs and lanes need the store too.
         while not self.within(max(deadline - time.monotonic(), _GRACE_S)).check(keys):
             if time.monotonic() > deadline:
                 last = self.within(_GRACE_S)
                 return [key for key in keys if not last.check([key])]
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_S[1])
+            time.sleep(min(max(_SHARE * (time.monotonic() - since), _POLL_S[0]), _POLL_S[1]))
         return []
 
     def _call(self, call: Callable[[], _T]) -> _T:
@@ -226,6 +230,7 @@ class RendezvousStore(dist.Store):
 
     Args:
         store: for this group alone.
+        ranks: members of the group, for messages.
         alert: called now and then while it waits for a key; may raise.
         finds: find the connections without `alert` too.
 
@@ -234,9 +239,15 @@ class RendezvousStore(dist.Store):
         connections: of the group; None if nobody asks for them.
     """
 
-    def __init__(self, store: BoundedStore, alert: Callable[[], object] | None = None, finds: bool = False) -> None:
+    def __init__(
+        self,
+        store: BoundedStore,
+        ranks: Sequence[int],
+        alert: Callable[[], object] | None = None,
+        finds: bool = False,
+    ) -> None:
         super().__init__()
-        self._store, self._alert = store, alert
+        self._store, self._ranks, self._alert = store, tuple(ranks), alert
         self.written: list[str] = []
         self.connections = GlooConnections() if finds or alert is not None else None
 
@@ -260,13 +271,22 @@ class RendezvousStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Until all keys are there."""
-        deadline = time.monotonic() + timeout.total_seconds()
+        since = time.monotonic()
+        deadline = since + timeout.total_seconds()
         while True:
             until = deadline if self._alert is None else min(deadline, time.monotonic() + _ALERT_S)
-            absent = self._store.await_keys(keys, until)
+            absent = self._store.await_keys(keys, until, since)
             if not absent or until == deadline:
                 break
             if self._alert is not None:
                 self._alert()
         if absent:
-            raise CommunicationError(f"no value for {', '.join(absent)} within {timeout.total_seconds():g} s")
+            late = ", ".join(map(self._publisher, absent))
+            raise CommunicationError(f"{late} published no address within {timeout.total_seconds():g} s")
+
+    def _publisher(self, key: str) -> str:
+        """Who writes a key of gloo, which ends in the number of a member: "0/2"."""
+        number = key.rpartition("/")[2]
+        if number.isdecimal() and int(number) < len(self._ranks):
+            return f"rank {self._ranks[int(number)]}"
+        return f"the writer of {key!r}"

@@ -328,7 +328,7 @@ class Team:
             options._timeout = self.timeout
             pg = dist.ProcessGroupNCCL(self.store.under(f"group/{name}").unbounded, rank, size, options)
         else:
-            rendezvous = RendezvousStore(self.store.under(f"group/{name}"), self.alert, finds=native)
+            rendezvous = RendezvousStore(self.store.under(f"group/{name}"), ranks, self.alert, finds=native)
             try:
                 pg: Any = connect_gloo(rendezvous, rank, size, self.timeout, self.alert)
             except RuntimeError as error:
@@ -359,10 +359,10 @@ class Team:
             self.store.delete_key(key)
 
     def _wait(self, keys: list[str], what: str, deadline: float, alert: Callable[[], object] | None = None) -> None:
-        alert = alert or self.alert
+        alert, since = alert or self.alert, time.monotonic()
         while True:
             until = deadline if alert is None else min(deadline, time.monotonic() + _ALERT_S)
-            absent = self._store(what, lambda until=until: self.store.await_keys(keys, until))
+            absent = self._store(what, lambda until=until: self.store.await_keys(keys, until, since))
             if not absent or until == deadline:
                 break
             if alert is not None:

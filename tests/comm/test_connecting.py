@@ -19,7 +19,7 @@ LIMIT_S, NEVER_S = 100.0, 600.0
 
 
 def rendezvous(store: dist.Store, alert: Callable[[], object] = lambda: None) -> RendezvousStore:
-    return RendezvousStore(BoundedStore(dist.PrefixStore("connecting", store), NEVER_S), alert)
+    return RendezvousStore(BoundedStore(dist.PrefixStore("connecting", store), NEVER_S), range(2), alert)
 
 
 def await_threads() -> None:
@@ -61,7 +61,13 @@ def test_who_connects_is_freed_when_a_rank_is_lost(comes: bool) -> None:
     await_threads()
 
 
+def test_a_member_that_does_not_come_is_named_by_its_rank() -> None:
+    store = BoundedStore(dist.HashStore(), NEVER_S)
+    with pytest.raises(RuntimeError, match=r"rank 7 published no address within 0\.2 s"):
+        connect_gloo(RendezvousStore(store, [3, 7]), 0, 2, timedelta(seconds=0.2))
+
+
 def test_an_error_of_connecting_is_raised() -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="rank 1 published no address"):
         connect_gloo(rendezvous(dist.HashStore()), 0, 2, timedelta(seconds=0.2), lambda: None)
     await_threads()

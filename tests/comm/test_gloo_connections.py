@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -129,6 +130,43 @@ def test_what_another_rank_wrote_is_not_read_before_the_own_address_is_known() -
         connections.found(sockaddr("127.0.0.1", listener.getsockname()[1]))
         assert connections.shut_down() == 0
         assert is_open(near, far)
+
+
+def test_a_connection_that_is_still_being_made_is_shut_down() -> None:
+    """Its other end has no name yet: the peer is silent, or its queue is full."""
+    with ExitStack() as open_ones, socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        for _ in range(64):
+            near = open_ones.enter_context(socket.socket())
+            near.setblocking(False)
+            near.connect_ex(listener.getsockname())
+            if not select.select([], [near], [], 0.2)[1]:
+                break
+        else:
+            pytest.skip("this machine has no limit for connections that are not accepted")
+        connections = GlooConnections()
+        connections.published(sockaddr("127.0.0.1", listener.getsockname()[1]))
+        assert connections.shut_down() > 0
+        assert select.select([near], [near], [], LIMIT_S)[0]
+        with pytest.raises(OSError):
+            near.getpeername()
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_sockets_stay_blocking_under_a_default_timeout(ours: bool) -> None:
+    """gloo and the store of torch read them: they would fail at once where a blocking read waits."""
+    with connected() as (mine, near, far), connected() as (other, *_):
+        near.settimeout(None)
+        port = (mine if ours else other).getsockname()[1]
+        socket.setdefaulttimeout(LIMIT_S)
+        try:
+            connections = GlooConnections()
+            connections.published(sockaddr("127.0.0.1", port))
+            assert connections.shut_down() == 2
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(near.fileno())
+        if not ours:
+            assert is_open(near, far)
 
 
 def test_looking_for_sockets_leaves_no_file_open() -> None:

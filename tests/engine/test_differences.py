@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bagua.comm.groups import Group
 from bagua.comm.team import Team
+from bagua.engine.recovery import differences
 from bagua.engine.recovery.differences import replicate_differences
 from tests.rank_threads import run_teams
 
@@ -60,3 +62,37 @@ def test_nothing_changes_where_too_many_blocks_differ() -> None:
     found = run_teams(2, give, [{0: 0, 6: 0}, {0: BLOCK}], 0, 2.5 / 3020)
     assert [sent for _, sent in found] == [None, None]
     assert not torch.equal(found[0][0][0], found[1][0][0])
+
+
+def scattered(team: Team, sizes: list[int]) -> tuple[list[Tensor], int | None]:
+    """Rank 1 lacks every third block of each tensor, and its short end."""
+    tensors = [torch.arange(size, dtype=torch.int32) for size in sizes]
+    if team.rank == 1:
+        for tensor in tensors:
+            tensor[:: 3 * BLOCK // 4] += 1
+            tensor[-1] += 1
+    groups = team.open("scattered")
+    sent = replicate_differences(tensors, groups.world, CPU, 0)
+    groups.leave(abort=False)
+    return tensors, sent
+
+
+def test_scattered_blocks_of_several_tensors_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, messages = [700 * BLOCK // 4 + 3, 5, 500 * BLOCK // 4 + 1, 3 * BLOCK // 4], list[int]()
+    plain = differences.broadcast_
+
+    def counted(group: Group, wire: Tensor, src: int) -> None:
+        if group.rank == 1 and wire.dim() == 1:
+            messages.append(wire.numel())
+        plain(group, wire, src)
+
+    monkeypatch.setattr(differences, "broadcast_", counted)
+    found = run_teams(2, scattered, sizes)
+    blocks = 234 + 167 + 1 + 1  # the last tensor has no short end: its third block is whole
+    expected = blocks * BLOCK + 4 * (3 + 5 + 1)
+    for tensors, sent in found:
+        assert sent == expected
+        for tensor, size in zip(tensors, sizes, strict=True):
+            assert torch.equal(tensor, torch.arange(size, dtype=torch.int32))
+    assert sum(messages) == expected
+    assert len(messages) == -(-(blocks + 3) // 128), "blocks fill messages, whichever tensors they are of"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ LIMIT_S = 90.0
 TRANSFER_S = 900.0  # a transfer that waits for a host that is gone waits longer than the test
 
 
-def make(value: float, size: int = 4) -> tuple[torch.nn.Module, Any]:
+def make(value: float, size: int = 4) -> tuple[torch.nn.Linear, Any]:
     """A module whose weights have this value, and its engine."""
     module = torch.nn.Linear(size, size)
     with torch.no_grad():
@@ -109,7 +110,7 @@ def test_what_has_changed_since_is_fetched_alone(served: tuple[Any, str]) -> Non
 
     def changed(rows: int, most: float) -> Fetched | None:
         with torch.no_grad():
-            theirs.weight[:rows] += 1.0  # type: ignore[index]
+            theirs.weight[:rows] += 1.0
         learner = threading.Thread(target=fetch, args=(most,))
         learner.start()
         while learner.is_alive():
@@ -138,11 +139,18 @@ def _unless(ended: threading.Event) -> Any:
     return alert
 
 
-@pytest.mark.parametrize("soon_s", [0.0, 1000.0])
+@contextmanager
+def between_steps() -> Iterator[None]:
+    """As a thread that opens groups beside training."""
+    yield
+
+
+@pytest.mark.parametrize(("soon_s", "beside_steps"), [(0.0, False), (1000.0, True)])
 def test_after_a_long_transfer_what_has_changed_meanwhile_is_fetched(
-    monkeypatch: pytest.MonkeyPatch, soon_s: float
+    monkeypatch: pytest.MonkeyPatch, soon_s: float, beside_steps: bool
 ) -> None:
     """Until most of the weights have; the last copy counts."""
+    at_rest = between_steps if beside_steps else nullcontext
     copies, asked = [Fetched(3, 5, 5, b"", 100), Fetched(3, 8, 8, b"", 10), None], list[float]()
 
     def fetch(*_: Any, most: float = 1.0) -> Fetched | None:
@@ -154,7 +162,10 @@ def test_after_a_long_transfer_what_has_changed_meanwhile_is_fetched(
     manager = RecoveryManager(ScriptedSeat(view(1, "n0"), ()), bagua.FaultTolerance())
     held: list[tuple[int, int]] = []
     monkeypatch.setattr(manager, "has_fetched", lambda epoch, count: held.append((epoch, count)))
-    engine: Any = SimpleNamespace(state=SimpleNamespace(step=0))
-    reopen._learn(manager, engine, nullcontext, view(1, "n0"))
+    inventory = SimpleNamespace(parameters={"w": torch.ones(2)}, frozen={}, buffers={})
+    engine: Any = SimpleNamespace(state=SimpleNamespace(step=0), inventory=inventory, optimizers=[])
+    reopen._learn(manager, engine, at_rest, view(1, "n0"))
     step, shares = (5, [1.0]) if soon_s else (8, [1.0, 0.5, 0.5])
     assert (asked, held, engine.state.step, manager.round) == (shares, [(3, step)], step, step)
+    kept = manager.backup is not None and torch.equal(manager.backup.tensors[0], torch.ones(2))
+    assert kept is not beside_steps, "only of weights that no step changes before the groups open"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,10 +14,11 @@ from torch import Tensor
 from bagua.algorithms.base import Algorithm
 from bagua.comm.team import Team
 from bagua.engine.engine import Engine
+from bagua.engine.recovery.backup import Backup
 from bagua.engine.recovery.differences import replicate_differences
 from bagua.engine.recovery.interruptible import run_interruptibly
 from bagua.engine.recovery.manager import RecoveryManager
-from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
+from bagua.engine.startup.broadcast import replicate_structure, replicate_tensors
 from bagua.engine.startup.inventory import Inventory
 from bagua.errors import CommunicationError
 
@@ -117,12 +117,13 @@ def catch_up(
     give = replicate_differences if alike else replicate_tensors
 
     def replicate() -> None:
-        tensors = [*everything.values(), *inventory.buffers.values(), *kept.values()]
-        give(tensors, groups.world, device)
-        replicate_optimizers(engine.optimizers, everything, part, groups.world, device, replicate=give)
+        state = replicate_structure(engine.optimizers, everything, part)
+        # In one transfer: each has a comparison before, and a part of a message after, in which the link is idle.
+        give([*everything.values(), *inventory.buffers.values(), *kept.values(), *state], groups.world, device)
 
+    backup, manager.backup = manager.backup, None  # once: from here on this rank may hold something newer
     try:
-        mine = partial(unless_interrupted, inventory, engine.optimizers, kept.values())
+        mine = partial(unless_interrupted, inventory, engine.optimizers, kept.values(), backup)
         with mine() if place else nullcontext():
             run_interruptibly(groups, replicate, manager.check_group)
             if place and (manager.blank or manager.round < ranks[source]["round"]):
@@ -170,22 +171,24 @@ def _await(manager: RecoveryManager, team: Team, behind: Sequence[int]) -> None:
 
 @contextmanager
 def unless_interrupted(
-    inventory: Inventory, optimizers: Sequence[torch.optim.Optimizer], kept: Iterable[Tensor] = ()
+    inventory: Inventory,
+    optimizers: Sequence[torch.optim.Optimizer],
+    kept: Iterable[Tensor] = (),
+    backup: Backup | None = None,
 ) -> Iterator[None]:
     """Within it a rank takes over state; if that fails it has its own again, which may be needed.
 
     Args:
         kept: see `kept_tensors`.
+        backup: of the weights and the optimizer state that it holds; None: it is made now.
     """
-    tensors = [*inventory.parameters.values(), *inventory.frozen.values(), *inventory.buffers.values(), *kept]
-    saved = [tensor.detach().clone() for tensor in tensors]
-    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    backup = backup or Backup.of(inventory, optimizers)
+    saved = [(tensor, tensor.detach().clone()) for tensor in kept]
     try:
         yield
     except BaseException:
+        backup.restore(inventory, optimizers)
         with torch.no_grad():
-            for tensor, old in zip(tensors, saved, strict=True):
+            for tensor, old in saved:
                 tensor.copy_(old)
-        for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
         raise

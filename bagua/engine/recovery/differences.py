@@ -18,7 +18,8 @@ __all__ = ["replicate_differences"]
 
 _BLOCK = 16 * 1024  # bytes; small, since the rows of an embedding that a step touches lie apart
 _DIGEST = 16  # bytes of SHA-256: two contents of one digest are not to be expected in any training
-_CHUNK = 2048  # blocks on the wire at once
+_CHUNK = 128  # blocks on the wire at once: ranks read the next ones, and write the last, while these travel
+_SHARE = 2048  # blocks for one thread that makes digests
 
 
 @torch.no_grad()
@@ -66,7 +67,11 @@ def replicate_differences(
         return None
     sent = 0
     for chunk in _chunks(pieces):
-        wire = torch.cat([part.to(device) for piece, where in chunk for part in piece.read(where)])
+        if group.rank == src:
+            wire = torch.cat([part.to(device) for piece, where in chunk for part in piece.read(where)])
+        else:
+            nbytes = sum(piece.nbytes_of(where) for piece, where in chunk)
+            wire = torch.empty(nbytes, dtype=torch.uint8, device=device)
         broadcast_(group, wire, src)
         sent += wire.numel()
         if group.rank != src:
@@ -105,6 +110,11 @@ class _Piece:
     def nbytes_lacking(self) -> int:
         """Of the blocks that a rank lacks."""
         return min(int(self.lacking.sum()) * _BLOCK, self.flat.numel())
+
+    def nbytes_of(self, where: Tensor) -> int:
+        """How many bytes these blocks have."""
+        (rows, _), tail = self._split(where)
+        return rows.numel() * _BLOCK + tail
 
     def read(self, where: Tensor) -> list[Tensor]:
         """The bytes of these blocks."""
@@ -160,7 +170,7 @@ def _digests(pieces: Sequence[_Piece], most_threads: int) -> Tensor:
         return b"".join(hashlib.sha256(block).digest()[:_DIGEST] for block in some)
 
     # SHA-256 releases the interpreter lock.
-    threads = min(most_threads, os.cpu_count() or 1, 1 + len(blocks) // _CHUNK)
+    threads = min(most_threads, os.cpu_count() or 1, 1 + len(blocks) // _SHARE)
     share = -(-len(blocks) // threads)
     shares = [blocks[at : at + share] for at in range(0, len(blocks), share)]
     if len(shares) < 2:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from bagua.algorithms.base import Algorithm
 from bagua.comm.remote_store import connect_store
 from bagua.comm.team import Team
 from bagua.engine.lanes.pool import LanePool
+from bagua.engine.recovery.backup import Backup
 from bagua.engine.recovery.change import MembershipChange
 from bagua.engine.recovery.loss_scale import LossScale
 from bagua.engine.recovery.old_keys import prefix_of_group
@@ -63,6 +65,7 @@ class RecoveryManager:
         progress: of the user's loop.
         loss_scale: of the user's loop.
         thread: the training thread.
+        backup: of what a newcomer has fetched, made while the others train; None: there is none.
         algorithm: as given to `distribute`, not fitted to any nodes yet: those change with the members.
     """
 
@@ -81,6 +84,7 @@ class RecoveryManager:
         self.progress = Progress()
         self.loss_scale = LossScale()
         self.thread = threading.get_ident()
+        self.backup: Backup | None = None
         self.algorithm: Algorithm | None = None
         self._pool: LanePool | None = None
         self._severed = self._fetched = self._stopped = False
@@ -163,8 +167,8 @@ class RecoveryManager:
         """
         assert view.rank is not None
         self.view, self._severed = view, False
-        prefix = prefix_of_group(view.group)
-        store = connect_store(view.store, prefix, self.options.open_timeout_s, alert=self.check_group)
+        prefix, alert = prefix_of_group(view.group), partial(self._check_group, view.group)
+        store = connect_store(view.store, prefix, self.options.open_timeout_s, alert)
         return Team(
             view.rank,
             len(view.members),
@@ -174,7 +178,7 @@ class RecoveryManager:
             f"epoch {view.epoch}",
             node=f"host={self.seat.name}",
             staged=device.type == "cuda",
-            alert=self.check_group,
+            alert=alert,
         )
 
     def watch(self, pool: LanePool) -> None:
@@ -187,9 +191,13 @@ class RecoveryManager:
         Raises:
             CommunicationError: they are.
         """
+        self._check_group(self.group)
+
+    def _check_group(self, group: int) -> None:
         self._check_wanted()
-        if self.out_of_use:
-            raise CommunicationError(f"the members of group {self.group} have changed")
+        view = self.seat.view()
+        if view is not None and view.group != group:
+            raise CommunicationError(f"the members of group {group} have changed")
 
     @property
     def out_of_use(self) -> bool:
@@ -376,6 +384,7 @@ class RecoveryManager:
         change = MembershipChange(view.epoch, step, gone, came, view.reason, bool(self.lost), stalled, time.time())
         self.changes = (*self.changes[-999:], change)
         self._noticed, self.newcomer, self._fetched, self.waited_s = 0.0, False, False, 0.0
+        self.backup = None
         self.lost = "other ranks have begun more steps" if self.to_skip else ""
         who = "".join((f"; lost {', '.join(gone)}" if gone else "", f"; joined {', '.join(came)}" if came else ""))
         _log.warning(

@@ -19,9 +19,11 @@ from bagua.comm.team import Team, decode, encode
 from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments
 from bagua.engine.lanes.lane import Lane, make_lane
+from bagua.engine.recovery.backup import Backup
 from bagua.engine.recovery.catch_up import catch_up, go_on_without, kept_tensors, position_of
 from bagua.engine.recovery.leading import align, begun, who_leads
 from bagua.engine.recovery.manager import RecoveryManager
+from bagua.engine.recovery.next_lanes import NextLanes
 from bagua.engine.recovery.old_keys import delete_old_groups
 from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.transfer import Arrivals, fetch_weights, fingerprint
@@ -146,7 +148,7 @@ def _recover(manager: RecoveryManager, module: nn.Module) -> None:
 def _open_next(manager: RecoveryManager, module: nn.Module) -> None:
     """Open the groups of the next epoch; of those after it, where a member is lost meanwhile."""
     attachment = attachments[module]
-    attachment.engine.failures.give_up()
+    attachment.engine.failures.give_up_aside()
     manager.leave_groups()
     attachment.engine.pool.drain()  # weights are the training thread's from here on
     before = manager.view
@@ -209,6 +211,7 @@ def _learn(manager: RecoveryManager, engine: Engine, at_rest: _AtRest, view: Vie
             raise CommunicationError("the members have changed")
 
     name, timeout_s = manager.seat.name, manager.options.open_timeout_s
+    manager.backup = None
     try:
         with at_rest():
             began = time.monotonic()
@@ -223,6 +226,8 @@ def _learn(manager: RecoveryManager, engine: Engine, at_rest: _AtRest, view: Vie
                     break
                 fetched = again
                 engine.state.step, manager.round = fetched.step, fetched.round
+            if at_rest is nullcontext:  # else steps may be made before the groups open
+                manager.backup = Backup.of(engine.inventory, engine.optimizers)
     except RuntimeError as error:
         _log.warning("recovery: %s could not fetch the weights: %s", name, error)
         return
@@ -274,6 +279,7 @@ def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | Non
     mine = {
         **position_of(manager, old),
         "lanes": old.pool.num_opened,
+        "shared": len(old.pool.shared) - 1,
         "lanes_of_sums": config.lanes_of_sums,
         "straight_chunk_bytes": config.straight_chunk_bytes,
         "order": old.state.order,
@@ -289,23 +295,23 @@ def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | Non
         if each["fingerprint"] != mine["fingerprint"]:
             raise CommunicationError(f"rank {rank} trains another module, or with other options: it has to leave")
     lead = team.rank == source and bool(behind or without or any(each["newcomer"] for each in ranks))
-    with at_rest() if lead or team.rank in behind else nullcontext():
-        progress = _progress_of(manager, team, ranks, source, bool(behind or without))
-        catch_up(manager, old, team, ranks, source, behind, progress)
-    manager.replicated = True
-    if team.rank in without:
-        go_on_without(manager, old, ranks[source], progress)
-    key = team.next_lane()
-    nodes = team.discover_nodes([each["node"] for each in ranks])
+    key, nodes = team.next_lane(), team.discover_nodes([each["node"] for each in ranks])
     algorithm, _ = (manager.algorithm or old.state.root).for_nodes(nodes)
-    groups = team.open(f"lane/{key}", algorithm.hierarchical_groups, nodes)
+    free = ranks[source]["lost_step"] == LostStep.FREE.value  # an engine is then made without waiting for the others
+    beside = bool(behind)  # ranks wait for a transfer, during which the lanes can be opened
+    more = ranks[source]["lanes"] if free else ranks[source]["shared"] if beside else 0
+    names = [f"lane/{key}", *(f"lane/{key}/{number + 1}" for number in range(more))]
+    lanes = NextLanes(team, names, algorithm.hierarchical_groups, nodes, beside)
     try:
-        if ranks[source]["lost_step"] == LostStep.FREE.value:  # an engine is then made without waiting for the others
-            names = [f"lane/{key}/{number + 1}" for number in range(ranks[source]["lanes"])]
-            team.prepare(names, algorithm.hierarchical_groups, nodes)
-        lane = make_lane(groups, inventory.device)
+        with at_rest() if lead or team.rank in behind else nullcontext():
+            progress = _progress_of(manager, team, ranks, source, bool(behind or without))
+            catch_up(manager, old, team, ranks, source, behind, progress)
+        manager.replicated = True
+        if team.rank in without:
+            go_on_without(manager, old, ranks[source], progress)
+        lane = make_lane(lanes.take(), inventory.device)
     except BaseException:
-        groups.leave(abort=True)
+        lanes.drop()
         raise
     return _Opened(before, algorithm, team, key, lane, ranks, source, behind, without, progress)
 
