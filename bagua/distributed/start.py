@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 from torch.distributed import DistError
@@ -20,6 +20,7 @@ from bagua.distributed import failover, fault_tolerant
 from bagua.distributed.failures import FirstFailure
 from bagua.distributed.run_directory import run_directory
 from bagua.distributed.run_status import serve_status
+from bagua.distributed.waiting import end_while_waiting
 from bagua.elastic import memory
 from bagua.signals import end_by_exception
 from bagua.status.rank_status import STATUS
@@ -62,7 +63,8 @@ def start(args: Namespace, prog: str) -> int:
     held = _hold_memory(args)
     try:
         # A launcher that was itself launched passes on, through `record`, the failure that came first.
-        with end_by_exception():
+        # A fault-tolerant launcher waits in Python, and takes its time to leave the job.
+        with end_by_exception(), end_while_waiting(prog) if tolerant is None else nullcontext():
             (record(launch) if nested else launch)()
     except ChildFailedError as failure:
         print(failure, file=sys.stderr)

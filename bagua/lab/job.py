@@ -60,7 +60,8 @@ class Job:
 
         Args:
             events: in the order of their time.
-            keep_going: a host that fails does not end the others; its code counts unless it was started again.
+            keep_going: a host that fails does not end the others; its code counts unless an event starts it again. It
+                is not started once the others have ended and one of them well: their job is over.
             timeout_s: ends the job.
 
         Returns:
@@ -73,14 +74,20 @@ class Job:
         waiting = list(events)
         failed: int | None = None
         failed_at = 0.0
+        away: list[int] = []
         while True:
             now = time.monotonic()
             while waiting and waiting[0].at_s <= now - began:
                 self._apply(waiting.pop(0))
             self._say_it_runs(len(self._running()), began)
             codes = {index: process.poll() for index, process in self._processes.items()}
-            if all(code is not None for code in codes.values()) and not _will_start(waiting, codes):
-                break
+            if all(code is not None for code in codes.values()):
+                away = _to_start(waiting, codes)
+                if not away:
+                    break
+                if 0 in codes.values():  # it would wait for a job that is over
+                    self.say(f"{', '.join(f'host{index}' for index in away)}: not started again, the job has ended")
+                    break
             bad = [_shell_code(code) for code in codes.values() if code]
             if bad and failed is None and not keep_going:
                 failed, failed_at = bad[0], now
@@ -94,7 +101,8 @@ class Job:
                 break
             time.sleep(_POLL_S)
         self._finish()
-        return failed or max((_shell_code(process.returncode) for process in self._processes.values()), default=0)
+        counted = (process.returncode for index, process in self._processes.items() if index not in away)
+        return failed or max(map(_shell_code, counted), default=0)
 
     def _start(self, index: int) -> None:
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL}
@@ -176,6 +184,6 @@ def _shell_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _will_start(waiting: Sequence[Event], codes: dict[int, int | None]) -> bool:
-    """An event will start a host again that was killed, so the job is not over."""
-    return any(event.action == "start" and codes[event.host] not in (None, 0) for event in waiting)
+def _to_start(waiting: Sequence[Event], codes: dict[int, int | None]) -> list[int]:
+    """Hosts that have failed or were killed, and that an event will start again."""
+    return sorted({event.host for event in waiting if event.action == "start" and codes[event.host]})

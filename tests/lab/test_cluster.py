@@ -5,6 +5,7 @@ Rates and latencies are what is under test here, so they are asserted, with room
 
 from __future__ import annotations
 
+import math
 import statistics
 import subprocess
 import sys
@@ -194,7 +195,8 @@ def test_a_partition_of_other_hosts_is_refused() -> None:
 def test_loss_loses_packets() -> None:
     with Cluster(2, Link(loss=0.05), seed=3) as cluster:
         a, b = cluster.hosts
-        assert measure_rate(a, b, 0.3) > 1e6, "TCP repairs it"
+        # A sender that waits to repeat a packet fills no window of a measurement; not all are so.
+        assert measured_between(1e6, math.inf, lambda: measure_rate(a, b, 1.0)), "TCP repairs it"
         reports = cluster.report().hosts
         lost = sum(host.loss_drops for host in reports)
         assert lost > 0

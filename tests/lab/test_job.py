@@ -55,6 +55,22 @@ def test_events_and_timeout(capfd: pytest.CaptureFixture[str], tmp_path: Path) -
     assert main(["run", "--hosts", "1", "--timeout", "0.3", "--grace", "0.2", "--", "sleep", "100"]) == 124
 
 
+def test_a_host_is_not_started_for_a_job_that_has_ended(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It would wait there for the others."""
+    script = f"echo run >> {tmp_path}/$NODE_RANK; [ $NODE_RANK = 0 ] && exec sleep 1; exec sleep 100"
+    words = ["--keep-going", "--at", "500ms:kill:1", "--at", "30s:start:1", "--timeout", "25", "--", "sh", "-c", script]
+    assert main(["run", "--hosts", "2", *words]) == 0
+    assert (tmp_path / "1").read_text() == "run\n"
+    assert "[lab] host1: not started again, the job has ended" in capfd.readouterr().err
+
+
+def test_a_job_of_which_no_host_has_ended_well_waits_for_those_that_come_back(tmp_path: Path) -> None:
+    script = f"echo run >> {tmp_path}/$NODE_RANK; [ $(wc -l < {tmp_path}/$NODE_RANK) = 2 ] || exec sleep 100"
+    events = ["--at", "300ms:kill:0", "--at", "1s:start:0"]
+    assert main(["run", "--hosts", "1", "--keep-going", *events, "--timeout", "25", "--", "sh", "-c", script]) == 0
+    assert (tmp_path / "0").read_text() == "run\nrun\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -69,9 +69,9 @@ class Launcher:
     def hang_up(self) -> None:
         self._process.send_signal(signal.SIGHUP)
 
-    def interrupt(self) -> None:
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
         self._started = time.monotonic()
-        self._process.send_signal(signal.SIGINT)
+        self._process.send_signal(number)
 
     def wait(self, timeout_s: float = 150) -> Ended:
         try:
