@@ -54,7 +54,7 @@ def drawings(times: Tradeoff, runs: Convergence) -> dict[str, Drawing]:
         "loss-against-time": tradeoff.draw_loss_against_time(times, runs),
         "choice": charts.draw_choice(times, runs),
         "way": charts.draw_way(),
-        "faults": faults.draw_timeline(newest("faults", "faults.json")),
+        "faults": faults.draw_timeline(newest("chaos", "chaos.json")),
         "plan": plan.draw_predictions(newest("plan", "plan.json")),
     }
 
@@ -83,14 +83,20 @@ def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
             "demo": demo.rows(newest("demo", "demo.json")),
         },
         "docs/planning.md": {"predictions": plan.rows(newest("plan", "plan.json"))},
-        "docs/fault_tolerance.md": {"faults": faults.rows(newest("faults", "faults.json"))},
+        "docs/fault_tolerance.md": {
+            "faults": faults.rows(newest("faults", "faults.json")),
+            "chaos": faults.chaos_rows(newest("chaos", "chaos.json")),
+        },
         "docs/algorithms.md": {losses.NAME: losses.misses(runs)},
     }
     parts |= {f"docs/algorithms/{name}.md": {losses.NAME: losses.of_algorithm(runs, name)} for name in compared(runs)}
     for path in sorted(RESULTS.glob("*-suite/suite.json"))[-1:]:
         learnt = suite.Suite(path)
-        tables = {suite.EQUAL_STEPS: suite.equal_steps(learnt), suite.BYTES_AND_TIME: suite.bytes_and_time(learnt)}
-        parts["docs/convergence.md"] = tables
+        parts["docs/convergence.md"] = {
+            suite.EQUAL_STEPS: suite.equal_steps(learnt),
+            suite.BYTES_AND_TIME: suite.bytes_and_time(learnt),
+            suite.MISSES: suite.misses(learnt),
+        }
     every_run = [Convergence(path) for path in all_of("convergence", "results.json")]
     parts["docs/algorithms/async.md"]["runs"] = losses.of_runs(every_run, "async")
     made = {}

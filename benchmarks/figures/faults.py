@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from bagua.bench.layout import markdown_table
+from benchmarks.faults.report import chaos_misses, fault_misses
 from benchmarks.faults.scenarios import SCENARIOS
 from benchmarks.figures.svg import COLOURS, EDGE, GREY, GRID, INK, Drawing
 
-__all__ = ["draw_timeline", "rows"]
+__all__ = ["chaos_rows", "draw_timeline", "rows"]
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _BAR, _SIZE = 420, 62, 12, 62, 28, 18, 14  # narrow, as the hero
 _STATES = (("training", COLOURS[0]), ("waiting", COLOURS[1]), ("starting", COLOURS[4]), ("dead", GRID))
@@ -20,28 +21,67 @@ _LEAST = 1.5  # pixels: a stall of a tenth of a second is seen
 
 
 def rows(path: Path) -> str:
-    """The table of single faults: all systems, and those that could not run."""
+    """The table of single faults: seconds from the fault to the next step, a line for each system."""
     results = json.loads(path.read_text())
-    head = ("fault", "system", "hosts", "noticed after", "next step after that", "after the fault", "steps lost")
-    cells = []
-    order = list(SCENARIOS)
-    for row in sorted(results["rows"], key=lambda each: order.index(each["fault"])):
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in results["rows"]:
         system = f"`{row['algorithm']}`" if row["system"] == "bagua" else _OTHERS[row["system"]]
-        times = [_seconds(row[name]) for name in ("detected_s", "resumed_s", "gap_s")]
-        lost = row["problems"][0] if row["problems"] else str(row["lost_steps"])
-        cells.append([SCENARIOS[row["fault"]].title, system, str(row["hosts"]), *times, lost])
+        found.setdefault(system, {})[row["fault"]] = row
+    faults = [each for each in SCENARIOS if any(row["fault"] == each for row in results["rows"])]
+    timed = [each for each in faults if any(row["fault"] == each and row["gap_s"] for row in results["rows"])]
+    head = ("system", *(SCENARIOS[each].title for each in timed), "most steps lost", "back after", "missed")
+    cells = []
+    for system, by_fault in found.items():
+        made = list(by_fault.values())
+        back = [row["back_s"] for row in made if row["back_s"] is not None]
+        missed = [f"{SCENARIOS[row['fault']].title}: {each}" for row in made for each in fault_misses(row)]
+        lost = max((row["lost_steps"] or 0 for row in made), default=0)
+        times = [_seconds(by_fault[each]["gap_s"]) if each in by_fault else "not run" for each in timed]
+        cells.append([system, *times, str(lost), _seconds(max(back, default=None)), "; ".join(missed) or "nothing"])
     cells += [
-        ["all", _OTHERS[each["system"]], "", "not run: " + each["why"], "", "", ""] for each in results["not_run"]
+        [_OTHERS[each["system"]], "not run: " + each["why"], *[""] * (len(head) - 2)] for each in results["not_run"]
     ]
+    without = [SCENARIOS[each].title for each in faults if each not in timed]
+    also = f"Played too, without a pause to time: {', '.join(without)}. " if without else ""
+    hosts = sorted({row["hosts"] for row in results["rows"]})
     loads = [row["load_1min"] for row in results["rows"]]
     cores = results["runs"][0]["machine"]["cores"]
+    origin = f"`benchmarks/results/{path.parent.name}/{path.name}`, {' and '.join(map(str, hosts))} hosts"
     load = f"load {min(loads):.0f} to {max(loads):.0f} on {cores} cores"
-    origin = f"`benchmarks/results/{path.parent.name}/{path.name}`, {load}"
-    return f"{markdown_table(head, cells)}\n\n{origin}.\n"
+    return f"{markdown_table(head, cells)}\n\n{also}{origin}, {load}.\n"
+
+
+def chaos_rows(path: Path) -> str:
+    """The table of random faults, a line for each algorithm."""
+    results = json.loads(path.read_text())
+    head = (
+        *("algorithm", "hosts", "faults", "made an hour", "lost a fault", "throughput at 125 an hour"),
+        *("live ranks in an exchange, mean", "longest stall", "loss beside undisturbed", "steps that differ", "missed"),
+    )
+    cells = []
+    for row in results["chaos"]:
+        ratio, made = row.get("loss_ratio"), row.get("made_per_hour")
+        unequal = f"{row['unequal']} of {row['compared']}" if row["equal_expected"] else "by design"
+        stall = row["longest_stall_s"] if "longest_stall_s" in row else max(row["stall_s"], default=None)
+        cells.append(
+            [
+                *(f"`{row['algorithm']}`", str(row["hosts"]), str(row["faults"])),
+                f"{row['per_hour'] if made is None else made:.0f}",
+                *(_seconds(row["lost_s_per_fault"]), _percent(row["throughput_at_anchor"])),
+                *(_percent(row["participation"]), _seconds(stall)),
+                "not measured" if ratio is None else f"{100 * (ratio - 1):+.1f} %",
+                *(unequal, "; ".join(chaos_misses(row)) or "nothing"),
+            ]
+        )
+    return f"{markdown_table(head, cells)}\n\n`benchmarks/results/{path.parent.name}/{path.name}`.\n"
 
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f} s"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
 
 
 def _timeline_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

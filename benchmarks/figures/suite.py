@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,20 @@ from bagua.bench.layout import markdown_table
 from benchmarks.figures.axes import Axis, Panel
 from benchmarks.figures.svg import COLOURS, GREY, Drawing, percent, signed
 
-__all__ = ["BYTES_AND_TIME", "EQUAL_STEPS", "Suite", "bytes_and_time", "draw_bytes", "draw_time", "equal_steps"]
+__all__ = [
+    "BYTES_AND_TIME",
+    "EQUAL_STEPS",
+    "MISSES",
+    "Suite",
+    "bytes_and_time",
+    "draw_bytes",
+    "draw_time",
+    "equal_steps",
+    "misses",
+]
 
 EQUAL_STEPS, BYTES_AND_TIME = "suite, equal steps", "suite, equal bytes and time"  # marks of the tables
+MISSES = "suite, misses"
 _BASELINE = "gradient_allreduce"
 _TASKS = {
     "conv": "convolutional net, SGD",
@@ -23,6 +35,7 @@ _TASKS = {
 }
 _PAIRS = (("conv", "regression"), ("gpt", "vit"))
 _FAMILIES = {"sgd": "SGD", "adamw": "AdamW", "lamb": "LAMB", "muon": "Muon"}
+_BEYOND = 2.0  # standard deviations above the target that noise alone seldom makes
 _LEAST, _MOST = -10.0, 30.0  # percent behind, in the figures
 
 
@@ -32,6 +45,7 @@ class Suite:
     Attributes:
         path: in the repository.
         rows: as the suite summarises them.
+        noise: by task the standard deviation of a gap between two runs of the baseline, in percent of loss.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,6 +55,7 @@ class Suite:
         self.steps: int = self._data["settings"]["steps"]
         self.rows: list[dict[str, Any]] = self._data["rows"]
         self.verdicts: dict[str, str] = self._data["verdicts"]
+        self.noise: dict[str, dict[str, Any]] = self._data.get("noise", {})
 
     def of(self, task: str, configuration: str) -> dict[str, Any] | None:
         """The summary of a row on a task; None if it has not run there."""
@@ -91,6 +106,28 @@ def _steps(suite: Suite, tasks: Sequence[str], name: str) -> list[str]:
     target = next(row["target"] for row in found if row)
     seeds = "/".join(str(len(row["seeds"])) for row in found if row)
     return [*cells, seeds, f"{target:g} %"]
+
+
+def misses(suite: Suite) -> str:
+    """Tables of the noise of each task, and of the rows that miss their target: by how many standard deviations."""
+    head = ["task", "runs of the baseline", "seeds", "standard deviation of a gap, % of loss"]
+    table = [
+        [words, str(noise["runs"]), str(len(noise["seeds"])), f"{noise['gap_sd']:.1f}"]
+        for task, words in _TASKS.items()
+        if (noise := suite.noise.get(task))
+    ]
+    parts = [markdown_table(head, table)]
+    table = []
+    for row in suite.rows:
+        noise = suite.noise.get(row["task"])
+        if noise and row["within"] is False and row["loss"] is not None:
+            sds = (row["behind"] - row["target"]) / noise["gap_sd"] * math.sqrt(len(row["seeds"]))
+            name = [_short(row["task"]), _FAMILIES[row["family"]], row["label"], signed(row["behind"])]
+            beyond = "yes" if sds > _BEYOND else "no"
+            table.append([*name, f"{row['target']:g} %", str(len(row["seeds"])), f"{sds:.1f}", beyond])
+    head = ["task", "optimizer", "setting", "% behind", "target", "seeds", "above the target, in deviations"]
+    parts.append(markdown_table([*head, "beyond the noise"], table))
+    return "\n\n".join(parts) + "\n"
 
 
 def bytes_and_time(suite: Suite) -> str:

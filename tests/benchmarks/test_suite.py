@@ -24,8 +24,18 @@ from benchmarks.convergence.configurations import Configuration
 from benchmarks.convergence.report import to_json
 from benchmarks.convergence.suite import __main__ as suite
 from benchmarks.convergence.suite.data import Images, Noisy, load_text, student_t
+from benchmarks.convergence.suite.noise import noise_of_runs
 from benchmarks.convergence.suite.report import budget_loss, suite_table, summarise_suite, verdicts
-from benchmarks.convergence.suite.rows import BASELINE, BUDGETS, FAMILIES, all_rows, budget_row, select_rows
+from benchmarks.convergence.suite.rows import (
+    BASELINE,
+    BUDGETS,
+    FAMILIES,
+    ORDERS,
+    all_rows,
+    budget_row,
+    control_row,
+    select_rows,
+)
 from benchmarks.convergence.suite.tasks import SUITE, SuiteTask, families, make_suite_task, model_spec
 from benchmarks.convergence.suite.times import CLUSTER, COMPUTE_MS, contender_of, step_ms
 from benchmarks.convergence.tasks import RANKS
@@ -147,6 +157,36 @@ def test_jobs_are_in_the_order_of_what_matters_most() -> None:
     assert shortest.make_task().steps == 8
     halved = suite.jobs_of(all_rows(), ["conv"], [1], 4, 0.5)[0].make_task()
     assert halved.rates["sgd"] == 0.5 * make_suite_task("conv", 1, 4).rates["sgd"]
+
+
+@pytest.mark.parametrize("name", SUITE)
+def test_a_control_has_other_samples_of_the_same_task(name: str) -> None:
+    plain, other = make_suite_task(name, 3, 2), make_suite_task(name, 3, 2, order=1)
+    assert not torch.equal(plain.batches[0][0][0], other.batches[0][0][0])
+    assert torch.equal(plain.test[0], other.test[0]) and torch.equal(plain.test[1], other.test[1])
+    assert make_suite_task(name, 3, 2, order=2).batches[0][0][0].ne(other.batches[0][0][0]).any()
+
+
+def test_controls_are_run_for_each_seed_and_have_their_own_samples() -> None:
+    chosen = select_rows(["controls"])
+    assert [row.name for row in chosen if row.baseline] == ["gradient_allreduce, sgd", "gradient_allreduce, adamw"]
+    jobs = [job for job in suite.jobs_of(chosen, ["gpt"], [101, 102], 2) if "order" in job.configuration.name]
+    assert len(jobs) == 2 * ORDERS
+    assert jobs[0].configuration.name == control_row("adamw", 1).name
+    samples = make_suite_task("gpt", 101, 2, order=1).batches[0][0][0]
+    assert torch.equal(jobs[0].make_task().batches[0][0][0], samples)
+
+
+def test_noise_is_the_spread_of_the_controls_of_a_seed() -> None:
+    base = "gradient_allreduce, adamw"
+    runs = [outcome(base, 100, 2.0, 1.0), outcome(control_row("adamw", 1).name, 100, 2.2, 1.0)]
+    runs += [outcome(base, 101, 30.0, 1.0), *(outcome(control_row("adamw", k).name, 101, 30.0, 1.0) for k in (1, 2))]
+    runs += [outcome(base, 102, 5.0, 1.0), replace(outcome(control_row("adamw", 1).name, 102, 9.0, 1.0), error="lost")]
+    (found,) = noise_of_runs(runs, all_rows(), ["gpt", "conv"])
+    assert (found.task, found.family, found.seeds, found.runs) == ("gpt", "adamw", [100, 101], 5)
+    # Of seed 100 the variance is 0.02 of a mean of 2.1, with 1 degree of freedom, of seed 101 it is 0 with 2.
+    assert found.gap_sd == pytest.approx(100 * math.sqrt(2 * (0.02 / 2.1**2) / 3))
+    assert {each.label for each in summarise_suite(runs, all_rows(), ["gpt"])} == {BASELINE}
 
 
 def test_tuning_and_judging_are_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,6 +312,7 @@ def test_tables_and_figures_of_a_file(tmp_path: Path) -> None:
     runs += [outcome(budget_row("adamw", Fraction(1, 4)).name, 101, 3.0, 4000.0)]
     summaries = summarise_suite(runs, all_rows(), list(SUITE))
     settings = {"date": "2026-11-23T00:00:00", "settings": {"steps": 512}, "verdicts": verdicts(summaries)}
+    settings["noise"] = {"gpt": {"task": "gpt", "family": "adamw", "seeds": [100], "runs": 5, "gap_sd": 0.5}}
     file = tmp_path / "2026-11-23-suite" / "suite.json"
     file.parent.mkdir()
     file.write_text(to_json(settings, summaries, runs))
@@ -285,6 +326,10 @@ def test_tables_and_figures_of_a_file(tmp_path: Path) -> None:
     assert not any("gradient_allreduce" in line for line in lines)
     (budget,) = [line for line in figures.bytes_and_time(found).splitlines() if "| bytegrad |" in line]
     assert "| 25 | -33.3 |" in budget  # 2.0 of the seed that has such runs, against 3.0
+    missed = figures.misses(found).splitlines()
+    assert "| GPT, AdamW | 5 | 1 | 0.5 |" in missed
+    # 0.5 above the target with two seeds is 1 deviation times the root of 2.
+    assert "| GPT | AdamW | bytegrad | +2.5 | 2 % | 2 | 1.4 | no |" in missed
     for drawing in (figures.draw_bytes(found), figures.draw_time(found)):
         assert "bytegrad" in drawing.render() and "eden" not in drawing.render()
         assert '"#ffffff"' not in drawing.render(dark=True)

@@ -23,8 +23,12 @@ Each figure is a percentage of held-out loss above the baseline's on the same se
   times are predicted by `bagua plan` for the same algorithm, options and model, and not measured. A row whose bytes
   are not those that were predicted, to 10 %, has none; nor has "async", whose loss depends on the time of a step.
 
+Controls are the baseline on the same task with other samples, several times for each seed: how far apart two runs are
+that differ in nothing else. A gap has to exceed that.
+
 The target at equal steps is 2 % of loss for synchronous algorithms and 4 % for others, as the mean over the seeds.
 
-Runs are made one seed after another, first baselines and defaults, then baselines with fewer steps, then settings,
-at last what runs in processes. `--resume` adds to the file what it lacks; the table says how many seeds each row has.
+Runs are made one seed after another, first baselines and defaults, then baselines with fewer steps, then settings, then
+what runs in processes, at last the controls. `--resume` adds to the file what it lacks; the table says how many seeds
+each row has.
 """

@@ -22,6 +22,7 @@ from benchmarks.convergence.merge import outcome_of
 from benchmarks.convergence.pool import run_simulated
 from benchmarks.convergence.processes import run_in_processes
 from benchmarks.convergence.report import TARGETS, to_json
+from benchmarks.convergence.suite.noise import noise_of_runs
 from benchmarks.convergence.suite.report import suite_table, summarise_suite, verdicts
 from benchmarks.convergence.suite.rows import SuiteRow, all_rows, select_rows
 from benchmarks.convergence.suite.tasks import JUDGING, STEPS, SUITE, families, make_suite_task
@@ -43,14 +44,16 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.convergence.suite",
         description=benchmarks.convergence.suite.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="rows: " + "; ".join(row.name for row in all_rows() if row.share == 1),
+        epilog="rows: " + "; ".join(row.name for row in all_rows() if row.share == 1 and not row.order),
     )
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write results and curves there, after every run")
     add("--resume", action="store_true", help="keep the runs that FILE has, and make those that it lacks")
     add("--minutes", type=float, default=math.inf, metavar="M", help="begin no run after so long")
     add("--quick", action="store_true", help=f"{QUICK_STEPS} steps, one seed for tuning: the figures mean nothing")
-    add("--only", type=_words, metavar="NAMES", help="rows, labels, algorithms, families or budgets: a,b or a;b")
+    add(
+        "--only", type=_words, metavar="NAMES", help="rows, labels, algorithms, families, budgets, controls: a,b or a;b"
+    )
     add("--tasks", type=_words, metavar="NAMES", default=list(SUITE), help=f"of {','.join(SUITE)}")
     add("--seeds", type=_words, metavar="NUMBERS", help=f"below {JUDGING} to tune, others to judge (100,101,102)")
     add("--rate", type=float, metavar="F", default=1.0, help="factor of all learning rates, for tuning only")
@@ -81,7 +84,12 @@ def jobs_of(
         if row.configuration.family in families(task)
     ]
     return [
-        Job(task, row.configuration, seed, partial(make_suite_task, task, seed, max(1, round(steps * row.share)), rate))
+        Job(
+            task,
+            row.configuration,
+            seed,
+            partial(make_suite_task, task, seed, max(1, round(steps * row.share)), rate, row.order),
+        )
         for _, seed, task, row in sorted(wanted, key=lambda each: (*each[:2], tasks.index(each[2])))
     ]
 
@@ -142,6 +150,7 @@ def _writer(path: Path | None, quick: bool, settings: dict[str, Any], rows: Sequ
             "targets": {"synchronous": TARGETS[True]["loss"], "others": TARGETS[False]["loss"]},
             "link": {**asdict(CLUSTER), "compute_ms": COMPUTE_MS, "bytes_agree_to": AGREEMENT},
             "verdicts": verdicts(summaries),
+            "noise": {each.task: asdict(each) for each in noise_of_runs(outcomes, rows, tasks)},
         }
         results_file.write_text(path, to_json(header, summaries, outcomes))
 

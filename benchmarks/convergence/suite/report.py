@@ -94,7 +94,7 @@ def _percent(value: float, reference: float) -> float:
 
 
 def summarise_suite(outcomes: Sequence[Outcome], rows: Sequence[SuiteRow], tasks: Sequence[str]) -> list[Summary]:
-    """Return a summary for each task and row that has run beside its baseline; budgets are not rows of their own."""
+    """Return a summary for each task and row that has run beside its baseline, but for budgets and controls."""
     runs: dict[tuple[str, str], dict[int, Outcome]] = {}
     failed: dict[tuple[str, str], int] = {}
     for each in outcomes:
@@ -106,7 +106,7 @@ def summarise_suite(outcomes: Sequence[Outcome], rows: Sequence[SuiteRow], tasks
     bases = {row.configuration.family: row.name for row in rows if row.baseline}
     found: list[Summary] = []
     for task in tasks:
-        for row in (row for row in rows if row.share == 1):
+        for row in (row for row in rows if row.share == 1 and not row.order):
             family = row.configuration.family
             base = runs.get((task, bases.get(family, "")), {})
             mine = {seed: run for seed, run in runs.get((task, row.name), {}).items() if seed in base}
@@ -121,7 +121,7 @@ def summarise_suite(outcomes: Sequence[Outcome], rows: Sequence[SuiteRow], tasks
 
 
 def _budget(each: SuiteRow, row: SuiteRow) -> bool:
-    return each.label == BASELINE and each.configuration.family == row.configuration.family
+    return each.label == BASELINE and not each.order and each.configuration.family == row.configuration.family
 
 
 def _summary(

@@ -15,32 +15,44 @@ from benchmarks.convergence.byte_gpt import OWN_OPTIMIZERS
 from benchmarks.convergence.configurations import DDP, Configuration
 from benchmarks.convergence.periodic import parse_row
 
-__all__ = ["BASELINE", "BUDGETS", "FAMILIES", "SuiteRow", "all_rows", "budget_row", "select_rows"]
+__all__ = [
+    "BASELINE",
+    "BUDGETS",
+    "FAMILIES",
+    "ORDERS",
+    "SuiteRow",
+    "all_rows",
+    "budget_row",
+    "control_row",
+    "select_rows",
+]
 
 BASELINE = "gradient_allreduce"
 FAMILIES = ("sgd", "adamw", "lamb", "muon")
 BUDGETS = tuple(Fraction(1, 2**k) for k in range(1, 7))  # parts of the steps, for what the baseline does with less
+ORDERS = 4  # runs of the baseline with other samples, for each family, task and seed
 _BOTH = ("sgd", "adamw")  # families that an algorithm runs in unless it says otherwise
 _ONLY = {"qadam": ("adamw",), "zero_one_adam": ("adamw",), "one_bit_lamb": ("lamb",)}  # for want of another optimizer
 _OWN = {**{name: name for name in OWN_OPTIMIZERS}, "one_bit_lamb": "one_bit_lamb"}  # optimizers
 SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("bytegrad:codec=eden/bits~1", _BOTH),
     ("bytegrad:codec=eden/bits~2", _BOTH),
+    ("bytegrad:codec=eden/bits~1:denoise_second_moment=False", ("adamw",)),
+    ("bytegrad:codec=eden/bits~2:denoise_second_moment=False", ("adamw",)),
     ("bytegrad:codec=eden/bits~1:error_feedback=False", ("sgd",)),
     ("bytegrad:codec=eden/bits~2:error_feedback=False", ("sgd",)),
     ("qadam:codec=eden", ("adamw",)),
     ("zero_one_adam:codec=eden", ("adamw",)),
     ("one_bit_lamb:codec=eden", ("lamb",)),
-    ("diloco:communication_interval=16:codec=identity", ("sgd", "muon")),
-    ("diloco:communication_interval=16:codec=identity:scale_second_moment=False", ("adamw",)),
-    ("diloco:communication_interval=64:codec=identity", ("sgd", "muon")),
-    ("diloco:communication_interval=64:codec=identity:scale_second_moment=False", ("adamw",)),
-    ("decentralized:mean_moments=True", ("adamw",)),
-    ("decentralized:scale_second_moment=False", ("adamw",)),
-    ("low_precision_decentralized:scale_second_moment=False", ("adamw",)),
+    ("diloco:communication_interval=16:codec=identity", ("sgd", "adamw", "muon")),
+    ("diloco:communication_interval=64:codec=identity", ("sgd", "adamw", "muon")),
+    ("diloco:scale_second_moment=True", ("adamw",)),
+    ("decentralized:mean_moments=False", ("adamw",)),
+    ("decentralized:mean_moments=False:scale_second_moment=True", ("adamw",)),
+    ("low_precision_decentralized:scale_second_moment=True", ("adamw",)),
     ("sparse_loco:communication_interval=15", _BOTH),
     ("local_sgd@0.25", _BOTH),
-    ("local_sgd:scale_second_moment=False", ("adamw",)),
+    ("local_sgd:scale_second_moment=True", ("adamw",)),
     ("power_sgd:rank=1", _BOTH),
     ("power_sgd:rank=4", _BOTH),
     ("power_sgd:rank=16", _BOTH),
@@ -66,14 +78,16 @@ class SuiteRow:
         configuration: what is run; its family names the baseline.
         label: without the family.
         rank: rows of a lower one are run first: 0 baselines and defaults, 1 baselines with less, 2 settings, 3 what
-            runs in processes.
+            runs in processes, 4 controls.
         share: of the steps.
+        order: 0, or which of the other orders of samples is trained on.
     """
 
     configuration: Configuration
     label: str
     rank: int
     share: Fraction = Fraction(1)
+    order: int = 0
 
     @property
     def name(self) -> str:
@@ -83,7 +97,7 @@ class SuiteRow:
     @property
     def baseline(self) -> bool:
         """Whether others are compared with it."""
-        return self.label == BASELINE and self.share == 1
+        return self.label == BASELINE and self.share == 1 and not self.order
 
 
 def _row(setting: str, family: str, rank: int) -> SuiteRow:
@@ -103,6 +117,12 @@ def budget_row(family: str, share: Fraction) -> SuiteRow:
     return replace(row, configuration=replace(row.configuration, name=name), share=share)
 
 
+def control_row(family: str, order: int) -> SuiteRow:
+    """Return the baseline of a family with other samples: how far apart two runs are that differ in nothing else."""
+    row = _row(BASELINE, family, 4)
+    return replace(row, configuration=replace(row.configuration, name=f"{row.name}, order {order}"), order=order)
+
+
 def _ddp(family: str) -> SuiteRow:
     return SuiteRow(Configuration(f"{DDP}, {family}", family, "", processes=True), DDP, 3)
 
@@ -117,6 +137,7 @@ def all_rows() -> list[SuiteRow]:
         found += [_row(name, family, 0) for name in names if family in _ONLY.get(name, _BOTH)]
         found += [_row(setting, family, 2) for setting, chosen in SETTINGS if family in chosen]
         found += [budget_row(family, share) for share in BUDGETS]
+        found += [control_row(family, order + 1) for order in range(ORDERS) if family in _BOTH]
     return found
 
 
@@ -137,6 +158,6 @@ def select_rows(words: Iterable[str]) -> list[SuiteRow]:
 
 
 def _names(row: SuiteRow) -> tuple[str, ...]:
-    if row.share != 1:
-        return (row.name, "budgets")
+    if row.share != 1 or row.order:
+        return (row.name, "controls" if row.order else "budgets")
     return (row.name, row.label, row.configuration.algorithm, row.configuration.family)

@@ -29,6 +29,7 @@ __all__ = ["JUDGING", "STEPS", "SUITE", "SuiteTask", "families", "make_suite_tas
 JUDGING = 100  # the first seed that is for judging
 STEPS = 512
 _HELD_OUT = 1 << 20  # added to a seed, for the generator of held-out samples
+_ORDER = 1 << 24  # likewise, for the training samples of another order
 _DECAY = 0.01  # of weights, decoupled
 _ADAMS = ("adamw", "lamb", "muon")
 
@@ -85,8 +86,8 @@ class Regression(SuiteTask):
 Sampler = Callable[[int, torch.Generator], Batch]
 
 
-def _batches(draw: Sampler, steps: int, batch: int, seed: int) -> list[list[Batch]]:
-    generator = torch.Generator().manual_seed(seed)
+def _batches(draw: Sampler, steps: int, batch: int, seed: int, order: int) -> list[list[Batch]]:
+    generator = torch.Generator().manual_seed(seed + order * _ORDER)
     return [[draw(batch, generator) for _ in range(RANKS)] for _ in range(steps)]
 
 
@@ -96,17 +97,19 @@ def _drawn(draw: Sampler, count: int, seed: int) -> tuple[Batch, Batch]:
     return (inputs, targets), (inputs[: count // 4], targets[: count // 4])
 
 
-def _images(name: str, model: Callable[[], nn.Module], rates: Mapping[str, float], seed: int, steps: int) -> SuiteTask:
+def _images(
+    name: str, model: Callable[[], nn.Module], rates: Mapping[str, float], seed: int, steps: int, order: int
+) -> SuiteTask:
     images, batch, held_out = Images(seed), 16, 1024
     test, part = _drawn(images.draw, held_out, seed)
     about = {"data": "deformed, covered and noisy templates", "batch_per_rank": batch, "test": held_out}
-    batches = _batches(images.draw, steps, batch, seed)
+    batches = _batches(images.draw, steps, batch, seed, order)
     return SuiteTask(name, "loss", model, batches, test, part, rates, about, bucket_bytes=None)
 
 
-def _gpt(seed: int, steps: int) -> SuiteTask:
+def _gpt(seed: int, steps: int, order: int) -> SuiteTask:
     text, batch, context = load_text(seed), 4, 32
-    batches = _batches(lambda count, g: draw_windows(text.train, count, context, g), steps, batch, seed)
+    batches = _batches(lambda count, g: draw_windows(text.train, count, context, g), steps, batch, seed, order)
     test, part = even_windows(text.test, 256, context), even_windows(text.test, 64, context)
     about = {"data": f"{text.files} files of the standard library", "digest": text.digest, "window": context}
     about |= {"batch_per_rank": batch, "train": len(text.train), "test": len(text.test)}
@@ -114,18 +117,18 @@ def _gpt(seed: int, steps: int) -> SuiteTask:
     return SuiteTask("gpt", "loss", models.gpt, batches, test, part, rates, about, warm=0.1, bucket_bytes=None)
 
 
-def _regression(seed: int, steps: int) -> SuiteTask:
+def _regression(seed: int, steps: int, order: int) -> SuiteTask:
     noisy, batch, held_out = Noisy(seed), 16, 4096
     test, part = _drawn(noisy.draw, held_out, seed)
     about = {"data": "a random function; inputs and noise of Student's t", "batch_per_rank": batch, "test": held_out}
-    batches, rates = _batches(noisy.draw, steps, batch, seed), {"sgd": 0.06}
+    batches, rates = _batches(noisy.draw, steps, batch, seed, order), {"sgd": 0.06}
     return Regression("regression", "loss", models.perceptron, batches, test, part, rates, about, bucket_bytes=None)
 
 
 class _Entry(NamedTuple):
-    """What makes a task from seed and steps, what makes its model, and the families of optimizers that run on it."""
+    """What makes a task from seed, steps and order, what makes its model, and the optimizers' families on it."""
 
-    make: Callable[[int, int], SuiteTask]
+    make: Callable[[int, int, int], SuiteTask]
     model: Callable[[], nn.Module]
     families: tuple[str, ...]
 
@@ -152,7 +155,7 @@ def model_spec(task: str) -> str:
     return f"{Path(models.__file__)}:{SUITE[task].model.__name__}"
 
 
-def make_suite_task(name: str, seed: int, steps: int, rate: float = 1.0) -> SuiteTask:
+def make_suite_task(name: str, seed: int, steps: int, rate: float = 1.0, order: int = 0) -> SuiteTask:
     """Return the task of that name, with data of that seed, for a run of so many steps.
 
     Args:
@@ -160,11 +163,12 @@ def make_suite_task(name: str, seed: int, steps: int, rate: float = 1.0) -> Suit
         seed: draws what is learned, samples and initial weights.
         steps: of the run.
         rate: factor of the learning rates.
+        order: other than 0: the same task and initial weights, and other training samples.
 
     Raises:
         ValueError: no such task.
     """
     if name not in SUITE:
         raise ValueError(f"task {name!r} is unknown; available: {', '.join(SUITE)}")
-    task = SUITE[name].make(seed, steps)
+    task = SUITE[name].make(seed, steps, order)
     return replace(task, rates={family: rate * each for family, each in task.rates.items()})
