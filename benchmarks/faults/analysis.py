@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from bagua.algorithms import LostStep
 from benchmarks.faults.records import Process, Step
 
 __all__ = ["Cost", "Fault", "cost_of", "differing", "intervals", "participation", "shares", "splits", "step_s"]
@@ -236,17 +237,26 @@ def differing(steps: Iterable[Step]) -> tuple[int, int]:
     return len(several), sum(len(set(found)) > 1 for found in several)
 
 
-def splits(processes: Iterable[Process]) -> int:
+def splits(processes: Iterable[Process], rule: LostStep | None = None, interval: int = 1) -> int:
     """Count the steps that two hosts made as the same rank, one such step after another: there were two models.
 
-    A single one is none: a host that is lost may have applied its last step, which then does not count.
+    A single one is none: a host that is lost may have applied its last step, which then does not count. Between two
+    exchanges ranks make steps by themselves, some earlier than others. So a rank that is renumbered may still have to
+    make steps that another one has made under its new number: up to an interval of them.
+
+    Args:
+        rule: of the algorithm. With `LostStep.FREE` each rank counts its own steps, so that a host which is renumbered
+            makes steps of numbers that the rank before it has made: nothing is counted.
+        interval: longest number of steps from one exchange to the next.
     """
+    if rule is LostStep.FREE:
+        return 0
     made: dict[tuple[int, int], set[int]] = defaultdict(set)
     for process in processes:
         for each in process.trained:
             made[each.step, each.rank].add(process.host)
     twice = {step for (step, _), hosts in made.items() if len(hosts) > 1}
-    return sum(step - 1 in twice for step in twice)
+    return sum(all(step - back in twice for back in range(1, interval + 1)) for step in twice)
 
 
 def participation(processes: Sequence[Process], begin: float, end: float) -> float | None:

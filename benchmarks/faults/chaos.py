@@ -18,12 +18,14 @@ from benchmarks.faults.analysis import Fault, differing, intervals, shares, spli
 from benchmarks.faults.job import Job, Stuck
 from benchmarks.faults.records import Process
 from benchmarks.faults.systems import Settings
+from benchmarks.faults.task import longest_interval
 
 __all__ = ["ANCHOR_PER_HOUR", "chaos", "growth", "inject", "lost_s", "mean_loss"]
 
 ANCHOR_PER_HOUR = 125.0  # the rate of ft-diloco's public chaos run, 32 replicas
 _LAST = 10  # looks at what a process holds, 2 s each
 _LEAST = 3  # hosts that train are never fewer by a fault
+_LEAST_LOOKS = 8  # at a store: of fewer, one may be of weights on their way and the next one not
 
 
 def chaos(
@@ -164,7 +166,7 @@ def _measure(
         "compared": compared,
         "unequal": unequal,
         "equal_expected": get(settings.algorithm).exactness.replicas_equal,
-        "splits": splits(processes),
+        "splits": splits(processes, get(settings.algorithm).lost_step, longest_interval(settings.algorithm)),
         "growth": growth(processes, first),
         "keys": keys_of_last_store(processes),
         "new_threads": new_threads(processes, first),
@@ -202,7 +204,7 @@ def growth(processes: list[Process], after: float) -> dict[str, float]:
     """Return by how much what a survivor holds has grown from before the first fault to its end, at most of all.
 
     Of the ranks, and of their launchers under `launcher_...`. `keys_per_change`: of the store in which groups met last,
-    from the first half of the changes to the second, for each change of the members.
+    from the first half of the changes to the second, for each change of the members; not if there were few.
     """
     found: dict[str, float] = {}
     for prefix, looks in _looks(processes):
@@ -215,7 +217,7 @@ def growth(processes: list[Process], after: float) -> dict[str, float]:
             found[prefix + key] = max(grown, found.get(prefix + key, grown))
     same = keys_of_last_store(processes)
     first, second = same[: len(same) // 2], same[len(same) // 2 :]
-    if first and second[-1][0] > first[0][0]:
+    if len(same) >= _LEAST_LOOKS and second[-1][0] > first[0][0]:
         # Those of the groups in use and of the last ones are there, and of weights on their way: compare the most.
         most = [max(keys for _, keys in half) for half in (first, second)]
         changes = statistics.fmean(epoch for epoch, _ in second) - statistics.fmean(epoch for epoch, _ in first)

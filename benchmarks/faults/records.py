@@ -36,7 +36,7 @@ class Process:
 
     Attributes:
         started, ready, joined: when it was started, could train, and took part; the last two None before that.
-        changes: of the members; `begin` is that of the step that followed.
+        changes: of the members; `begin` is when training went on: that of the step that followed, or within a step.
         resources: threads, descriptors and memory now and then, of the rank and its launcher.
         keys: numbers of keys in the store in which groups met.
         losses: on text that is not trained on, by the number of steps completed.

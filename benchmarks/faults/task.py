@@ -15,12 +15,13 @@ from torch.nn import functional as F
 from benchmarks.char_lm import CharLM, draw_windows, even_windows, load_text
 from benchmarks.convergence.configurations import Configuration, all_configurations, make_optimizer
 
-__all__ = ["CharModel", "Task", "configuration_of", "parse", "state_bytes"]
+__all__ = ["CharModel", "Task", "configuration_of", "longest_interval", "parse", "state_bytes"]
 
 _LENGTH = 16  # characters of a window
 _RATES = {"sgd": 0.4, "adam": 0.01, "lamb": 0.03}  # as in benchmarks.convergence
 _DECAY = 1e-4
 _NOMINAL_STEPS = 200  # by which optimizers with two stages choose the length of the first
+_LONG_RUN = 10_000  # steps, for an algorithm whose options depend on them
 
 
 def parse() -> argparse.Namespace:
@@ -125,6 +126,15 @@ class Task:
 def configuration_of(algorithm: str) -> Configuration:
     """Return the first row of benchmarks.convergence that has the algorithm from the first step on."""
     return next(each for each in all_configurations() if each.algorithm == algorithm and not each.warmup)
+
+
+def longest_interval(algorithm: str) -> int:
+    """Return the longest number of steps from one exchange of an algorithm to the next."""
+    configuration = configuration_of(algorithm)
+    kind = configuration.optimizer or configuration.family
+    optimizer = make_optimizer(kind, [nn.Parameter(torch.zeros(1))], _RATES[configuration.family], _NOMINAL_STEPS)
+    local = [group.get("local_step_clipper", 1) for group in optimizer.param_groups]  # of 0/1 Adam
+    return max(getattr(configuration.make(_LONG_RUN), "communication_interval", 1), *local)
 
 
 def state_bytes(task: Task) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from bagua.algorithms import get
+from bagua.algorithms import LostStep, get
 from bagua.bench import progress
 from benchmarks.faults.analysis import Fault, cost_of, splits
 from benchmarks.faults.job import Job, Stuck
 from benchmarks.faults.scenarios import SCENARIOS
 from benchmarks.faults.systems import Settings
-from benchmarks.faults.task import configuration_of
+from benchmarks.faults.task import configuration_of, longest_interval
 
 __all__ = ["tour"]
 
@@ -96,8 +97,10 @@ def _row(job: Job, settings: Settings, name: str, fault: Fault) -> dict[str, Any
     state = max((process.state_bytes for process in processes), default=0)
     equal = settings.system != "bagua" or get(settings.algorithm).exactness.replicas_equal
     problems = list(fault.problems)
-    if settings.system == "bagua" and splits(processes):
-        problems.append(f"{splits(processes)} steps made by two groups")
+    apart = 0
+    if settings.system == "bagua":
+        apart = splits(processes, get(settings.algorithm).lost_step, longest_interval(settings.algorithm))
+    problems += [f"{apart} steps made by two groups"] if apart else []
     if equal and cost.unequal:
         problems.append(f"weights differ after {cost.unequal} of {cost.compared} steps")
     return {
@@ -106,6 +109,7 @@ def _row(job: Job, settings: Settings, name: str, fault: Fault) -> dict[str, Any
         "hosts": settings.hosts,
         "fault": name,
         "local_steps": local_steps(settings),
+        "waits": settings.system != "bagua" or get(settings.algorithm).lost_step is not LostStep.FREE,
         "equal_expected": equal,
         **cost.as_dict(),
         **facts,
@@ -116,10 +120,15 @@ def _row(job: Job, settings: Settings, name: str, fault: Fault) -> dict[str, Any
 
 
 def local_steps(settings: Settings) -> int:
-    """Return how many steps a rank makes without the others: 0 unless the algorithm exchanges now and then."""
+    """Return how many steps a rank makes without the others: 0 unless the algorithm exchanges now and then.
+
+    With one that waits for nobody those until the silence of the others is a loss, and one in progress at either end.
+    """
     if settings.system != "bagua":
         return 0
     algorithm = configuration_of(settings.algorithm).make(10_000)
+    if algorithm.lost_step is LostStep.FREE:
+        return math.ceil(settings.detect_s / (settings.step_ms / 1000)) + 2
     return getattr(algorithm, "communication_interval", 1) - 1
 
 

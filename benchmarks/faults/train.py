@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +37,7 @@ def main() -> None:
         for change in after.membership:
             if change.epoch > known:
                 known = change.epoch
-                journal.write(change=_facts(change), begin=model.began)
+                journal.write(change=_facts(change), begin=went_on(change, model.began))
                 if after.rank == 0:
                     _count_keys(journal, seat)
         journal.step(
@@ -51,6 +52,15 @@ def main() -> None:
             journal.write(held_out=task.held_out_loss(), after=after.steps)
     journal.write(state_bytes=state_bytes(task))
     journal.finished(bagua.stats(model).steps, task.held_out_loss())
+
+
+def went_on(change: Any, began: float) -> float:
+    """Return when training went on, on the clock of `began`: with a step, or within one that repeats its exchange.
+
+    Args:
+        began: when the step began that has just ended.
+    """
+    return max(began, time.monotonic() - (time.time() - change.time))
 
 
 def _facts(change: Any) -> dict[str, Any]:

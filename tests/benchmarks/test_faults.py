@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +14,16 @@ from typing import Any
 import pytest
 
 import bagua
+from bagua.algorithms import LostStep
 from benchmarks.faults import __main__ as program
 from benchmarks.faults import chaos, report, rounds, systems
 from benchmarks.faults.analysis import Fault, cost_of, differing, intervals, participation, splits
 from benchmarks.faults.job import Stuck
 from benchmarks.faults.journal import Journal
 from benchmarks.faults.records import Journals, Process, Step, read
-from benchmarks.faults.tour import transfer_s
+from benchmarks.faults.task import longest_interval
+from benchmarks.faults.tour import local_steps, transfer_s
+from benchmarks.faults.train import went_on
 from tests.benchmarks.quick_run import run_quickly
 from tests.fork_server import ForkServer
 
@@ -84,13 +89,40 @@ def test_ranks_that_are_cut_off_and_train_are_found() -> None:
     assert cost_of(cut, alone, [0, 1], 3).trained_apart == 19  # 20 to 40, but for two in flight
 
 
+def test_steps_that_a_host_makes_before_it_notices_that_it_is_cut_off() -> None:
+    settings = systems.Settings(detect_s=2.0, step_ms=100.0)
+    steps = [local_steps(replace(settings, algorithm=name)) for name in ("bytegrad", "local_sgd", "async")]
+    assert steps == [0, 7, 22]  # none without the others, an interval, and those of `detect_s`
+
+
+def test_longest_intervals() -> None:
+    names = ("bytegrad", "diloco", "local_sgd", "zero_one_adam")
+    assert dict(zip(names, map(longest_interval, names), strict=True)) == {
+        "bytegrad": 1,
+        "diloco": 16,  # as the benchmark configures it
+        "local_sgd": bagua.algorithms.get("local_sgd").communication_interval,
+        "zero_one_adam": 4,
+    }
+
+
 def test_two_models_are_found() -> None:
     together = lost_and_back()
     assert splits(together) == 0
     last = [process(0, 0, 20, 0.0, rank=0), process(1, 20, 30, 2.0, rank=0)]  # the lost one had applied its last step
     assert splits(last) == 0
     apart = [process(0, 0, 30, 0.0, rank=0), process(1, 20, 30, 2.0, rank=0)]
-    assert splits(apart) == 10
+    assert splits(apart) == 10 == splits(apart, LostStep.REPEAT)
+    assert splits(apart, LostStep.REPEAT, interval=8) == 3
+    behind = [process(0, 0, 27, 0.0, rank=0), process(1, 20, 30, 2.0, rank=0)]  # renumbered within an interval
+    assert splits(behind, LostStep.REPEAT, interval=8) == 0 < splits(behind, LostStep.REPEAT)
+    assert splits(apart, LostStep.FREE) == 0  # ranks count their own steps, and may be numbered anew
+
+
+def test_training_goes_on_with_a_step_or_within_one() -> None:
+    """Where an exchange is repeated within a step, the change comes after the step's begin."""
+    now, wall = time.monotonic(), time.time()
+    assert went_on(SimpleNamespace(time=wall - 5), now - 1) == now - 1
+    assert went_on(SimpleNamespace(time=wall - 0.5), now - 1) == pytest.approx(now - 0.5, abs=0.2)
 
 
 def test_participation_counts_ranks_that_could_train() -> None:
@@ -134,6 +166,8 @@ def test_time_without_training_and_growth() -> None:
     assert chaos.new_threads(found, 12.0) == {"a": 1, "others": 2}
     found[2].resources = found[3].resources = []
     found[0].keys = [{"keys": 10, "store": "a", "epoch": 2}, {"keys": 50, "store": "a", "epoch": 4}]
+    assert "keys_per_change" not in chaos.growth(found, 12.0)  # two looks say nothing
+    found[0].keys = [{"keys": 10 + 20 * (at // 4 * 2), "store": "a", "epoch": 2 + at // 4 * 2} for at in range(8)]
     grown = chaos.growth(found, 12.0)
     assert grown["sockets"] == 10 and grown["launcher_sockets"] == 0 and grown["keys_per_change"] == 20
     assert report.leaks(grown) == ["sockets +10", "keys_per_change +20"]
@@ -194,6 +228,7 @@ def test_targets() -> None:
     unharmed = {"resumed_s": None, "back_s": None, "fault": "slow", "steps": 20}
     assert report.fault_misses(row(**unharmed, named=2)) == []
     assert report.fault_misses(row(**unharmed, named=0)) == ["the slow host was not named"]
+    assert report.fault_misses(row(**unharmed, named=0, waits=False)) == []
     assert report.fault_misses(row(**{**unharmed, "fault": "loss", "steps": 0})) == ["no step was made"]
 
 
