@@ -133,7 +133,8 @@ class Gate:
         return (LOST if self.failing else LEFT) + str(self._rank).encode()
 
     def _verdict(self, number: int, give_up: Callable[[], bool]) -> bytes:
-        verdict = self._decide(number, GO) if self._store.add(f"{self._prefix}/{number}/entered", 1) == self._size else b""
+        last = self._store.add(f"{self._prefix}/{number}/entered", 1) == self._size
+        verdict = self._decide(number, GO) if last else b""
         self._come_to(number)
         return verdict or self._await_verdict(number, give_up)
 
