@@ -18,6 +18,7 @@ from bagua.engine.reducer.bucketing import (
     PART_BYTES,
     WIDE,
     Entry,
+    chunks_of,
     fitting_bucket_bytes,
     last_part_bytes,
     make_plan,
@@ -143,8 +144,9 @@ def _buckets(
         for k, shape in enumerate(reversed(layer.shapes)):
             shapes[f"{position}.{k}"], layer_of[f"{position}.{k}"] = shape, position
     entries = [Entry(name, _ELEMENT_BYTES * math.prod(shape), "float32") for name, shape in shapes.items()]
-    sums = exchange(list(shapes.values())).streaming
-    plan = make_plan(entries, fitting_bucket_bytes(_ELEMENT_BYTES * model.num_elements), early=sums)
+    whole = exchange(list(shapes.values()))
+    bucket_bytes = fitting_bucket_bytes(_ELEMENT_BYTES * model.num_elements, chunks_of(whole, cluster.ranks))
+    plan = make_plan(entries, bucket_bytes, early=whole.streaming)
     found: list[Bucket] = []
     part_bytes: dict[int, int] = {}  # by the exchange, which most buckets share
     for names in plan.buckets:

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 import bagua
+from bagua import codecs
 from bagua.engine.distributed_module import attached_buckets
-from bagua.engine.reducer.bucketing import fitting_bucket_bytes
+from bagua.engine.reducer.bucketing import chunks_of, fitting_bucket_bytes
+from bagua.exchanges import mix
 from tests.rank_pool import RankPool
 
 MIB = 2**20
@@ -30,11 +32,28 @@ def test_the_environment_must_hold_a_size(monkeypatch: pytest.MonkeyPatch) -> No
         fitting_bucket_bytes(1)
 
 
-def num_buckets(num_layers: int) -> int:
+@pytest.mark.parametrize(
+    ("total", "size", "want"),
+    [
+        *((10 * MIB, 4, MIB), (10 * MIB, 8, 2 * MIB), (10 * MIB, 16, 4 * MIB)),
+        *((6 * MIB, 16, 3 * MIB), (MIB, 16, MIB)),
+        *((100 * MIB, 16, 10 * MIB), (100 * MIB, 64, 10 * MIB)),
+    ],
+)
+def test_chunks_of_many_ranks_are_no_small_messages(
+    total: int, size: int, want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BAGUA_DEFAULT_BUCKET_SIZE", raising=False)
+    assert fitting_bucket_bytes(total, chunks_of(mix("complete", codecs.get("int4")), size)) == want
+    exact = mix("complete", codecs.get("identity"))
+    assert fitting_bucket_bytes(total, chunks_of(exact, size)) == fitting_bucket_bytes(total)
+
+
+def num_buckets(num_layers: int, algorithm: str = "gradient_allreduce", bucket_bytes: int | None = None) -> int:
     """Of layers of 0.6 MiB."""
     model = nn.Sequential(*(nn.Linear(400, 400, bias=False) for _ in range(num_layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    bagua.distribute(model, optimizer)
+    bagua.distribute(model, optimizer, algorithm, bucket_bytes=bucket_bytes)
     model(torch.randn(2, 400)).sum().backward()
     optimizer.step()
     found = len(attached_buckets(model))
@@ -45,3 +64,9 @@ def num_buckets(num_layers: int) -> int:
 def test_models_of_some_megabytes_have_several(pool: RankPool) -> None:
     assert pool.run(2, num_buckets, 1) == [1, 1]
     assert pool.run(2, num_buckets, 8) == [4, 4]
+
+
+def test_more_ranks_have_larger_buckets_unless_the_size_is_given(pool: RankPool) -> None:
+    assert pool.run(8, num_buckets, 8) == [4] * 8
+    assert pool.run(8, num_buckets, 8, "bytegrad") == [2] * 8
+    assert pool.run(8, num_buckets, 8, "bytegrad", MIB) == [4] * 8

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bagua.exchanges import Exchange, ScatterGather
+
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "DEFAULT_NUM_LANES",
@@ -15,6 +17,7 @@ __all__ = [
     "Entry",
     "Plan",
     "check_num_lanes",
+    "chunks_of",
     "default_bucket_bytes",
     "default_num_lanes",
     "fitting_bucket_bytes",
@@ -29,6 +32,7 @@ WIDE = 4.0  # an exchange that sends a quarter of what fp32 would, or more; LANE
 LANES_OF_WIDE = 3
 PART_BYTES = 8 * 2**20  # payload of 8 bits or more that one lane exchanges at once, where a bucket can be cut
 _LEAST_BUCKET_BYTES = 2**20
+_LEAST_CHUNK_BYTES = 256 * 2**10
 _EARLY_BUCKET_BYTES = 2**20  # of a first bucket that goes early, where buckets are far larger
 _LEAST_EARLY_RATIO = 4
 _LAST_PARTS = ((2 * LANES_OF_WIDE, 2 * 2**20), (LANES_OF_WIDE, 2**20))  # parts of a last bucket; least bytes of each
@@ -36,17 +40,29 @@ _LEAST_CUT_BYTES = 4 * 2**20  # of a last bucket that is cut in two
 _MAX_LANES = 64
 
 
-def fitting_bucket_bytes(total_bytes: int) -> int:
+def fitting_bucket_bytes(total_bytes: int, chunks: int = 1) -> int:
     """`BAGUA_DEFAULT_BUCKET_SIZE` of the environment, or a tenth of `total_bytes`, from 1 MiB up to 10 MiB.
 
-    With a single bucket no exchange would overlap with the backward pass.
+    With a single bucket no exchange would overlap with the backward pass. Where each bucket is cut into a chunk for
+    each rank, a chunk has at least 256 KiB while there are two buckets: a small message costs the CPU as much as a
+    large one.
+
+    Args:
+        total_bytes: of all parameters.
+        chunks: see `chunks_of`.
 
     Raises:
         ValueError: the variable is not a positive integer.
     """
     if "BAGUA_DEFAULT_BUCKET_SIZE" in os.environ:
         return default_bucket_bytes()
-    return min(max(total_bytes // 10, _LEAST_BUCKET_BYTES), DEFAULT_BUCKET_BYTES)
+    least = max(_LEAST_BUCKET_BYTES, min(chunks * _LEAST_CHUNK_BYTES, total_bytes // 2))
+    return min(max(total_bytes // 10, least), DEFAULT_BUCKET_BYTES)
+
+
+def chunks_of(exchange: Exchange, size: int) -> int:
+    """Return how many chunks a bucket is cut into among `size` ranks, each of them a message of its own; else 1."""
+    return size if isinstance(exchange, ScatterGather) else 1
 
 
 def default_bucket_bytes() -> int:

@@ -45,6 +45,11 @@ class Inventory:
     trains_its_own: bool = False
 
     @property
+    def trainable_bytes(self) -> int:
+        """Of all that lie in buckets."""
+        return sum(param.nbytes for param in self.trainable.values())
+
+    @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """All that require a gradient."""
         return {**self.trainable, **self.sparse}

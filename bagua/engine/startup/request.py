@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from bagua.engine.guard import Guard
 from bagua.engine.reducer.bucketing import (
     LANES_OF_WIDE,
     check_num_lanes,
+    chunks_of,
     default_num_lanes,
     fitting_bucket_bytes,
     lanes_are_given,
@@ -44,6 +46,7 @@ class Request:
         rank_order: as `check_rank_order` returns it.
         order_is_default: the user left `rank_order` open.
         chooses_lanes: the user left `num_lanes` open.
+        fits_buckets: the user left `bucket_bytes` open.
         algorithm: what exchanges.
         optimizers: checked.
         inventory: the module's tensors.
@@ -61,6 +64,7 @@ class Request:
     order_is_default: bool = True
     transport: str | None = None
     chooses_lanes: bool = False
+    fits_buckets: bool = False
     algorithm: Algorithm | None = None
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     inventory: Inventory | None = None
@@ -95,8 +99,9 @@ class Request:
         items = self.optimizers = as_optimizers(optimizers)
         check_wrapped(module)
         inventory = self.inventory = take_inventory(module, items, chosen.payload)
+        self.fits_buckets = self.bucket_bytes is None
         if self.bucket_bytes is None:
-            self.bucket_bytes = fitting_bucket_bytes(sum(param.nbytes for param in inventory.trainable.values()))
+            self.bucket_bytes = fitting_bucket_bytes(inventory.trainable_bytes)
         check_shared(module, inventory)
         check_sharded(items, chosen)
         chosen.check(inventory.trainable, items)
@@ -105,6 +110,13 @@ class Request:
         fallback = self.guard.fallback_on(((0,),)) if self.guard is not None else None
         check_sparse(inventory.sparse, chosen, fallback)
         self.subclasses = subclasses(items, [*inventory.parameters.values(), *inventory.frozen.values()])
+
+    def fit_buckets(self, size: int) -> None:
+        """Fit the size of buckets to `size` ranks, unless it was given. The others compare it afterwards."""
+        if self.fits_buckets and self.inventory is not None and self.algorithm is not None:
+            with suppress(TypeError):  # several exchanges, or none
+                chunks = chunks_of(self.algorithm.exchange, size)
+                self.bucket_bytes = fitting_bucket_bytes(self.inventory.trainable_bytes, chunks)
 
     def signature(self) -> list[Any]:
         """The module's tensors, to compare between ranks."""
