@@ -92,8 +92,8 @@ def distribute(
         process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`. Default: the default group or, for a switch,
             the previous group.
         bucket_bytes: bucket size in bytes. Default: BAGUA_DEFAULT_BUCKET_SIZE, or 10 % of the parameter bytes, at least
-            1 MiB and at most 10 MiB. Where a bucket is cut into a compressed chunk for each rank, at least 256 KiB for
-            each of them, while there are two buckets; not with `fault_tolerant`.
+            1 MiB and at most 10 MiB. Where a bucket of gradients is cut into a compressed chunk for each rank, at least
+            256 KiB for each of them, while there are two buckets; not with `fault_tolerant`.
         num_lanes: number of exchanges in flight on gloo, each with its own connections. Default: BAGUA_NUM_LANES or 4.
             Exchanges with 8 bits per element or more use 3; those with fewer bits 8 where a rank is far away, there and
             back 30 ms or more (4 over the native transport), without fault tolerance; all-reduces in full precision
@@ -175,8 +175,6 @@ def distribute(
 
     def begin(team: Team, signature: list[Any]) -> Engine:
         """Compare the arguments, replicate the state, and make an engine. Collective."""
-        if problem is None and manager is None:  # with fault tolerance the number of ranks changes
-            request.fit_buckets(team.size)
         failed = problem or check_files(request.tune, team.rank) or why_no_choice(request, team)
         failed = failed or why_no_order(request.rank_order, team)
         failed = failed or why_no_transport(request.transport, team, device)
@@ -291,6 +289,8 @@ def _make_engine(
     for meter in groups.meters:
         meter.sent = meter.received = 0  # what follows is training
     lane = make_lane(groups, inventory.device)
+    if manager is None:  # with fault tolerance the number of ranks changes
+        request.fit_buckets(chosen, agreement.nodes)
     config = request.config(num_lanes, links, tunes_hierarchy)
     notices = tuple(each for each in (remark, line) if each)
     tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)

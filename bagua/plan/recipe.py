@@ -98,7 +98,8 @@ def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
     algorithm, _ = algorithm.for_nodes(nodes)
     delay = int(getattr(algorithm, "delay", 0) or 0)
     try:
-        buckets = _buckets(model, lambda shapes: _exchange(algorithm, shapes), cluster)
+        chunks = chunks_of(algorithm, nodes)
+        buckets = _buckets(model, lambda shapes: _exchange(algorithm, shapes), cluster, chunks)
     except TypeError as error:  # an algorithm with several exchanges has no `exchange`
         raise UnknownCourseError(f"algorithms: how {name!r} spends a step is not known: {error}") from error
     lanes = LANES_OF_WIDE if _narrowness(buckets[0].exchange, cluster) <= WIDE else DEFAULT_NUM_LANES
@@ -135,7 +136,7 @@ def _narrowness(exchange: Exchange, cluster: Cluster) -> float:
 
 
 def _buckets(
-    model: Model, exchange: Callable[[Sequence[tuple[int, ...]]], Exchange], cluster: Cluster
+    model: Model, exchange: Callable[[Sequence[tuple[int, ...]]], Exchange], cluster: Cluster, chunks: int
 ) -> tuple[Bucket, ...]:
     """As the engine forms them: parameters in the order of their gradients, large buckets in parts."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -144,9 +145,9 @@ def _buckets(
         for k, shape in enumerate(reversed(layer.shapes)):
             shapes[f"{position}.{k}"], layer_of[f"{position}.{k}"] = shape, position
     entries = [Entry(name, _ELEMENT_BYTES * math.prod(shape), "float32") for name, shape in shapes.items()]
-    whole = exchange(list(shapes.values()))
-    bucket_bytes = fitting_bucket_bytes(_ELEMENT_BYTES * model.num_elements, chunks_of(whole, cluster.ranks))
-    plan = make_plan(entries, bucket_bytes, early=whole.streaming)
+    sums = exchange(list(shapes.values())).streaming
+    bucket_bytes = fitting_bucket_bytes(_ELEMENT_BYTES * model.num_elements, chunks)
+    plan = make_plan(entries, bucket_bytes, early=sums)
     found: list[Bucket] = []
     part_bytes: dict[int, int] = {}  # by the exchange, which most buckets share
     for names in plan.buckets:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import bagua
-from bagua import codecs
 from bagua.engine.distributed_module import attached_buckets
 from bagua.engine.reducer.bucketing import chunks_of, fitting_bucket_bytes
-from bagua.exchanges import mix
 from tests.rank_pool import RankPool
 
 MIB = 2**20
@@ -44,9 +44,22 @@ def test_chunks_of_many_ranks_are_no_small_messages(
     total: int, size: int, want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("BAGUA_DEFAULT_BUCKET_SIZE", raising=False)
-    assert fitting_bucket_bytes(total, chunks_of(mix("complete", codecs.get("int4")), size)) == want
-    exact = mix("complete", codecs.get("identity"))
-    assert fitting_bucket_bytes(total, chunks_of(exact, size)) == fitting_bucket_bytes(total)
+    assert fitting_bucket_bytes(total, size) == want
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "ranks", "chunks"),
+    [
+        *(("bytegrad", {}, 1, 8), ("bytegrad", {}, 2, 4), ("bytegrad", {"hierarchical": False}, 2, 8)),
+        *(("qadam", {}, 1, 8), ("gradient_allreduce", {}, 1, 1), ("power_sgd", {}, 1, 1)),
+        ("diloco", {"fragments": 4}, 1, 1),  # of weights, and of as many buckets as fragments
+    ],
+)
+def test_chunks(name: str, options: dict[str, Any], ranks: int, chunks: int) -> None:
+    """Of 8 ranks, `ranks` on a node."""
+    nodes = tuple(tuple(range(first, first + ranks)) for first in range(0, 8, ranks))
+    algorithm, _ = bagua.algorithms.get(name, **options).for_nodes(nodes)
+    assert chunks_of(algorithm, nodes) == chunks
 
 
 def num_buckets(num_layers: int, algorithm: str = "gradient_allreduce", bucket_bytes: int | None = None) -> int:

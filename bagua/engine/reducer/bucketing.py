@@ -6,7 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bagua.exchanges import Exchange, ScatterGather
+from bagua.algorithms.base import Algorithm, Payload
+from bagua.exchanges import Hierarchical, ScatterGather
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -60,9 +61,22 @@ def fitting_bucket_bytes(total_bytes: int, chunks: int = 1) -> int:
     return min(max(total_bytes // 10, least), DEFAULT_BUCKET_BYTES)
 
 
-def chunks_of(exchange: Exchange, size: int) -> int:
-    """Return how many chunks a bucket is cut into among `size` ranks, each of them a message of its own; else 1."""
-    return size if isinstance(exchange, ScatterGather) else 1
+def chunks_of(algorithm: Algorithm, nodes: Sequence[Sequence[int]]) -> int:
+    """Return how many chunks a bucket of gradients is cut into, each of them a compressed message; 1 if it is not.
+
+    Args:
+        algorithm: fitted to the nodes.
+        nodes: the ranks of each.
+    """
+    try:
+        exchange = algorithm.exchange
+    except TypeError:  # none, or several
+        return 1
+    apart = sum(map(len, nodes))
+    if isinstance(exchange, Hierarchical):
+        exchange, apart = exchange.inner, len(nodes)
+    # Buckets of weights are exchanged between steps, where nothing overlaps, and `fragments` are made of them.
+    return apart if isinstance(exchange, ScatterGather) and algorithm.payload is Payload.GRAD else 1
 
 
 def default_bucket_bytes() -> int:

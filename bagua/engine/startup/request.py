@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,12 +111,16 @@ class Request:
         check_sparse(inventory.sparse, chosen, fallback)
         self.subclasses = subclasses(items, [*inventory.parameters.values(), *inventory.frozen.values()])
 
-    def fit_buckets(self, size: int) -> None:
-        """Fit the size of buckets to `size` ranks, unless it was given. The others compare it afterwards."""
-        if self.fits_buckets and self.inventory is not None and self.algorithm is not None:
-            with suppress(TypeError):  # several exchanges, or none
-                chunks = chunks_of(self.algorithm.exchange, size)
-                self.bucket_bytes = fitting_bucket_bytes(self.inventory.trainable_bytes, chunks)
+    def fit_buckets(self, algorithm: Algorithm, nodes: Sequence[Sequence[int]]) -> None:
+        """Fit the size of buckets to the ranks, unless it was given; the result is the same on all ranks.
+
+        Args:
+            algorithm: fitted to the nodes.
+            nodes: the ranks of each.
+        """
+        if self.fits_buckets:
+            assert self.inventory is not None
+            self.bucket_bytes = fitting_bucket_bytes(self.inventory.trainable_bytes, chunks_of(algorithm, nodes))
 
     def signature(self) -> list[Any]:
         """The module's tensors, to compare between ranks."""
