@@ -44,6 +44,7 @@ from bagua.engine.startup.rollback import unless_it_fails
 from bagua.engine.startup.transport import lanes_over, why_no_transport
 from bagua.engine.tuning.saved_results import check_files, session_of
 from bagua.engine.tuning.search_space import hierarchy_is_free
+from bagua.membership.epoch import FIRST_EPOCH
 from bagua.status.rank_status import serve_rank
 
 __all__ = ["detach", "distribute"]
@@ -216,15 +217,18 @@ def _begin_tolerantly(
     """An engine with the members of the job, and False.
 
     One that is alone, and True, for a rank that arrives, or if a member is lost meanwhile. It has to open groups with
-    those that are left, as after any loss.
+    those that are left, as after any loss. So has a rank that comes here after a loss, whether others have been here
+    before it or not: all ranks of an epoch must do the same.
 
     Raises:
         RankMismatchError: of `begin`; no rank is lost then.
     """
     view = manager.await_member()
     manager.newcomer = view.rank is None
+    founds = not manager.newcomer and view.group == FIRST_EPOCH
     if not manager.newcomer:
-        manager.replicated = view.rank == 0
+        manager.replicated = founds and view.rank == 0
+    if founds:
         try:
             return begin(manager.open_team(view, device)), False
         except torch.OutOfMemoryError:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-__all__ = ["NO_MODEL", "Ballot", "Epoch", "Member", "is_quorum"]
+__all__ = ["FIRST_EPOCH", "NO_MODEL", "Ballot", "Epoch", "Member", "is_quorum"]
 
+FIRST_EPOCH = 1  # of a job
 NO_MODEL = -1  # `held` of a member that has no weights of this job
 
 
@@ -93,7 +94,7 @@ class Epoch:
         if idle := [member.name for member in members if not member.seats]:
             raise ValueError(f"members: {idle[0]} has no ranks")
         founders = tuple(replace(m, held=0, votes=True) for m in members)
-        return cls(number=1, step=0, group=1, group_step=0, members=founders, tie_break=tie_break, reason="start")
+        return cls(number=FIRST_EPOCH, step=0, group=FIRST_EPOCH, group_step=0, members=founders, tie_break=tie_break, reason="start")
 
     @cached_property
     def by_name(self) -> dict[str, Member]:

@@ -208,6 +208,8 @@ def train_steps(pipe: Connection, job: Line) -> None:
         pipe.send({"own": digest(model)})
         if job["dies_in_distribute"][0] == place:
             die_in_distribute(job["dies_in_distribute"][1])
+        while place in job["late_in_distribute"] and ((view := seat.view()) is None or view.epoch == 1):
+            time.sleep(0.01)
     bagua.distribute(
         model, optimizer, job["algorithm"], fault_tolerant=tolerance, bucket_bytes=job["bucket_bytes"], **options
     )
@@ -368,7 +370,7 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
             of local steps on; `rounds`: of averaging in the background to be made after it; `until_told`: all train on
             until each has that; `at_commit`: arguments of `watch_commit`; `dies_in_step`, `dies_in_exchange`,
             `holds_at`: place and attempt; `dies_in_distribute`: place and argument of `die_in_distribute`, and ranks
-            begin with weights of their own; `lr`: of the optimizer; `pull`: outputs are drawn there, or away at odd
+            begin with weights of their own; `late_in_distribute`: places that call it when a rank is lost; `lr`: of the optimizer; `pull`: outputs are drawn there, or away at odd
             places; `gossip`: tell weights and replicas at the end; others as in `Job`.
     """
     given = {
@@ -385,6 +387,7 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
         "dies_in_step": None,
         "dies_in_exchange": None,
         "dies_in_distribute": None,
+        "late_in_distribute": [],
         "holds_at": None,
         "pull": 0.0,
         "gossip": False,

@@ -59,22 +59,27 @@ def test_a_killed_rank_is_left_out(
 
 
 @pytest.mark.parametrize(
-    ("place", "point", "algorithm", "leads"),
+    ("place", "point", "algorithm", "leads", "late"),
     [
         # Nobody has the weights of rank 0 yet: they are lost with it.
-        (0, "shake_hands", "gradient_allreduce", 1),
-        (0, "_replicate", "local_sgd", 1),
-        pytest.param(1, "shake_hands", "async", 0, marks=pytest.mark.slow),
-        pytest.param(2, "_replicate", "bytegrad", 0, marks=pytest.mark.slow),
+        (0, "shake_hands", "gradient_allreduce", 1, []),
+        (0, "_replicate", "local_sgd", 1, []),
+        pytest.param(1, "shake_hands", "async", 0, [], marks=pytest.mark.slow),
+        pytest.param(2, "_replicate", "bytegrad", 0, [], marks=pytest.mark.slow),
+        # The others come to `distribute` before and after the loss, or all after it.
+        (0, "shake_hands", "bytegrad", 1, [1]),
+        (0, "shake_hands", "diloco", 1, [2]),
+        (2, "shake_hands", "gradient_allreduce", 0, [0]),
+        (1, "shake_hands", "power_sgd", 0, [0, 2]),
         # The others have them, or some of them: these give them to the rest.
-        (0, "after _replicate", "low_precision_decentralized", None),
-        pytest.param(0, "Engine", "diloco", 0, marks=pytest.mark.slow),
-        pytest.param(0, "after Engine", "bytegrad", 0, marks=pytest.mark.slow),
-        pytest.param(1, "follow_membership", "power_sgd", 0, marks=pytest.mark.slow),
+        (0, "after _replicate", "low_precision_decentralized", None, []),
+        pytest.param(0, "Engine", "diloco", None, [], marks=pytest.mark.slow),
+        pytest.param(0, "after Engine", "bytegrad", 0, [], marks=pytest.mark.slow),
+        pytest.param(1, "follow_membership", "power_sgd", 0, [], marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_is_lost_in_distribute(
-    fork_server: ForkServer, place: int, point: str, algorithm: str, leads: int | None
+    fork_server: ForkServer, place: int, point: str, algorithm: str, leads: int | None, late: list[int]
 ) -> None:
     """The others begin with the same weights: those of one rank, not a mix of two."""
     options = {"communication_interval": 2} if algorithm in ("local_sgd", "diloco") else {}
@@ -84,10 +89,11 @@ def test_a_rank_is_lost_in_distribute(
         3,
         algorithm=algorithm,
         options=options,
-        # Who fetches weights may get them after a step of the other rank, so here steps of gossip change nothing.
+        # Who fetches weights may get them after a local step of the other rank, so here these change nothing.
         lr=0.0 if leads is None else None,
         dies_in_distribute=[place, point],
-        changes=ONCE,
+        late_in_distribute=late,
+        changes=[int(each not in late) for each in range(3)],
         interval=[2, 0] if options else [1, 0],
         steps=8,
     ) as job:
@@ -95,7 +101,8 @@ def test_a_rank_is_lost_in_distribute(
         job.read_rest()
         own = [next(line["own"] for line in lines if "own" in line) for lines in job.lines]
         begins = [next(line for line in job.lines[each] if "begins" in line) for each in others]
-    assert moves(ends[0]) == moves(ends[1]) == [((f"n{place}",), ())]
+    for each, end in zip(others, ends, strict=True):
+        assert moves(end) == ([] if each in late else [((f"n{place}",), ())]), "a late rank trained with nobody before"
     assert algorithm == "async" or ends[0]["digest"] == ends[1]["digest"]
     assert begins[0]["digest"] == begins[1]["digest"]
     assert begins[0]["digest"] in ([own[0], own[1]] if leads is None else [own[leads]])
