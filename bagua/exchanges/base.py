@@ -56,6 +56,15 @@ class Exchange(ABC):
         """Whether it only moves bytes, so that on a fast link one lane is as fast as several."""
         return False
 
+    @property
+    def fed_back(self) -> tuple[str, ...]:
+        """Names of the state's tensors with errors of this rank that are added to what it sends later.
+
+        With `fault_tolerant` they outlive a change of the members. The tensors of a payload's parts, one after the
+        other, must have as many elements however it is cut into parts.
+        """
+        return ()
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """Make the state for a bucket like `x_N`. Called once, when the algorithm is bound, on all ranks."""
         return {}

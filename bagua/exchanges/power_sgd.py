@@ -104,6 +104,11 @@ class PowerSGD(Exchange):
         """Unless there is nothing to compress."""
         return bool(self._layout.matrices) or not self.codec.lossless
 
+    @property
+    def fed_back(self) -> tuple[str, ...]:
+        """The errors. The right factors of a former step are as good as random ones, which all ranks have alike."""
+        return ("error",) if self.error_feedback else ()
+
     def rank_of(self, n: int, m: int) -> int:
         """Return the rank at which a matrix [n, m] is exchanged; 0 if it is averaged exactly.
 

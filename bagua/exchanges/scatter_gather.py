@@ -81,6 +81,11 @@ class ScatterGather(Exchange):
         """True: a slice is as good as the whole (block boundaries move)."""
         return True
 
+    @property
+    def fed_back(self) -> tuple[str, ...]:
+        """The errors of what a rank sends. Those of the chunk that it owns are lost with its place."""
+        return ("residual",) if self.error_feedback else ()
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """Zero residuals or magnitudes; nothing where neither is kept, or with a single rank."""
         if groups.size == 1:

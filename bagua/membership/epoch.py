@@ -94,7 +94,7 @@ class Epoch:
         if idle := [member.name for member in members if not member.seats]:
             raise ValueError(f"members: {idle[0]} has no ranks")
         founders = tuple(replace(m, held=0, votes=True) for m in members)
-        return cls(number=FIRST_EPOCH, step=0, group=FIRST_EPOCH, group_step=0, members=founders, tie_break=tie_break, reason="start")
+        return cls(FIRST_EPOCH, 0, FIRST_EPOCH, 0, founders, tie_break, "start")
 
     @cached_property
     def by_name(self) -> dict[str, Member]:

@@ -370,8 +370,9 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
             of local steps on; `rounds`: of averaging in the background to be made after it; `until_told`: all train on
             until each has that; `at_commit`: arguments of `watch_commit`; `dies_in_step`, `dies_in_exchange`,
             `holds_at`: place and attempt; `dies_in_distribute`: place and argument of `die_in_distribute`, and ranks
-            begin with weights of their own; `late_in_distribute`: places that call it when a rank is lost; `lr`: of the optimizer; `pull`: outputs are drawn there, or away at odd
-            places; `gossip`: tell weights and replicas at the end; others as in `Job`.
+            begin with weights of their own; `late_in_distribute`: places that call it when a rank is lost; `lr`: of
+            the optimizer; `pull`: outputs are drawn there, or away at odd places; `gossip`: tell weights and replicas
+            at the end; others as in `Job`.
     """
     given = {
         "train": train_steps,

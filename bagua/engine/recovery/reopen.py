@@ -20,6 +20,7 @@ from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments
 from bagua.engine.lanes.lane import Lane, make_lane
 from bagua.engine.recovery.backup import Backup
+from bagua.engine.recovery.carry_errors import carry_errors
 from bagua.engine.recovery.catch_up import catch_up, go_on_without, kept_tensors, position_of
 from bagua.engine.recovery.leading import align, begun, who_leads
 from bagua.engine.recovery.manager import RecoveryManager
@@ -384,6 +385,7 @@ def _take_over(engine: Engine, old: Engine) -> None:
     for (name, index), tensor in kept_tensors(old).items():
         engine.memory.tensor(name, engine.buckets[index], tensor)
         tensors[name, index].copy_(tensor)
+    carry_errors(old.memory.states, engine.memory.states)
     if engine.buckets:
         engine.algorithm.on_members_changed(engine.context)
     if old.tracker.ending:
