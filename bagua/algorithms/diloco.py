@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,25 @@ from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.options import check_number
 from bagua.algorithms.registry import register
+from bagua.algorithms.rounds import told, uses_adam
 from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 
 __all__ = ["DiLoCo"]
+
+
+class _Rounds(NamedTuple):
+    """Interval, codec and outer optimizer."""
+
+    interval: int
+    codec: str
+    lr: float
+    momentum: float
+
+
+_ROUNDS = _Rounds(8, "int4", 0.7, 0.5)
+_ADAM_ROUNDS = _Rounds(2, "eden:bits=2", 1.0, 0.0)  # twice the bytes
 
 
 @register
@@ -38,12 +52,18 @@ class DiLoCo(Algorithm):
     `bagua.average_parameters` makes the weights of all ranks equal.
 
     Args:
-        communication_interval: H, inner steps between two outer steps; the papers use 100 to 500. The default, short
-            rounds of 4 bits, sends as many bytes as H = 64 with "identity" and learns better in runs of some 500 steps
+        communication_interval: H, inner steps between two outer steps; the papers use 100 to 500. None (default): 8.
+        outer_lr, outer_momentum: the outer optimizer; None (default): 0.7 and 0.5. The paper's momentum is 0.9, for
+            hundreds of rounds; in runs of 5 to 80 rounds 0.5 was better with SGD, Adam and Muon
             (docs/algorithms/diloco.md).
-        outer_lr, outer_momentum, nesterov: the outer optimizer. The paper's momentum is 0.9, for hundreds of rounds; in
-            runs of 5 to 80 rounds 0.5 was better with SGD, Adam and Muon (docs/algorithms/diloco.md).
-        codec: encoding of d: "int4", "minmax_uint8", "bf16", "identity", or any codec.
+        nesterov: Nesterov momentum; None (default): where there is momentum.
+        codec: encoding of d: "int4" (what None, the default, means), "minmax_uint8", "bf16", "identity", or any codec.
+            With these defaults, short rounds of 4 bits, as many bytes are sent as for H = 64 with "identity", and runs
+            of some 500 steps learn better (docs/algorithms/diloco.md).
+            If none of these five options nor `fragments` or `delay` is given and all optimizers are of Adam's kind
+            (their groups have `betas`), there is a round of 2 bits every 2 steps whose outer step takes the average of
+            the weights (rate 1, no momentum): twice the bytes, and a much lower loss (docs/algorithms/local_sgd.md).
+            A notice says so.
         error_feedback: add the compression error of one round to the next (lossy, non-linear codecs).
         fragments: bucket i belongs to fragment i mod `fragments`, and fragment f takes its outer step
             H/fragments steps after fragment f - 1, so that the network is used evenly. Must divide H.
@@ -76,11 +96,11 @@ class DiLoCo(Algorithm):
     lost_step: ClassVar[LostStep | None] = LostStep.REPEAT
     kept: ClassVar[tuple[str, ...]] = ("anchor", "momentum", "launched_at", "second_moment", "adam_steps")
 
-    communication_interval: int = 8
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.5
-    nesterov: bool = True
-    codec: str | Codec = "int4"
+    communication_interval: int | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    nesterov: bool | None = None
+    codec: str | Codec | None = None
     error_feedback: bool = False
     fragments: int = 1
     delay: int = 0
@@ -89,48 +109,77 @@ class DiLoCo(Algorithm):
     scale_second_moment: bool | None = False
 
     def __post_init__(self) -> None:
-        check_interval("communication_interval", self.communication_interval)
+        if self.communication_interval is not None:
+            check_interval("communication_interval", self.communication_interval)
         check_interval("fragments", self.fragments)
-        if self.communication_interval % self.fragments:
-            raise ValueError(
-                f"fragments: {self.fragments} does not divide communication_interval={self.communication_interval}"
-            )
+        if self.interval % self.fragments:
+            raise ValueError(f"fragments: {self.fragments} does not divide communication_interval={self.interval}")
         if isinstance(self.delay, bool) or not isinstance(self.delay, int) or not 0 <= self.delay <= self._spacing:
             raise ValueError(
                 f"delay: expected 0 to communication_interval / fragments = {self._spacing} steps, got {self.delay!r}"
             )
-        check_number("outer_lr", self.outer_lr, 0.0)
-        if not self.outer_lr:
+        lr, momentum, nesterov = self._outer
+        check_number("outer_lr", lr, 0.0)
+        if not lr:
             raise ValueError("outer_lr: expected a number > 0, got 0, which would never change the weights")
-        check_number("outer_momentum", self.outer_momentum, 0.0, 1.0)
+        check_number("outer_momentum", momentum, 0.0, 1.0)
         if self.mixing is not None:
             check_number("mixing", self.mixing, 0.0, 1.0)
-        if self.nesterov and not self.outer_momentum:
+        if nesterov and not momentum:
             raise ValueError("nesterov: True needs outer_momentum > 0; pass nesterov=False for plain outer SGD")
         _ = self.exchange
+
+    @property
+    def interval(self) -> int:
+        """Inner steps between two outer steps; with Adam only once it was fitted to the optimizers."""
+        return _ROUNDS.interval if self.communication_interval is None else self.communication_interval
+
+    @property
+    def _outer(self) -> tuple[float, float, bool]:
+        """Learning rate and momentum of the outer optimizer, and whether the momentum is Nesterov's."""
+        momentum = _ROUNDS.momentum if self.outer_momentum is None else self.outer_momentum
+        nesterov = bool(momentum) if self.nesterov is None else self.nesterov
+        return _ROUNDS.lr if self.outer_lr is None else self.outer_lr, momentum, nesterov
+
+    @property
+    def _codec(self) -> Codec:
+        return codecs.get(_ROUNDS.codec if self.codec is None else self.codec)
+
+    @property
+    def _fitted_to_adam(self) -> bool:
+        return (self.communication_interval, self.codec, *self._outer[:2]) == _ADAM_ROUNDS
 
     @cached_property
     def exchange(self) -> Exchange:
         """The mean of all ranks."""
-        return mix(
-            "complete",
-            codecs.get(self.codec),
-            hierarchical=bool(self.hierarchical),
-            error_feedback=self.error_feedback,
-        )
+        return mix("complete", self._codec, hierarchical=bool(self.hierarchical), error_feedback=self.error_feedback)
 
     @property
     def _spacing(self) -> int:
         """Steps between the rounds of two consecutive fragments."""
-        return self.communication_interval // self.fragments
+        return self.interval // self.fragments
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
-        return fit_hierarchy(self, nodes, default=not codecs.get(self.codec).linear)
+        return fit_hierarchy(self, nodes, default=not self._codec.linear)
+
+    def for_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
+        """Short rounds of few bits and a plain outer step with Adam, unless one of the options was given."""
+        given = (self.communication_interval, self.codec, self.outer_lr, self.outer_momentum, self.nesterov)
+        untouched = given == (None,) * len(given) and self.fragments == 1 and not self.delay
+        rounds = _ADAM_ROUNDS if untouched and uses_adam(optimizers) else _ROUNDS
+        fitted = replace(
+            self,
+            communication_interval=rounds.interval if self.communication_interval is None else self.interval,
+            codec=rounds.codec if self.codec is None else self.codec,
+            outer_lr=rounds.lr if self.outer_lr is None else self.outer_lr,
+            outer_momentum=rounds.momentum if self.outer_momentum is None else self.outer_momentum,
+        )
+        return replace(fitted, nesterov=fitted._outer[2])
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """The exchange's, spread over the interval."""
-        return self.exchange.bytes_per_rank(n, size) / self.communication_interval
+        return self.exchange.bytes_per_rank(n, size) / self.interval
 
     def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """An optimizer must have second moments where they are to be corrected."""
@@ -148,13 +197,15 @@ class DiLoCo(Algorithm):
                 f"fragments={self.fragments}, but the parameters fill {len(ctx.buckets)} bucket(s) only; "
                 "lower bucket_bytes or fragments"
             )
+        if self._fitted_to_adam and uses_adam(ctx.optimizers):
+            ctx.notice(told(self.name, ctx.optimizers, _ADAM_ROUNDS.interval, _ADAM_ROUNDS.codec))
         ctx.prepare(self.exchange)
         if fit_scaling(self.scale_second_moment, ctx, self.name):
             set_up_second_moments(ctx)
         for bucket in ctx.buckets:
             wide = bucket.flat.element_size() >= 4
             anchor = ctx.tensor("anchor", bucket, bucket.flat if wide else bucket.flat.float())
-            if self.outer_momentum:
+            if self._outer[1]:
                 ctx.tensor("momentum", bucket, anchor).zero_()
             if self.delay:
                 ctx.tensor("delta", bucket)
@@ -203,17 +254,17 @@ class DiLoCo(Algorithm):
 
     def _due(self, ctx: Context, step: int) -> list[Bucket]:
         """The buckets whose round begins at the end of step `step`."""
-        into, between = divmod(step % self.communication_interval, self._spacing)
+        into, between = divmod(step % self.interval, self._spacing)
         fragment = (into - 1) % self.fragments
         return [] if between or step < 1 else [each for each in ctx.buckets if each.index % self.fragments == fragment]
 
     def _outer_step(self, ctx: Context, buckets: list[Bucket]) -> None:
         kept = self.mixing if self.mixing is not None else 0.5 if self.delay else 0.0
-        lr, mu = self.outer_lr, self.outer_momentum
+        lr, mu, nesterov = self._outer
         for bucket in buckets:
             anchor, d = ctx.tensor("anchor", bucket), self._delta(ctx, bucket)
             momentum = ctx.tensor("momentum", bucket).mul_(mu).add_(d) if mu else d
-            if self.nesterov:
+            if nesterov:
                 anchor.add_(d, alpha=-lr).add_(momentum, alpha=-lr * mu)
             else:
                 anchor.add_(momentum, alpha=-lr)

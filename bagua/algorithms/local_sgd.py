@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -13,13 +13,18 @@ from torch import nn
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Context, Exactness, LostStep, Payload
 from bagua.algorithms.decentralized import check_interval
+from bagua.algorithms.diloco import DiLoCo
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
+from bagua.algorithms.rounds import told, uses_adam
 from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 
 __all__ = ["LocalSGD"]
+
+_ROUNDS = (8, "identity")  # interval and codec
+_ADAM_ROUNDS = (2, "minmax_uint8")  # the same bytes
 
 
 @register
@@ -30,15 +35,21 @@ class LocalSGD(Algorithm):
     Post-local SGD is `Warmup(steps, "gradient_allreduce", "local_sgd")`.
 
     Args:
-        communication_interval: steps between two averages.
-        hierarchical: sum within each node first; None means False.
-        codec: "identity" or a linear codec.
+        communication_interval: steps between two averages. None (default): 8.
+        codec: "identity" (what None, the default, means) or another linear codec averages the weights. With any other,
+            as "minmax_uint8" or "int4", the change of the weights since the last average is encoded: a round is the one
+            of `DiLoCo` with a plain outer step, and needs a copy of the weights.
+            If neither option is given and all optimizers are of Adam's kind (their groups have `betas`), there is an
+            average of changes in 8 bits every 2 steps. That is as many bytes, and the loss is much lower
+            (docs/algorithms/local_sgd.md); a notice says so.
+        hierarchical: sum within each node first. None (default) does so where nodes have several ranks and the codec
+            is not linear: their ranks would share the node's link.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
             mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
             and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with `torch.optim.Adam` and
             `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
 
-    Bytes: 2 (R-1)/R times the weights, once per interval.
+    Bytes: 2 (R-1)/R times the encoded weights, once per interval.
     Source: arXiv:1805.09767 (local SGD), algorithm 1; arXiv:1808.07217 (post-local SGD).
 
     Examples:
@@ -51,30 +62,60 @@ class LocalSGD(Algorithm):
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     payload_kind: ClassVar[Payload] = Payload.PARAM
     lost_step: ClassVar[LostStep | None] = LostStep.REPEAT
-    kept: ClassVar[tuple[str, ...]] = ("second_moment", "adam_steps")
+    kept: ClassVar[tuple[str, ...]] = ("anchor", "second_moment", "adam_steps")
 
-    communication_interval: int = 8
+    communication_interval: int | None = None
     hierarchical: bool | None = None
-    codec: str | Codec = "identity"
+    codec: str | Codec | None = None
     scale_second_moment: bool | None = False
 
     def __post_init__(self) -> None:
-        check_interval("communication_interval", self.communication_interval)
-        if not codecs.get(self.codec).linear:
-            raise ValueError(f"codec {codecs.get(self.codec).name!r}: weights would be rounded; use a linear codec")
+        if self.communication_interval is not None:
+            check_interval("communication_interval", self.communication_interval)
+        codec, many = self._codec, 1 << 20
+        if not codec.unbiased and 8 * codec.wire_bytes(many) < 4 * many:
+            raise ValueError(
+                f"codec {codec.name!r}: what it does not send of a change would be lost; use an unbiased codec, as "
+                "'eden', or diloco with error_feedback=True"
+            )
+        _ = self.exchange  # refuse what does not mix now, not in the middle of a run
+
+    @property
+    def interval(self) -> int:
+        """Steps between two averages; with Adam only once it was fitted to the optimizers."""
+        return self.communication_interval or _ROUNDS[0]
+
+    @property
+    def _codec(self) -> Codec:
+        return codecs.get(_ROUNDS[1] if self.codec is None else self.codec)
+
+    @cached_property
+    def _changes(self) -> DiLoCo | None:
+        """Averages the changes of the weights; None: the weights are averaged themselves."""
+        if self._codec.linear:
+            return None
+        given = {"hierarchical": self.hierarchical, "scale_second_moment": self.scale_second_moment}
+        return DiLoCo(self.interval, 1.0, 0.0, False, self._codec, **given)
 
     @cached_property
     def exchange(self) -> Exchange:
         """The mean of all ranks."""
-        return mix("complete", self.codec, hierarchical=bool(self.hierarchical))
+        return mix("complete", self._codec, hierarchical=bool(self.hierarchical))
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
-        return fit_hierarchy(self, nodes, default=False)
+        return fit_hierarchy(self, nodes, default=not self._codec.linear)
+
+    def for_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
+        """Short rounds of few bits with Adam, unless the interval or the codec was given."""
+        given = (self.communication_interval, self.codec) != (None, None)
+        interval, codec = _ADAM_ROUNDS if not given and uses_adam(optimizers) else _ROUNDS
+        fitted = interval if self.communication_interval is None else self.communication_interval
+        return replace(self, communication_interval=fitted, codec=codec if self.codec is None else self.codec)
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """The exchange's, spread over the interval."""
-        return self.exchange.bytes_per_rank(n, size) / self.communication_interval
+        return self.exchange.bytes_per_rank(n, size) / self.interval
 
     def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """An optimizer must have second moments where they are to be corrected."""
@@ -83,15 +124,24 @@ class LocalSGD(Algorithm):
 
     def setup(self, ctx: Context) -> None:
         """Prepare the exchange; the second moments at hand are taken as they are."""
+        if (self.interval, self.codec) == _ADAM_ROUNDS and uses_adam(ctx.optimizers):
+            ctx.notice(told(self.name, ctx.optimizers, *_ADAM_ROUNDS))
+        scales = fit_scaling(self.scale_second_moment, ctx, self.name)  # first: it is resolved once
+        if self._changes is not None:
+            self._changes.setup(ctx)
+            return
         ctx.prepare(self.exchange)
-        if fit_scaling(self.scale_second_moment, ctx, self.name):
+        if scales:
             set_up_second_moments(ctx)
 
     def on_step_end(self, ctx: Context) -> None:
-        """Average after every `communication_interval`-th step."""
+        """Average after every `interval`-th step."""
+        if self._changes is not None:
+            self._changes.on_step_end(ctx)
+            return
         if fit_scaling(self.scale_second_moment, ctx, self.name):
             rescale_second_moments(ctx)
-        if (ctx.step + 1) % self.communication_interval:
+        if (ctx.step + 1) % self.interval:
             return
         if not ctx.repeats:
             for bucket in ctx.buckets:

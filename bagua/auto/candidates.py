@@ -55,7 +55,7 @@ class Candidate:
 
     def make(self, nodes: tuple[tuple[int, ...], ...], optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
         """The algorithm, fitted to the job's nodes and optimizers as `distribute` does."""
-        return get(self.algorithm, **self.options).for_nodes(nodes)[0].for_optimizers(optimizers)
+        return get(self.algorithm, **self.options).for_optimizers(optimizers).for_nodes(nodes)[0]
 
 
 EXACT = Candidate("gradient_allreduce", "exact", "gradient_allreduce")

@@ -103,7 +103,7 @@ def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
     except TypeError as error:  # an algorithm with several exchanges has no `exchange`
         raise UnknownCourseError(f"algorithms: how {name!r} spends a step is not known: {error}") from error
     lanes = LANES_OF_WIDE if _narrowness(buckets[0].exchange, cluster) <= WIDE else DEFAULT_NUM_LANES
-    every = max(int(getattr(algorithm, "communication_interval", 0)) or traffic.every, 1)
+    every = max(int(getattr(algorithm, "communication_interval", 0) or 0) or traffic.every, 1)
     moment = Moment.AFTER if every > 1 and delay == 0 and hasattr(algorithm, "delay") else traffic.moment
     momenta = contender.optimizer in contenders.ADAMS
     return Recipe(name, moment, buckets, lanes, every, min(delay, every), contender.synchronous, momenta)

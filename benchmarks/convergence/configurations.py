@@ -113,11 +113,14 @@ def _configurations() -> Iterable[Configuration]:
     yield adam("qadam", "qadam", "qadam")
     yield adam("qadam sign", "qadam", "qadam", codec="sign")
     yield adam("zero_one_adam", "zero_one_adam", "zero_one_adam")
-    yield adam("local_sgd, adam", "local_sgd")
-    yield adam("local_sgd after 25 %, adam", "local_sgd", warmup=0.25)
+    long: dict[str, Any] = {"communication_interval": 8, "codec": "identity"}
+    yield adam("local_sgd, adam", "local_sgd", **long)
+    yield adam("local_sgd after 25 %, adam", "local_sgd", warmup=0.25, **long)
+    yield adam("local_sgd by optimizer, adam", "local_sgd")
     own: dict[str, Any] = {"communication_interval": 16, "codec": "identity"}
     yield adam("diloco, adam", "diloco", **own)
     yield adam("diloco after 25 %, adam", "diloco", warmup=0.25, **own)
+    yield adam("diloco by optimizer, adam", "diloco")
     yield Configuration("one_bit_lamb", "lamb", "one_bit_lamb", optimizer="one_bit_lamb")
     yield Configuration("one_bit_lamb 8 bits", "lamb", "one_bit_lamb", {"codec": "minmax_uint8"}, 0.0, "one_bit_lamb")
 

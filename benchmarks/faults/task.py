@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bagua.algorithms.rounds import interval_of
 from benchmarks.char_lm import CharLM, draw_windows, even_windows, load_text
 from benchmarks.convergence.configurations import Configuration, all_configurations, make_optimizer
 
@@ -134,7 +135,7 @@ def longest_interval(algorithm: str) -> int:
     kind = configuration.optimizer or configuration.family
     optimizer = make_optimizer(kind, [nn.Parameter(torch.zeros(1))], _RATES[configuration.family], _NOMINAL_STEPS)
     local = [group.get("local_step_clipper", 1) for group in optimizer.param_groups]  # of 0/1 Adam
-    return max(getattr(configuration.make(_LONG_RUN), "communication_interval", 1), *local)
+    return max(interval_of(configuration.make(_LONG_RUN)), *local)
 
 
 def state_bytes(task: Task) -> int:

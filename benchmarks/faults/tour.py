@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bagua.algorithms import LostStep, get
+from bagua.algorithms.rounds import interval_of
 from bagua.bench import progress
 from benchmarks.faults.analysis import Fault, cost_of, splits
 from benchmarks.faults.job import Job, Stuck
@@ -129,7 +130,7 @@ def local_steps(settings: Settings) -> int:
     algorithm = configuration_of(settings.algorithm).make(10_000)
     if algorithm.lost_step is LostStep.FREE:
         return math.ceil(settings.detect_s / (settings.step_ms / 1000)) + 2
-    return getattr(algorithm, "communication_interval", 1) - 1
+    return interval_of(algorithm) - 1
 
 
 def transfer_s(received: Sequence[tuple[float, int]], state: int) -> float | None:

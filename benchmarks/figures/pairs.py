@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import torch
 
 import bagua
+from bagua.algorithms import DiLoCo, LocalSGD
 from bagua.algorithms.feedback import fit_feedback
 from bagua.bench import contenders
 from bagua.bench.training import make_optimizer as timed_optimizer
@@ -72,26 +73,30 @@ def paired(times: Tradeoff, runs: Convergence) -> dict[str, str]:
 def _timed(entrant: str) -> dict[str, Any]:
     found = contenders.get(entrant)
     model = torch.nn.Linear(1, 1)
-    group = timed_optimizer(found.optimizer, model, emulated=False).param_groups[0]  # pyright: ignore[reportArgumentType]
-    return _resolved(found.algorithm, found.options, found.optimizer, group)
+    optimizer = timed_optimizer(found.optimizer, model, emulated=False)  # pyright: ignore[reportArgumentType]
+    return _resolved(found.algorithm, found.options, found.optimizer, optimizer)
 
 
 def _trained(runs: Convergence, configuration: str) -> dict[str, Any]:
     settings = runs.settings(configuration)
     algorithm, kind = settings.pop("algorithm"), settings.pop("optimizer")
-    group = trained_optimizer(kind, torch.nn.Linear(1, 1).parameters(), 0.1, 160).param_groups[0]
-    return _resolved(algorithm, settings, kind, group)
+    optimizer = trained_optimizer(kind, torch.nn.Linear(1, 1).parameters(), 0.1, 160)
+    return _resolved(algorithm, settings, kind, optimizer)
 
 
-def _resolved(algorithm: str, options: Any, optimizer: str, group: dict[str, Any]) -> dict[str, Any]:
+def _resolved(algorithm: str, options: Any, kind: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """All settings that decide what is sent and when, defaults included."""
-    found = asdict(bagua.algorithms.get(algorithm, **options))
+    made = bagua.algorithms.get(algorithm, **options)
+    if isinstance(made, LocalSGD | DiLoCo):  # their rounds depend on the optimizer
+        made = made.for_optimizers([optimizer])
+    assert is_dataclass(made) and not isinstance(made, type)
+    found = asdict(made)
     if isinstance(found.get("codec"), str) and "error_feedback" in found:
         found["error_feedback"] = fit_feedback(found["error_feedback"], get_codec(found["codec"]))
     # bytegrad is gradient_allreduce with another codec by default, where each host has one rank.
     found["algorithm"] = "gradient_allreduce" if algorithm == "bytegrad" else algorithm
-    if optimizer in _TWO_STAGES:
-        found |= {name: value for name, value in group.items() if name not in _NO_TRAFFIC}
+    if kind in _TWO_STAGES:
+        found |= {name: value for name, value in optimizer.param_groups[0].items() if name not in _NO_TRAFFIC}
     return found
 
 

@@ -248,7 +248,8 @@ def test_bytes_per_step_are_what_available_says() -> None:
         (lambda: Decentralized(codec="minmax_uint8"), ("minmax_uint8", "complete")),
         (lambda: Decentralized(codec="minmax_uint8", topology="exponential"), ("minmax_uint8", "exponential")),
         (lambda: LowPrecisionDecentralized(topology="shift_one"), ("shift_one", "minmax_uint8")),
-        (lambda: LocalSGD(codec="minmax_uint8"), ("minmax_uint8",)),
+        (lambda: LocalSGD(codec="sign"), ("sign", "diloco", "error_feedback")),
+        (lambda: LocalSGD(codec="top_k"), ("top_k", "eden")),
         (lambda: LocalSGD(communication_interval=2.5), ("communication_interval", "2.5")),  # pyright: ignore
         (lambda: Warmup(-1, "bytegrad", "bytegrad"), ("steps", "-1")),
         (lambda: Warmup(3, "bytegrad", "nothing"), ("'nothing'",)),

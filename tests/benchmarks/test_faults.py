@@ -15,6 +15,7 @@ import pytest
 
 import bagua
 from bagua.algorithms import LostStep
+from bagua.algorithms.rounds import interval_of
 from benchmarks.faults import __main__ as program
 from benchmarks.faults import chaos, report, rounds, systems
 from benchmarks.faults.analysis import Fault, cost_of, differing, intervals, participation, splits
@@ -100,7 +101,7 @@ def test_longest_intervals() -> None:
     assert dict(zip(names, map(longest_interval, names), strict=True)) == {
         "bytegrad": 1,
         "diloco": 16,  # as the benchmark configures it
-        "local_sgd": bagua.algorithms.get("local_sgd").communication_interval,
+        "local_sgd": interval_of(bagua.algorithms.get("local_sgd")),
         "zero_one_adam": 4,
     }
 

@@ -23,8 +23,9 @@ PARAMETERS = 100_000_000
 
 
 def algorithm(call: str) -> bagua.Algorithm:
-    """What a cell such as `"bytegrad", codec="int4"` stands for."""
-    return eval(f"get({call.strip('`')})", {"get": bagua.algorithms.get})
+    """What a cell such as `"bytegrad", codec="int4"` stands for, with AdamW."""
+    made: bagua.Algorithm = eval(f"get({call.strip('`')})", {"get": bagua.algorithms.get})
+    return made.for_optimizers([torch.optim.AdamW([nn.Parameter(torch.zeros(1))])])
 
 
 def section(heading: str) -> str:

@@ -217,6 +217,7 @@ CHOSEN = [(1, None), (2, 0), (6, 3), (9, 10), (8, 9)]
 #: Algorithms with more state than sums show.
 STATEFUL = {
     "momentum": (bagua.algorithms.DiLoCo(communication_interval=INTERVAL), "sgd"),
+    "codec": (bagua.algorithms.LocalSGD(communication_interval=INTERVAL, codec="minmax_uint8"), "sgd"),
     "delay": (bagua.algorithms.DiLoCo(communication_interval=INTERVAL, delay=1, mixing=0.0), "sgd"),
     "hierarchical": (bagua.algorithms.LocalSGD(communication_interval=INTERVAL, hierarchical=True), "sgd"),
     "zero_one_adam": (bagua.algorithms.ZeroOneAdam(codec="minmax_uint8"), "zero_one_adam"),

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from bagua.algorithms.base import Algorithm, Exactness
+from bagua.algorithms.rounds import interval_of
 from bagua.autotune import ALWAYS_DIRECT, Settings, Space
 from bagua.engine.reducer.bucket import part_ranges
 from bagua.engine.reducer.bucketing import Entry, last_part_bytes, make_plan
@@ -43,7 +44,7 @@ def why_not(engine: Tunable) -> str:
 
 def period_of(algorithm: Algorithm) -> int:
     """Steps after which the pattern of steps repeats."""
-    return int(getattr(algorithm, "communication_interval", 1))
+    return interval_of(algorithm)
 
 
 def space_of(engine: Tunable) -> Space:
