@@ -13,11 +13,26 @@ from torch import Tensor, nn
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep, Payload
 from bagua.algorithms.decentralized import check_interval
+from bagua.algorithms.mean_moments import check_mean_moments
 from bagua.algorithms.nodes import fit_hierarchy
-from bagua.algorithms.options import check_number
+from bagua.algorithms.options import check_number, shown
 from bagua.algorithms.registry import register
+from bagua.algorithms.round_moments import (
+    begin_round,
+    infer_round,
+    look_for_changes,
+    record_local_step,
+    set_up_rounds,
+    shows_mean_steps,
+)
 from bagua.algorithms.rounds import told, uses_adam
-from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
+from bagua.algorithms.second_moment import (
+    check_scalable,
+    fit_mean_moments,
+    fit_scaling,
+    rescale_second_moments,
+    set_up_second_moments,
+)
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 
@@ -73,10 +88,15 @@ class DiLoCo(Algorithm):
             without a delay and 0.5 with one, as in the paper.
         hierarchical: sum within each node first. None (default) does so where nodes have several ranks and the codec
             cannot be summed, as "int4": their ranks would share the node's link.
+        mean_moments: after a round set both moments of Adam to those of the mean gradients, which the average of the
+            weights shows. Nothing is exchanged for it; two tensors of the size of the weights are kept. Needs a plain
+            outer step (rate 1, no momentum), one fragment and no delay. None (default): with these, rounds of up to 4
+            steps and at least 4 bits, for `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32
+            bits, unless `scale_second_moment` is true; a notice says so.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
             mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
-            and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with `torch.optim.Adam` and
-            `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
+            and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with the same optimizers and
+            weights, unless `mean_moments` sets them; a notice says so.
 
     Bytes: those of the exchange, once per H steps; peaks are 1/fragments of a round.
     Source: arXiv:2311.08105 (DiLoCo), algorithm 1; arXiv:2501.18512 (Streaming DiLoCo), algorithm 2: fragments,
@@ -107,6 +127,11 @@ class DiLoCo(Algorithm):
     mixing: float | None = None
     hierarchical: bool | None = None
     scale_second_moment: bool | None = False
+    mean_moments: bool | None = None
+
+    def __repr__(self) -> str:
+        """As of any dataclass, but without `mean_moments` if it is open."""
+        return shown(self, ("mean_moments",))
 
     def __post_init__(self) -> None:
         if self.communication_interval is not None:
@@ -127,7 +152,25 @@ class DiLoCo(Algorithm):
             check_number("mixing", self.mixing, 0.0, 1.0)
         if nesterov and not momentum:
             raise ValueError("nesterov: True needs outer_momentum > 0; pass nesterov=False for plain outer SGD")
+        if self.mean_moments and self.scale_second_moment:
+            raise ValueError("mean_moments and scale_second_moment contradict: the first needs no estimate")
+        if self.mean_moments and self._given and not self._averages:
+            raise ValueError(
+                "mean_moments: needs rounds that end with the average of the weights: outer_lr=1, outer_momentum=0, "
+                "fragments=1 and delay=0"
+            )
         _ = self.exchange
+
+    @property
+    def _given(self) -> bool:
+        """Whether an option was given that keeps the rounds from being fitted to Adam."""
+        options = (self.communication_interval, self.codec, self.outer_lr, self.outer_momentum, self.nesterov)
+        return options != (None,) * len(options) or self.fragments != 1 or self.delay != 0
+
+    @property
+    def _averages(self) -> bool:
+        """Whether a round ends with the average of the weights, but for what the codec loses."""
+        return self._outer[:2] == (1.0, 0.0) and self.fragments == 1 and not self.delay
 
     @property
     def interval(self) -> int:
@@ -165,9 +208,7 @@ class DiLoCo(Algorithm):
 
     def for_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
         """Short rounds of few bits and a plain outer step with Adam, unless one of the options was given."""
-        given = (self.communication_interval, self.codec, self.outer_lr, self.outer_momentum, self.nesterov)
-        untouched = given == (None,) * len(given) and self.fragments == 1 and not self.delay
-        rounds = _ADAM_ROUNDS if untouched and uses_adam(optimizers) else _ROUNDS
+        rounds = _ADAM_ROUNDS if not self._given and uses_adam(optimizers) else _ROUNDS
         fitted = replace(
             self,
             communication_interval=rounds.interval if self.communication_interval is None else self.interval,
@@ -182,7 +223,9 @@ class DiLoCo(Algorithm):
         return self.exchange.bytes_per_rank(n, size) / self.interval
 
     def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """An optimizer must have second moments where they are to be corrected."""
+        """An optimizer must have moments where they are to be corrected."""
+        if self.mean_moments:
+            check_mean_moments(params, optimizers)
         if self.scale_second_moment:
             check_scalable(optimizers)
 
@@ -200,7 +243,9 @@ class DiLoCo(Algorithm):
         if self._fitted_to_adam and uses_adam(ctx.optimizers):
             ctx.notice(told(self.name, ctx.optimizers, _ADAM_ROUNDS.interval, _ADAM_ROUNDS.codec))
         ctx.prepare(self.exchange)
-        if fit_scaling(self.scale_second_moment, ctx, self.name):
+        if self._means(ctx):
+            set_up_rounds(ctx, self.interval)
+        if self._scales(ctx):
             set_up_second_moments(ctx)
         for bucket in ctx.buckets:
             wide = bucket.flat.element_size() >= 4
@@ -211,9 +256,16 @@ class DiLoCo(Algorithm):
                 ctx.tensor("delta", bucket)
                 ctx.tensor("launched_at", bucket, torch.zeros(1, dtype=torch.int64))
 
+    def on_step_begin(self, ctx: Context) -> None:
+        """Moments are inferred from the optimizers' steps alone."""
+        if self._means(ctx):
+            look_for_changes(ctx)
+
     def on_step_end(self, ctx: Context) -> None:
         """Finish the round that is due, then begin the one that is due; at once without a delay."""
-        if fit_scaling(self.scale_second_moment, ctx, self.name):
+        if self._means(ctx):
+            record_local_step(ctx)
+        if self._scales(ctx):
             rescale_second_moments(ctx)
         step = ctx.step + 1
         if self.delay:
@@ -235,6 +287,14 @@ class DiLoCo(Algorithm):
         if due and not self.delay:
             ctx.commit()
             self._outer_step(ctx, due)
+
+    def _means(self, ctx: Context) -> bool:
+        fits = self._averages and shows_mean_steps(self.interval, self._codec)
+        left_open = self.mean_moments is None and not self.scale_second_moment and fits
+        return fit_mean_moments(None if left_open else bool(self.mean_moments), ctx, self.name)
+
+    def _scales(self, ctx: Context) -> bool:
+        return fit_scaling(False if self._means(ctx) else self.scale_second_moment, ctx, self.name)
 
     def on_members_changed(self, ctx: Context) -> None:
         """Rounds in flight are lost; they begin again at the step at which they should have ended."""
@@ -268,10 +328,14 @@ class DiLoCo(Algorithm):
                 anchor.add_(d, alpha=-lr).add_(momentum, alpha=-lr * mu)
             else:
                 anchor.add_(momentum, alpha=-lr)
+            if self._means(ctx):
+                infer_round(ctx, bucket, self.interval, anchor)
             if kept:
                 bucket.flat.mul_(kept).add_(anchor, alpha=1 - kept)
             else:
                 bucket.flat.copy_(anchor)
+            if self._means(ctx):
+                begin_round(ctx, bucket, self.interval)
 
     def _delta(self, ctx: Context, bucket: Bucket) -> Tensor:
         """The pseudo-gradient, anchor minus weights: [N]; saved if a later step needs it."""

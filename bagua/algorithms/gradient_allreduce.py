@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -22,6 +22,7 @@ from bagua.algorithms.noise import (
     set_up_noise,
     share_of_noise,
 )
+from bagua.algorithms.options import shown
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec, Eden
 from bagua.exchanges import Exchange, mix
@@ -80,10 +81,8 @@ class GradientAllReduce(Algorithm):
             )
 
     def __repr__(self) -> str:
-        """As of any dataclass, but without `denoise_second_moment` if it is open: state that is older has none."""
-        left_out = {"denoise_second_moment"} if self.denoise_second_moment is None else set()
-        shown = [f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if each.name not in left_out]
-        return f"{type(self).__qualname__}({', '.join(shown)})"
+        """As of any dataclass, but without `denoise_second_moment` if it is open."""
+        return shown(self, ("denoise_second_moment",))
 
     @cached_property
     def exchange(self) -> Exchange:

@@ -14,10 +14,26 @@ from bagua import codecs
 from bagua.algorithms.base import Algorithm, Context, Exactness, LostStep, Payload
 from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.diloco import DiLoCo
+from bagua.algorithms.mean_moments import check_mean_moments
 from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.options import shown
 from bagua.algorithms.registry import register
+from bagua.algorithms.round_moments import (
+    begin_round,
+    infer_round,
+    look_for_changes,
+    record_local_step,
+    set_up_rounds,
+    shows_mean_steps,
+)
 from bagua.algorithms.rounds import told, uses_adam
-from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
+from bagua.algorithms.second_moment import (
+    check_scalable,
+    fit_mean_moments,
+    fit_scaling,
+    rescale_second_moments,
+    set_up_second_moments,
+)
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 
@@ -44,10 +60,14 @@ class LocalSGD(Algorithm):
             (docs/algorithms/local_sgd.md); a notice says so.
         hierarchical: sum within each node first. None (default) does so where nodes have several ranks and the codec
             is not linear: their ranks would share the node's link.
+        mean_moments: after a round set both moments of Adam to those of the mean gradients, which the average of the
+            weights shows. Nothing is exchanged for it; two tensors of the size of the weights are kept. None
+            (default): with rounds of up to 4 steps and at least 4 bits, for `torch.optim.Adam` and `AdamW` without
+            amsgrad and weights of at least 32 bits, unless `scale_second_moment` is true; a notice says so.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
             mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
-            and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with `torch.optim.Adam` and
-            `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
+            and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with the same optimizers and
+            weights, unless `mean_moments` sets them; a notice says so.
 
     Bytes: 2 (R-1)/R times the encoded weights, once per interval.
     Source: arXiv:1805.09767 (local SGD), algorithm 1; arXiv:1808.07217 (post-local SGD).
@@ -68,6 +88,11 @@ class LocalSGD(Algorithm):
     hierarchical: bool | None = None
     codec: str | Codec | None = None
     scale_second_moment: bool | None = False
+    mean_moments: bool | None = None
+
+    def __repr__(self) -> str:
+        """As of any dataclass, but without `mean_moments` if it is open."""
+        return shown(self, ("mean_moments",))
 
     def __post_init__(self) -> None:
         if self.communication_interval is not None:
@@ -78,6 +103,8 @@ class LocalSGD(Algorithm):
                 f"codec {codec.name!r}: what it does not send of a change would be lost; use an unbiased codec, as "
                 "'eden', or diloco with error_feedback=True"
             )
+        if self.mean_moments and self.scale_second_moment:
+            raise ValueError("mean_moments and scale_second_moment contradict: the first needs no estimate")
         _ = self.exchange  # refuse what does not mix now, not in the middle of a run
 
     @property
@@ -94,8 +121,9 @@ class LocalSGD(Algorithm):
         """Averages the changes of the weights; None: the weights are averaged themselves."""
         if self._codec.linear:
             return None
-        given = {"hierarchical": self.hierarchical, "scale_second_moment": self.scale_second_moment}
-        return DiLoCo(self.interval, 1.0, 0.0, False, self._codec, **given)
+        names = ("hierarchical", "scale_second_moment", "mean_moments")
+        options = {name: getattr(self, name) for name in names}
+        return DiLoCo(self.interval, 1.0, 0.0, False, self._codec, **options)
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -118,7 +146,9 @@ class LocalSGD(Algorithm):
         return self.exchange.bytes_per_rank(n, size) / self.interval
 
     def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """An optimizer must have second moments where they are to be corrected."""
+        """An optimizer must have moments where they are to be corrected."""
+        if self.mean_moments:
+            check_mean_moments(params, optimizers)
         if self.scale_second_moment:
             check_scalable(optimizers)
 
@@ -126,24 +156,34 @@ class LocalSGD(Algorithm):
         """Prepare the exchange; the second moments at hand are taken as they are."""
         if (self.interval, self.codec) == _ADAM_ROUNDS and uses_adam(ctx.optimizers):
             ctx.notice(told(self.name, ctx.optimizers, *_ADAM_ROUNDS))
-        scales = fit_scaling(self.scale_second_moment, ctx, self.name)  # first: it is resolved once
+        means, scales = self._means(ctx), self._scales(ctx)  # first: they are resolved once, with this name in notices
         if self._changes is not None:
             self._changes.setup(ctx)
             return
         ctx.prepare(self.exchange)
+        if means:
+            set_up_rounds(ctx, self.interval)
         if scales:
             set_up_second_moments(ctx)
+
+    def on_step_begin(self, ctx: Context) -> None:
+        """Moments are inferred from the optimizers' steps alone."""
+        if self._means(ctx):
+            look_for_changes(ctx)
 
     def on_step_end(self, ctx: Context) -> None:
         """Average after every `interval`-th step."""
         if self._changes is not None:
             self._changes.on_step_end(ctx)
             return
-        if fit_scaling(self.scale_second_moment, ctx, self.name):
+        infers = self._means(ctx)
+        if infers:
+            record_local_step(ctx)
+        if self._scales(ctx):
             rescale_second_moments(ctx)
         if (ctx.step + 1) % self.interval:
             return
-        if not ctx.repeats:
+        if not ctx.repeats and not infers:
             for bucket in ctx.buckets:
                 ctx.launch(self.exchange, bucket)
             ctx.wait()
@@ -153,4 +193,16 @@ class LocalSGD(Algorithm):
             ctx.launch(self.exchange, bucket, mean)
         ctx.commit()
         for bucket, mean in zip(ctx.buckets, means, strict=True):
+            if infers:
+                infer_round(ctx, bucket, self.interval, mean)
             bucket.flat.copy_(mean)
+            if infers:
+                begin_round(ctx, bucket, self.interval)
+
+    def _means(self, ctx: Context) -> bool:
+        fits = shows_mean_steps(self.interval, self._codec)
+        left_open = self.mean_moments is None and not self.scale_second_moment and fits
+        return fit_mean_moments(None if left_open else bool(self.mean_moments), ctx, self.name)
+
+    def _scales(self, ctx: Context) -> bool:
+        return fit_scaling(False if self._means(ctx) else self.scale_second_moment, ctx, self.name)

@@ -13,10 +13,19 @@ from bagua.algorithms.base import Bucket, Context
 # Of D l: what an inferred step may be off by, because weights are rounded. Its gradient may be off by 10 times that.
 _ERROR = 0.02
 
-__all__ = ["check_mean_moments", "forget_steps", "infer_moments", "record_steps", "set_up_mean_moments"]
+__all__ = [
+    "Slot",
+    "check_mean_moments",
+    "forget_steps",
+    "infer_moments",
+    "record_steps",
+    "set_up_mean_moments",
+    "slots_of",
+    "sums_of_bits",
+]
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """State and options of a parameter's Adam."""
 
     state: dict[str, Any]
@@ -24,6 +33,7 @@ class _Slot(NamedTuple):
 
     @property
     def step(self) -> int:
+        """Steps made."""
         return int(self.state["step"])
 
 
@@ -47,13 +57,13 @@ def check_mean_moments(params: Mapping[str, nn.Parameter], optimizers: Sequence[
 
 def set_up_mean_moments(ctx: Context) -> None:
     """Take what the optimizers hold as moments of the mean gradient; no step was made from there."""
-    held = _slots(ctx)
+    held = slots_of(ctx)
     for bucket in ctx.buckets:
         for name in ("first", "second"):
             ctx.tensor(name, bucket).zero_()
         for name, kind in (("size", torch.float64), ("counts", torch.int64)):
             ctx.tensor(name, bucket, torch.zeros(len(bucket.params), dtype=kind)).zero_()
-        ctx.tensor("sums", bucket, _sums(bucket))
+        ctx.tensor("sums", bucket, sums_of_bits(bucket))
         for param, first, second in _parts(ctx, bucket):
             if param in held:
                 first.copy_(held[param].state["exp_avg"])
@@ -62,7 +72,7 @@ def set_up_mean_moments(ctx: Context) -> None:
 
 def record_steps(ctx: Context) -> None:
     """After the optimizers' steps: keep l of each parameter, before a scheduler changes it, and a sum of its bits."""
-    held = _slots(ctx)
+    held = slots_of(ctx)
     for bucket in ctx.buckets:
         before = ctx.tensor("counts", bucket).tolist()
         counts = [held[param].step if param in held else 0 for param in bucket.params]
@@ -72,7 +82,7 @@ def record_steps(ctx: Context) -> None:
         ]
         ctx.tensor("counts", bucket).copy_(torch.tensor(counts, dtype=torch.int64))
         ctx.tensor("size", bucket).copy_(torch.tensor(sizes, dtype=torch.float64))
-        ctx.tensor("sums", bucket).copy_(_sums(bucket))
+        ctx.tensor("sums", bucket).copy_(sums_of_bits(bucket))
 
 
 def forget_steps(ctx: Context) -> None:
@@ -104,9 +114,9 @@ def infer_moments(ctx: Context, bucket: Bucket, mixed: Tensor) -> None:
     """
     if ctx.groups.world.size == 1:
         return
-    held, counts, sizes = _slots(ctx), ctx.tensor("counts", bucket).tolist(), ctx.tensor("size", bucket)
+    held, counts, sizes = slots_of(ctx), ctx.tensor("counts", bucket).tolist(), ctx.tensor("size", bucket)
     weights, means = bucket.split(bucket.flat), bucket.split(mixed)
-    same = ctx.tensor("sums", bucket) == _sums(bucket)  # stays on the device
+    same = ctx.tensor("sums", bucket) == sums_of_bits(bucket)  # stays on the device
     for (param, first, second), x, mean, count, size, untouched in zip(
         _parts(ctx, bucket), weights, means, counts, sizes.tolist(), same, strict=True
     ):
@@ -129,7 +139,7 @@ def infer_moments(ctx: Context, bucket: Bucket, mixed: Tensor) -> None:
     sizes.zero_()
 
 
-def _sums(bucket: Bucket) -> Tensor:
+def sums_of_bits(bucket: Bucket) -> Tensor:
     """Of each parameter the sum of its bits, as integers that wrap: whether it is still what the optimizer made it.
 
     Shapes: result: [P] int64, on the device of the bucket.
@@ -144,10 +154,10 @@ def _parts(ctx: Context, bucket: Bucket) -> list[tuple[nn.Parameter, Tensor, Ten
     return list(zip(bucket.params, firsts, seconds, strict=True))
 
 
-def _slots(ctx: Context) -> dict[nn.Parameter, _Slot]:
+def slots_of(ctx: Context) -> dict[nn.Parameter, Slot]:
     """Of the parameters that have state."""
     return {
-        param: _Slot(optimizer.state[param], group)
+        param: Slot(optimizer.state[param], group)
         for optimizer in ctx.optimizers
         for group in optimizer.param_groups
         for param in group["params"]

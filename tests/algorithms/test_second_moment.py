@@ -116,7 +116,7 @@ def test_second_moments_are_those_of_mean_gradients() -> None:
     algorithms = {
         "ddp": GradientAllReduce(),
         "scaled": LOCAL,
-        "local": LocalSGD(communication_interval=3, scale_second_moment=False),
+        "local": LocalSGD(communication_interval=3, scale_second_moment=False, mean_moments=False),
     }
     for name, algorithm in algorithms.items():
         simulated(size, algorithm, steps, partial(make, name))
@@ -202,7 +202,7 @@ def test_fused_optimizers() -> None:
 def test_choice_depends_on_the_optimizer_and_is_told(
     name: str, make: Any, dtype: torch.dtype, option: dict[str, Any], scales: bool
 ) -> None:
-    others: dict[str, Any] = {"mean_moments": False} if name == "decentralized" else {}
+    others: dict[str, Any] = {"mean_moments": False} if name in ("decentralized", "local_sgd") else {}
     others["scale_second_moment"] = None  # the choice has to be asked for
 
     def rank_main(team: Team) -> tuple[tuple[str, ...], set[str]]:

@@ -247,6 +247,17 @@ def test_a_rank_is_lost_with_second_moments(
     check(script, ends)
 
 
+@pytest.mark.parametrize(("dies", "holds"), CHOSEN)
+@pytest.mark.parametrize("codec", ["identity", "minmax_uint8"])
+def test_a_rank_is_lost_with_mean_moments(
+    monkeypatch: pytest.MonkeyPatch, store: str, codec: str, dies: int, holds: int | None
+) -> None:
+    """From the round in which members change nothing is inferred; the rounds after it go on."""
+    algorithm = bagua.algorithms.LocalSGD(communication_interval=INTERVAL, codec=codec, mean_moments=True)
+    script, ends = run(monkeypatch, store, algorithm, 2, dies, holds, lambda params: torch.optim.AdamW(params, lr=0.1))
+    check(script, ends)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dies", "holds"), points())
 @pytest.mark.parametrize(("name", "place"), [("local_sgd", 0), ("diloco", 2)])

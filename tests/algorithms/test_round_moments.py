@@ -1,0 +1,329 @@
+"""`mean_moments` of local_sgd and diloco: a numpy oracle, and that Adam's moments are then those of mean gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bagua
+from bagua.algorithms import Algorithm, DiLoCo, GradientAllReduce, LocalSGD, Warmup
+from bagua.comm.team import Team
+from tests.algorithms.defaults import told_and_kept
+from tests.algorithms.momentum import Plain, interrupted
+from tests.algorithms.quadratic import N, Quadratic, follow, start, targets
+from tests.rank_threads import run_teams
+
+STEPS, LR, B1, B2, EPS, DECAY = 24, 0.05, 0.9, 0.97, 1e-8, 0.1
+TOLERANCE = 3e-4
+PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+def local(interval: int, mean_moments: bool = True, codec: Any = "identity", **options: Any) -> LocalSGD:
+    return LocalSGD(interval, codec=codec, mean_moments=mean_moments, **options)
+
+
+def adamw(params: Any, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, **{"lr": LR, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY, **options})
+
+
+def oracle(size: int, interval: int, inferred: bool = True, begin: int = 0, falling: bool = False) -> np.ndarray:
+    """Weights after each step, [STEPS, size, N]; mean gradients before `begin`.
+
+    The rank's own average gradient is made of its gradients, the mean of all ranks of their displacements.
+    """
+    x = np.tile(start(), (size, 1))
+    m, v, seen = np.zeros_like(x), np.zeros_like(x), []
+    v_0, gradients_of_round, moved = v.copy(), [], 0.0
+    for k in range(1, STEPS + 1):
+        lr = LR * 0.97 ** (k - 1) if falling else LR
+        g = x - targets(size, k - 1)
+        if k <= begin:
+            g = np.tile(g.mean(0), (size, 1))
+        m, v = B1 * m + (1 - B1) * g, B2 * v + (1 - B2) * g**2
+        divisor = np.sqrt(v / (1 - B2**k)) + EPS
+        x = x * (1 - lr * DECAY) - lr / (1 - B1**k) * m / divisor
+        if k <= begin:
+            v_0 = v.copy()
+        else:
+            gradients_of_round.append(g)
+            moved += lr / (1 - B1**k) * (1 - B1 ** len(gradients_of_round))
+        if k > begin and k % interval == 0:
+            mean = np.tile(x.mean(0), (size, 1))
+            if inferred and len(gradients_of_round) == interval:
+                weights = np.array([1 - B1 ** (interval - j) for j in range(interval)])
+                apart = divisor * (x - mean) / moved
+                of_all = np.einsum("k,krn->rn", weights / weights.sum(), np.stack(gradients_of_round)) + apart
+                spread = (weights**2).sum() / weights.sum() ** 2
+                added = (v - B2**interval * v_0) / (1 - B2**interval)
+                mix = (1 - spread) / (size - spread)
+                v = B2**interval * v_0 + (1 - B2**interval) * ((1 - mix) * of_all**2 + mix * added)
+                m = m + (1 - B1**interval) * apart
+            x, v_0, gradients_of_round, moved = mean, v.copy(), [], 0.0
+        seen.append(x)
+    return np.stack(seen)
+
+
+def check(results: list, want: np.ndarray) -> None:
+    for rank, result in enumerate(results):
+        assert np.abs(result[0] - want[:, rank]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_is_the_oracles(size: int, interval: int) -> None:
+    check(run_teams(size, partial(follow, bucket_bytes=8), local(interval), STEPS, adamw), oracle(size, interval))
+    apart = np.abs(oracle(size, interval) - oracle(size, interval, inferred=False)).max()
+    assert apart > 50 * TOLERANCE, "the oracle would not notice"
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        local(3, codec=Plain()),
+        DiLoCo(3, codec="identity", mean_moments=True, **PLAIN),
+        DiLoCo(3, codec=Plain(), mean_moments=True, **PLAIN),
+        local(3, hierarchical=True),
+    ],
+    ids=["changes", "diloco", "diloco, changes", "hierarchical"],
+)
+def test_all_ways_to_average(algorithm: Algorithm) -> None:
+    check(run_teams(3, follow, algorithm, STEPS, adamw, nodes=[0, 0, 1]), oracle(3, 3))
+
+
+def test_one_rank_is_plain_adam() -> None:
+    alone, plain = (run_teams(1, follow, each, STEPS, adamw)[0] for each in (LocalSGD(2), GradientAllReduce()))
+    assert np.array_equal(alone[0], plain[0]) and not any("mean_moments" in each for each in alone[1].notices)
+
+
+def test_the_learning_rate_is_that_of_each_step() -> None:
+    size = 3
+
+    def run(team: Team) -> np.ndarray:
+        model = Quadratic()
+        own = adamw(model.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(own, 0.97)
+        bagua.distribute(model, own, local(3), process_group=team)
+        seen = []
+        for step in range(STEPS):
+            own.zero_grad()
+            model(torch.tensor(targets(size, step)[team.rank], dtype=torch.float32)).backward()
+            own.step()
+            schedule.step()
+            seen.append(torch.cat([model.b.detach(), model.w.detach().reshape(-1)]).double().numpy())
+        bagua.detach(model)
+        return np.stack(seen)
+
+    want = oracle(size, 3, falling=True)
+    for rank, seen in enumerate(run_teams(size, run)):
+        assert np.abs(seen - want[:, rank]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("begin", [4, 6])
+def test_after_a_warm_up(begin: int) -> None:
+    """The moments at hand are those of mean gradients. From a round that is not whole nothing is inferred."""
+    algorithm = Warmup(begin, "gradient_allreduce", local(2))
+    check(run_teams(3, follow, algorithm, STEPS, adamw), oracle(3, 2, begin=begin))
+    odd = Warmup(begin + 1, "gradient_allreduce", local(2))
+    check(run_teams(3, follow, odd, STEPS, adamw), oracle(3, 2, begin=begin + 1))
+
+
+def test_fused_optimizers() -> None:
+    check(run_teams(2, follow, local(2), STEPS, lambda params: bagua.optim.fuse(adamw(params))), oracle(2, 2))
+
+
+def test_nothing_is_sent_for_it() -> None:
+    runs = [run_teams(2, follow, local(2, means), STEPS, adamw)[0][1] for means in (True, False)]
+    assert runs[0].total.bytes_sent == runs[1].total.bytes_sent > 0
+    assert local(2).bytes_per_rank(N, 2) == local(2, False).bytes_per_rank(N, 2)
+
+
+@pytest.mark.parametrize("algorithm", [local(3), local(3, codec="minmax_uint8")], ids=["weights", "changes"])
+def test_resume_is_bit_identical(algorithm: Algorithm) -> None:
+    """Within a round, and right after one. Weights differ by rank, so each loads its own."""
+    for whole, resumed in run_teams(2, interrupted, adamw, algorithm, [1, 6, 8], 18):
+        for stop, other in resumed.items():
+            assert torch.equal(whole, other), stop
+
+
+def second_moment(team: Team, algorithm: Any) -> float:
+    """Mean over the elements, after 240 steps with a small learning rate."""
+    model = Quadratic()
+    own = adamw(model.parameters(), lr=1e-3, weight_decay=0.0)
+    bagua.distribute(model, own, algorithm, process_group=team)
+    for step in range(240):
+        own.zero_grad()
+        model(torch.tensor(targets(4, step)[team.rank], dtype=torch.float32)).backward()
+        own.step()
+    bagua.detach(model)
+    return float(torch.cat([own.state[p]["exp_avg_sq"].reshape(-1) for p in (model.b, model.w)]).mean())
+
+
+def test_second_moments_are_those_of_mean_gradients() -> None:
+    """Within a few percent; a rank's own would be about four times as large where gradients are mostly noise."""
+    exact = np.mean(run_teams(4, second_moment, "gradient_allreduce"))
+    for algorithm, most in ((local(2), 0.1), (local(4), 0.1), (local(2, codec="minmax_uint8"), 0.1)):
+        mean = np.mean(run_teams(4, second_moment, algorithm))
+        assert abs(mean / exact - 1) < most, (algorithm, mean / exact)
+    assert np.mean(run_teams(4, second_moment, local(2, False))) / exact > 1.4
+
+
+def trained(team: Team, algorithm: Algorithm, meddle: Any, lr: float = LR) -> dict[str, torch.Tensor]:
+    """Second moments after 12 steps, by name; `meddle` is called after each with the model and the step."""
+    model = Quadratic()
+    own = adamw(model.parameters(), lr=lr)
+    bagua.distribute(model, own, algorithm, process_group=team)
+    for step in range(12):
+        own.zero_grad()
+        model(torch.tensor(targets(3, step)[team.rank], dtype=torch.float32)).backward()
+        own.step()
+        meddle(model, step)
+    bagua.detach(model)
+    return {name: own.state[param]["exp_avg_sq"] for name, param in model.named_parameters()}
+
+
+def test_a_parameter_that_something_else_changes_keeps_its_own_moments() -> None:
+    """As a clamp does: bit for bit those without. The other parameter's are inferred."""
+
+    def clamp(model: Quadratic, step: int) -> None:
+        model.w.data.mul_(0.99)
+
+    runs = [run_teams(3, trained, local(2, means), clamp) for means in (True, False)]
+    for mean, plain in zip(*runs, strict=True):
+        assert torch.equal(mean["w"], plain["w"])
+        assert not torch.allclose(mean["b"], plain["b"], rtol=0.1)
+
+
+def test_averages_of_weights_within_a_round_are_not_taken_for_steps() -> None:
+    def average(model: Quadratic, step: int) -> None:
+        if step % 2 == 0:  # each round has two steps
+            bagua.average_parameters(model)
+
+    runs = [run_teams(3, trained, local(2, means), average) for means in (True, False)]
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(*runs, strict=True) for name in a)
+
+
+@pytest.mark.parametrize(("lr", "same"), [(1e-9, True), (1e-3, False)])
+def test_steps_that_are_mostly_rounding_are_left_alone(lr: float, same: bool) -> None:
+    runs = [run_teams(3, trained, local(2, means), lambda *_: None, lr) for means in (True, False)]
+    assert all(torch.equal(a["w"], b["w"]) is same for a, b in zip(*runs, strict=True))
+
+
+def test_without_a_learning_rate_nothing_is_inferred() -> None:
+    for each in run_teams(3, trained, local(2), lambda *_: None, 0.0):
+        assert all(value.isfinite().all() for value in each.values())
+
+
+def test_parameters_without_gradients_are_left_alone() -> None:
+    """Never used; used on rank 0 only; used until the fifth step; used in every other step."""
+
+    class More(Quadratic):
+        def __init__(self) -> None:
+            super().__init__()
+            self.never, self.early = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
+            self.mine, self.odd = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(5))
+
+    def run(team: Team) -> list[torch.Tensor]:
+        model = More()
+        own = adamw(model.parameters(), weight_decay=0.0)
+        bagua.distribute(model, own, local(2), process_group=team)
+        for step in range(16):
+            own.zero_grad()
+            loss = model(torch.tensor(targets(2, step)[team.rank], dtype=torch.float32))
+            loss = loss + model.early.square().sum() if step < 5 else loss
+            loss = loss + model.odd.square().sum() if step % 2 else loss
+            (loss + model.mine.square().sum() if team.rank == 0 else loss).backward()
+            own.step()
+        assert not own.state.get(model.never, {}).get("exp_avg", torch.zeros(1)).any()
+        assert all(value.isfinite().all() for state in own.state.values() for value in state.values())
+        bagua.detach(model)
+        return [p.detach().clone() for p in model.parameters()]
+
+    one, other = run_teams(2, run)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "dtype", "options", "means"),
+    [
+        ("local_sgd", adamw, torch.float32, {}, True),
+        ("local_sgd", torch.optim.Adam, torch.float64, {"communication_interval": 4}, True),
+        ("local_sgd", adamw, torch.float32, {"communication_interval": 2, "codec": "int4"}, True),
+        ("local_sgd", adamw, torch.float32, {"communication_interval": 2, "codec": "eden:bits=2"}, False),
+        ("local_sgd", adamw, torch.float32, {"communication_interval": 5}, False),
+        ("local_sgd", adamw, torch.float32, {"mean_moments": False}, False),
+        ("local_sgd", adamw, torch.float32, {"scale_second_moment": True}, False),
+        ("local_sgd", partial(adamw, amsgrad=True), torch.float32, {}, False),
+        ("local_sgd", adamw, torch.bfloat16, {}, False),
+        ("local_sgd", torch.optim.NAdam, torch.float32, {}, False),
+        ("local_sgd", partial(torch.optim.SGD, lr=LR), torch.float32, {}, False),
+        ("diloco", adamw, torch.float32, {}, False),
+        ("diloco", adamw, torch.float32, {"communication_interval": 2, **PLAIN}, True),
+        ("diloco", adamw, torch.float32, {"communication_interval": 2}, False),
+        (
+            "diloco",
+            adamw,
+            torch.float32,
+            {"communication_interval": 4, "fragments": 2, "bucket_bytes": 8, **PLAIN},
+            False,
+        ),
+        ("diloco", adamw, torch.float32, {"mean_moments": True}, True),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_default_depends_on_optimizer_and_options_and_is_told(
+    name: str, make: Any, dtype: torch.dtype, options: dict[str, Any], means: bool
+) -> None:
+    def run(team: Team) -> tuple[tuple[str, ...], set[str]]:
+        def loss(model: nn.Module, step: int) -> torch.Tensor:
+            return model(torch.tensor(targets(2, step)[team.rank], dtype=dtype))
+
+        return told_and_kept(team, name, Quadratic().to(dtype), make, loss, **options)
+
+    for notices, kept in run_teams(2, run):
+        assert ("momenta" in kept) == means
+        assert any("(mean_moments)" in each for each in notices) == (means and "mean_moments" not in options)
+        assert all(each.startswith(f"{name}: ") for each in notices)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        (LocalSGD, {"scale_second_moment": True}),
+        (DiLoCo, {"scale_second_moment": True}),
+        (DiLoCo, {"communication_interval": 2}),
+        (DiLoCo, {"outer_lr": 0.9, "outer_momentum": 0.0}),
+        (DiLoCo, {"delay": 1, **PLAIN}),
+        (DiLoCo, {"fragments": 2, **PLAIN}),
+    ],
+)
+def test_bad_options(algorithm: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="mean_moments"):
+        algorithm(**options, mean_moments=True)
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+def test_other_optimizers_and_16_bits_are_refused(name: str) -> None:
+    def refused(team: Team, make: Any, dtype: torch.dtype) -> str:
+        model = Quadratic().to(dtype)
+        with pytest.raises(ValueError) as error:
+            bagua.distribute(model, make(model.parameters()), name, process_group=team, mean_moments=True)
+        return str(error.value)
+
+    for make, dtype, word in (
+        (partial(torch.optim.SGD, lr=0.1), torch.float32, "SGD"),
+        (torch.optim.NAdam, torch.float32, "NAdam"),
+        (partial(adamw, amsgrad=True), torch.float32, "amsgrad"),
+        (adamw, torch.bfloat16, "16 bits"),
+    ):
+        assert all("mean_moments" in each and word in each for each in run_teams(2, refused, make, dtype))
+
+
+def test_state_that_is_older_fits() -> None:
+    """The option is not part of the name under which state is saved while it is open."""
+    assert "mean_moments" not in repr(LocalSGD(8)) + repr(DiLoCo())
+    assert repr(local(2)).endswith("mean_moments=True)")
