@@ -49,7 +49,7 @@ class _Rounds(NamedTuple):
 
 
 _ROUNDS = _Rounds(8, "int4", 0.7, 0.5)
-_ADAM_ROUNDS = _Rounds(2, "eden:bits=2", 1.0, 0.0)  # twice the bytes
+_ADAM_ROUNDS = _Rounds(3, "eden:bits=3", 1.0, 0.0)  # twice the bytes
 
 
 @register
@@ -76,7 +76,7 @@ class DiLoCo(Algorithm):
             With these defaults, short rounds of 4 bits, as many bytes are sent as for H = 64 with "identity", and runs
             of some 500 steps learn better (docs/algorithms/diloco.md).
             If none of these five options nor `fragments` or `delay` is given and all optimizers are of Adam's kind
-            (their groups have `betas`), there is a round of 2 bits every 2 steps whose outer step takes the average of
+            (their groups have `betas`), there is a round of 3 bits every 3 steps whose outer step takes the average of
             the weights (rate 1, no momentum): twice the bytes, and a much lower loss (docs/algorithms/local_sgd.md).
             A notice says so.
         error_feedback: add the compression error of one round to the next (lossy, non-linear codecs).
@@ -91,7 +91,7 @@ class DiLoCo(Algorithm):
         mean_moments: after a round set both moments of Adam to those of the mean gradients, which the average of the
             weights shows. Nothing is exchanged for it; two tensors of the size of the weights are kept. Needs a plain
             outer step (rate 1, no momentum), one fragment and no delay. None (default): with these, rounds of up to 4
-            steps and at least 4 bits, for `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32
+            steps and at least 3 bits, for `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32
             bits, unless `scale_second_moment` is true; a notice says so.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
             mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models

@@ -62,7 +62,7 @@ class LocalSGD(Algorithm):
             is not linear: their ranks would share the node's link.
         mean_moments: after a round set both moments of Adam to those of the mean gradients, which the average of the
             weights shows. Nothing is exchanged for it; two tensors of the size of the weights are kept. None
-            (default): with rounds of up to 4 steps and at least 4 bits, for `torch.optim.Adam` and `AdamW` without
+            (default): with rounds of up to 4 steps and at least 3 bits, for `torch.optim.Adam` and `AdamW` without
             amsgrad and weights of at least 32 bits, unless `scale_second_moment` is true; a notice says so.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
             mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models

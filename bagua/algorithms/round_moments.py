@@ -20,7 +20,7 @@ __all__ = [
 
 # Of D: what the gradient of a round may be off by, because weights are rounded.
 _ERROR = 0.2
-_LONGEST, _BITS = 4, 4
+_LONGEST, _BITS = 4, 3
 _SPOILED = -(1 << 40)  # steps taken in a round from which nothing is inferred
 
 

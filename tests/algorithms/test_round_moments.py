@@ -21,6 +21,7 @@ from tests.rank_threads import run_teams
 STEPS, LR, B1, B2, EPS, DECAY = 24, 0.05, 0.9, 0.97, 1e-8, 0.1
 TOLERANCE = 3e-4
 PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
+ROUNDS_OF_4: dict[str, Any] = {"communication_interval": 4, **PLAIN}
 
 
 def local(interval: int, mean_moments: bool = True, codec: Any = "identity", **options: Any) -> LocalSGD:
@@ -261,17 +262,12 @@ def test_parameters_without_gradients_are_left_alone() -> None:
         ("local_sgd", adamw, torch.bfloat16, {}, False),
         ("local_sgd", torch.optim.NAdam, torch.float32, {}, False),
         ("local_sgd", partial(torch.optim.SGD, lr=LR), torch.float32, {}, False),
-        ("diloco", adamw, torch.float32, {}, False),
+        ("diloco", adamw, torch.float32, {}, True),
+        ("diloco", adamw, torch.float32, {**ROUNDS_OF_4, "codec": "eden:bits=2"}, False),
         ("diloco", adamw, torch.float32, {"communication_interval": 2, **PLAIN}, True),
         ("diloco", adamw, torch.float32, {"communication_interval": 2}, False),
-        (
-            "diloco",
-            adamw,
-            torch.float32,
-            {"communication_interval": 4, "fragments": 2, "bucket_bytes": 8, **PLAIN},
-            False,
-        ),
-        ("diloco", adamw, torch.float32, {"mean_moments": True}, True),
+        ("diloco", adamw, torch.float32, {"fragments": 2, "bucket_bytes": 8, **ROUNDS_OF_4}, False),
+        ("diloco", adamw, torch.float32, {**PLAIN, "mean_moments": True}, True),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
 )

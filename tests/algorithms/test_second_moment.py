@@ -202,7 +202,7 @@ def test_fused_optimizers() -> None:
 def test_choice_depends_on_the_optimizer_and_is_told(
     name: str, make: Any, dtype: torch.dtype, option: dict[str, Any], scales: bool
 ) -> None:
-    others: dict[str, Any] = {"mean_moments": False} if name in ("decentralized", "local_sgd") else {}
+    others: dict[str, Any] = {"mean_moments": False} if name in ("decentralized", "local_sgd", "diloco") else {}
     others["scale_second_moment"] = None  # the choice has to be asked for
 
     def rank_main(team: Team) -> tuple[tuple[str, ...], set[str]]:

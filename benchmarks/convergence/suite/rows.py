@@ -53,6 +53,7 @@ SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("low_precision_decentralized:scale_second_moment=True", ("adamw",)),
     ("sparse_loco:communication_interval=15", _BOTH),
     ("local_sgd@0.25", _BOTH),
+    ("local_sgd:mean_moments=False", ("adamw",)),
     ("local_sgd:communication_interval=8:codec=identity", ("adamw",)),
     ("local_sgd:communication_interval=8:codec=identity:scale_second_moment=True", ("adamw",)),
     ("power_sgd:rank=1", _BOTH),
