@@ -144,8 +144,20 @@ def sums_of_bits(bucket: Bucket) -> Tensor:
 
     Shapes: result: [P] int64, on the device of the bucket.
     """
-    kind = {4: torch.int32, 8: torch.int64}[bucket.flat.element_size()]
-    return torch.stack([part.view(kind).sum(dtype=torch.int64) for part in bucket.split(bucket.flat)])
+    return torch.stack([_sum_of_bits(part.view(-1)) for part in bucket.split(bucket.flat)])
+
+
+def _sum_of_bits(x_N: Tensor) -> Tensor:
+    # In words of 64 bits: sums of 32-bit integers take 25 times as long on a CPU.
+    if x_N.element_size() == 8:
+        return x_N.view(torch.int64).sum()
+    begin = x_N.storage_offset() % 2
+    words = (x_N.numel() - begin) // 2
+    if words < 1:
+        return x_N.view(torch.int32).sum(dtype=torch.int64)
+    end = begin + 2 * words
+    edges = [part.view(torch.int32).sum(dtype=torch.int64) for part in (x_N[:begin], x_N[end:]) if part.numel()]
+    return sum(edges, x_N[begin:end].view(torch.int64).sum())
 
 
 def _parts(ctx: Context, bucket: Bucket) -> list[tuple[nn.Parameter, Tensor, Tensor]]:

@@ -37,6 +37,7 @@ _EXCHANGES: dict[type, dict[str, str]] = {
     DifferenceGossip: {"me": "weights", "peers": "weights"},
 }
 _SCALED = {"second_moment": "fresh", "adam_steps": "fresh"}  # the next correction takes the moments as they are
+_ROUNDS = {**_SCALED, **dict.fromkeys(("momenta", "second", "size", "counts", "taken", "sums", "changed"), "fresh")}
 _ALGORITHMS: dict[type, dict[str, str]] = {
     AsyncModelAverage: _SCALED,
     Decentralized: {
@@ -47,8 +48,8 @@ _ALGORITHMS: dict[type, dict[str, str]] = {
         "counts": "fresh",
         "sums": "fresh",
     },
-    DiLoCo: _SCALED,
-    LocalSGD: _SCALED,
+    DiLoCo: _ROUNDS,
+    LocalSGD: _ROUNDS,
     LowPrecisionDecentralized: {"pending": "fresh", "snapshot": "fresh", "mixed": "fresh", **_SCALED},
     SparseLoCo: {"anchor": "equal", "residual": "mean"},
 }

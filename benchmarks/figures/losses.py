@@ -23,8 +23,6 @@ _REASONS = {
     "one_bit_lamb 8 bits": "the fixed coefficient; with LAMB's own it would be 1.7 %, but that is another algorithm",
     "local_sgd, adam": "second moments of small batches: steps up to half as long. With twice the learning rate 2.5 % "
     "better than DDP at the common one",
-    "local_sgd by optimizer, adam": "not examined",
-    "diloco by optimizer, adam": "the same",
     "sparse_loco": "1.6 % of the elements in each of nine rounds: at the end most changes are still in the residuals",
     "bytegrad eden 1 bit, adam": "the codec's noise in Adam's second moments, which is taken out by default now",
     "power_sgd, adam": "not examined; probably what the low rank leaves out, in Adam's second moments",

@@ -164,8 +164,11 @@ def adamw(params: Any) -> torch.optim.Optimizer:
         bagua.algorithms.LowPrecisionDecentralized(scale_second_moment=True),
         bagua.algorithms.LocalSGD(communication_interval=3, scale_second_moment=True),
         bagua.algorithms.DiLoCo(communication_interval=3, scale_second_moment=True),
+        bagua.algorithms.LocalSGD(communication_interval=2, mean_moments=True),
+        bagua.algorithms.LocalSGD(communication_interval=4, codec="minmax_uint8"),
+        bagua.algorithms.DiLoCo(),
     ],
-    ids=["mean_moments", "ring", "low_precision", "local_sgd", "diloco"],
+    ids=["mean_moments", "ring", "low_precision", "local_sgd", "diloco", "averages", "changes", "outer_steps"],
 )
 def test_corrected_moments_are_averaged(algorithm: Any, tmp_path: Path) -> None:
     saved, loaded, later = change(Case(algorithm, adamw, stop=9), 3, 2, tmp_path)
