@@ -151,7 +151,7 @@ def _sum_of_bits(x_N: Tensor) -> Tensor:
     # In words of 64 bits: sums of 32-bit integers take 25 times as long on a CPU.
     if x_N.element_size() == 8:
         return x_N.view(torch.int64).sum()
-    begin = x_N.storage_offset() % 2
+    begin = int(x_N.storage_offset()) % 2
     words = (x_N.numel() - begin) // 2
     if words < 1:
         return x_N.view(torch.int32).sum(dtype=torch.int64)

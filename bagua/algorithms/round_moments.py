@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +24,7 @@ __all__ = [
 # Of D: what the gradient of a round may be off by, because weights are rounded.
 _ERROR = 0.2
 _LONGEST, _BITS = 4, 3
+_BLOCK = 1 << 16  # elements
 _SPOILED = -(1 << 40)  # steps taken in a round from which nothing is inferred
 
 
@@ -127,32 +131,82 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
         return
     held = slots_of(ctx)
     counts, taken, sizes = (ctx.tensor(name, bucket).tolist() for name in ("counts", "taken", "size"))
-    changed = ctx.tensor("changed", bucket)  # stays on the device
+    unchanged = ~ctx.tensor("changed", bucket)  # stays on the device
     weights, means = bucket.split(bucket.flat), bucket.split(mean)
     for i, (param, momenta, second) in enumerate(_parts(ctx, bucket)):
         slot = held.get(param)
         if slot is None or taken[i] != interval or slot.step != counts[i] or not sizes[i]:
             continue
-        x = weights[i]
-        exact = (x.abs() <= sizes[i] * _ERROR / torch.finfo(x.dtype).eps) & ~changed[i]
-        _infer(slot, momenta, second, (x - means[i]) / sizes[i], exact, interval, size)
+        formulas = _Formulas.of(slot, sizes[i], interval, size, torch.finfo(param.dtype).eps)
+        m, v = slot.state["exp_avg"], slot.state["exp_avg_sq"]
+        for block in _blocks(m, v, momenta, second, weights[i], means[i]):
+            formulas.apply(block, unchanged[i])
 
 
-def _infer(slot: Slot, momenta: Tensor, second: Tensor, apart: Tensor, exact: Tensor, interval: int, size: int) -> None:
-    """The formulas of one parameter; `apart` is (x_r - mean) / S."""
-    m, v = slot.state["exp_avg"], slot.state["exp_avg_sq"]
-    beta1, beta2 = slot.group["betas"]
-    shares = [1 - beta1**k for k in range(1, interval + 1)]
-    kept, whole = beta2**interval, sum(shares)
-    spread = sum(share**2 for share in shares) / whole**2
-    divisor = v.div(1 - beta2**slot.step).sqrt_().add_(slot.group["eps"])
-    apart = divisor.mul_(apart)
-    squared = apart.add(momenta, alpha=1 / whole).square_()
-    own = second.mul(kept)
-    added = v.sub(own).div_(1 - kept).clamp_min_(0)
-    squared.lerp_(added, (1 - spread) / (size - spread))
-    v.copy_(torch.where(exact, own.add_(squared, alpha=1 - kept), v))
-    m.copy_(torch.where(exact, torch.add(m, apart, alpha=shares[-1]), m))
+class _Formulas(NamedTuple):
+    """The formulas of `infer_round` with the numbers of one parameter.
+
+    Attributes:
+        scale, shift: D / S is the root of `scale` v, plus `shift`.
+        whole: sum of the weights w.
+        share: 1 - b1^H.
+        kept: b2^H.
+        mix: the weight of n beside that of G^2.
+        largest: weights of which the differences are not mostly rounding.
+    """
+
+    scale: float
+    shift: float
+    whole: float
+    share: float
+    kept: float
+    mix: float
+    largest: float
+
+    @classmethod
+    def of(cls, slot: Slot, moved: float, interval: int, size: int, eps: float) -> _Formulas:
+        """Those after `interval` steps of a parameter in which a gradient of one moved the weights by `moved` / D."""
+        beta1, beta2 = slot.group["betas"]
+        shares = [1 - beta1**k for k in range(1, interval + 1)]
+        whole = sum(shares)
+        spread = sum(share**2 for share in shares) / whole**2
+        return cls(
+            scale=1 / (1 - beta2**slot.step) / moved**2,
+            shift=slot.group["eps"] / moved,
+            whole=whole,
+            share=shares[-1],
+            kept=beta2**interval,
+            mix=(1 - spread) / (size - spread),
+            largest=moved * _ERROR / eps,
+        )
+
+    def apply(self, block: tuple[Tensor, ...], unchanged: Tensor) -> None:
+        """Set m and v; the second moment at the start of the round is used up.
+
+        Args:
+            block: parts of m, of v, of the sum of the momenta, of that second moment, of the weights and of their mean.
+            unchanged: whether only the optimizer has changed the parameter.
+        """
+        m, v, momenta, second, x, mean = block
+        apart = v.mul(self.scale).sqrt_().add_(self.shift).mul_(x - mean)
+        of_all = torch.add(apart, momenta, alpha=1 / self.whole)
+        second.mul_(self.kept).lerp_(v, self.mix)
+        second.addcmul_(of_all, of_all, value=(1 - self.kept) * (1 - self.mix))
+        if x.device.type == "cpu" and x.abs().max() <= self.largest and unchanged:  # mostly; `where` is slow there
+            v.copy_(second)
+            m.add_(apart, alpha=self.share)
+            return
+        exact = (x.abs() <= self.largest).logical_and_(unchanged)
+        v.copy_(torch.where(exact, second, v))
+        m.copy_(torch.where(exact, torch.add(m, apart, alpha=self.share), m))
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors, which are alike; on a CPU in blocks that stay in the cache from one formula to the next."""
+    first = tensors[0]
+    if first.device.type != "cpu" or first.numel() <= _BLOCK or not all(each.is_contiguous() for each in tensors):
+        return iter([tensors])
+    return zip(*(each.view(-1).split(_BLOCK) for each in tensors), strict=True)
 
 
 def _parts(ctx: Context, bucket: Bucket) -> list[tuple[nn.Parameter, Tensor, Tensor]]:

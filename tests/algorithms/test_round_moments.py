@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import bagua
-from bagua.algorithms import Algorithm, DiLoCo, GradientAllReduce, LocalSGD, Warmup
+from bagua.algorithms import Algorithm, DiLoCo, GradientAllReduce, LocalSGD, Warmup, round_moments
 from bagua.comm.team import Team
 from tests.algorithms.defaults import told_and_kept
 from tests.algorithms.momentum import Plain, interrupted
@@ -94,6 +94,11 @@ def test_is_the_oracles(size: int, interval: int) -> None:
 )
 def test_all_ways_to_average(algorithm: Algorithm) -> None:
     check(run_teams(3, follow, algorithm, STEPS, adamw, nodes=[0, 0, 1]), oracle(3, 3))
+
+
+def test_large_parameters_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_moments, "_BLOCK", 8)
+    check(run_teams(3, follow, local(2), STEPS, adamw), oracle(3, 2))
 
 
 def test_one_rank_is_plain_adam() -> None:
