@@ -75,10 +75,10 @@ class DiLoCo(Algorithm):
         codec: encoding of d: "int4" (what None, the default, means), "minmax_uint8", "bf16", "identity", or any codec.
             With these defaults, short rounds of 4 bits, as many bytes are sent as for H = 64 with "identity", and runs
             of some 500 steps learn better (docs/algorithms/diloco.md).
-            If none of these five options nor `fragments` or `delay` is given and all optimizers are of Adam's kind
-            (their groups have `betas`), there is a round of 3 bits every 3 steps whose outer step takes the average of
-            the weights (rate 1, no momentum): twice the bytes, and a much lower loss (docs/algorithms/local_sgd.md).
-            A notice says so.
+            If none of these five options nor `fragments`, `delay` or `mixing` is given and all optimizers are of Adam's
+            kind (their groups have `betas`), there is a round of 3 bits every 3 steps whose outer step takes the
+            average of the weights (rate 1, no momentum): twice the bytes, and a much lower loss
+            (docs/algorithms/local_sgd.md). A notice says so.
         error_feedback: add the compression error of one round to the next (lossy, non-linear codecs).
         fragments: bucket i belongs to fragment i mod `fragments`, and fragment f takes its outer step
             H/fragments steps after fragment f - 1, so that the network is used evenly. Must divide H.
@@ -90,9 +90,9 @@ class DiLoCo(Algorithm):
             cannot be summed, as "int4": their ranks would share the node's link.
         mean_moments: after a round set both moments of Adam to those of the mean gradients, which the average of the
             weights shows. Nothing is exchanged for it; two tensors of the size of the weights are kept. Needs a plain
-            outer step (rate 1, no momentum), one fragment and no delay. None (default): with these, rounds of up to 4
-            steps and at least 3 bits, for `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32
-            bits, unless `scale_second_moment` is true; a notice says so.
+            outer step (rate 1, no momentum), one fragment, no delay and no mixing. None (default): with these, rounds
+            of up to 4 steps and at least 3 bits, for `torch.optim.Adam` and `AdamW` without amsgrad and weights of at
+            least 32 bits, unless `scale_second_moment` is true; a notice says so.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
             mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
             and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with the same optimizers and
@@ -157,7 +157,7 @@ class DiLoCo(Algorithm):
         if self.mean_moments and self._given and not self._averages:
             raise ValueError(
                 "mean_moments: needs rounds that end with the average of the weights: outer_lr=1, outer_momentum=0, "
-                "fragments=1 and delay=0"
+                "fragments=1, delay=0 and no mixing"
             )
         _ = self.exchange
 
@@ -165,12 +165,12 @@ class DiLoCo(Algorithm):
     def _given(self) -> bool:
         """Whether an option was given that keeps the rounds from being fitted to Adam."""
         options = (self.communication_interval, self.codec, self.outer_lr, self.outer_momentum, self.nesterov)
-        return options != (None,) * len(options) or self.fragments != 1 or self.delay != 0
+        return options != (None,) * len(options) or self.fragments != 1 or self.delay != 0 or self.mixing is not None
 
     @property
     def _averages(self) -> bool:
         """Whether a round ends with the average of the weights, but for what the codec loses."""
-        return self._outer[:2] == (1.0, 0.0) and self.fragments == 1 and not self.delay
+        return self._outer[:2] == (1.0, 0.0) and self.fragments == 1 and not self.delay and not self.mixing
 
     @property
     def interval(self) -> int:

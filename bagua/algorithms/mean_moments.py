@@ -144,7 +144,11 @@ def sums_of_bits(bucket: Bucket) -> Tensor:
 
     Shapes: result: [P] int64, on the device of the bucket.
     """
-    return torch.stack([_sum_of_bits(part.view(-1)) for part in bucket.split(bucket.flat)])
+    parts, start = [], 0
+    for param in bucket.params:  # as they lie: a parameter in channels_last has no flat view
+        parts.append(_sum_of_bits(bucket.flat[start : start + param.numel()]))
+        start += param.numel()
+    return torch.stack(parts)
 
 
 def _sum_of_bits(x_N: Tensor) -> Tensor:

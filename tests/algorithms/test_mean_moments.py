@@ -296,6 +296,39 @@ def test_default_depends_on_optimizer_and_options_and_is_told(
         assert any("(mean_moments)" in each for each in notices) == means
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("decentralized", {}),
+        ("local_sgd", {"communication_interval": 2}),
+        ("diloco", {"communication_interval": 3, "codec": "identity", "outer_lr": 1.0, "outer_momentum": 0.0}),
+    ],
+    ids=["decentralized", "local_sgd", "diloco"],
+)
+def test_parameters_in_other_memory_formats(name: str, options: dict[str, Any]) -> None:
+    """The moments are those of a model whose weights lie in order, and a change is noticed."""
+
+    def run(team: Team, memory_format: torch.memory_format) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(5 * 4, 3)).to(memory_format=memory_format)
+        own = adamw(model.parameters())
+        bagua.distribute(model, own, name, process_group=team, **options)
+        generator = torch.Generator().manual_seed(team.rank)
+        for step in range(12):
+            own.zero_grad()
+            model(torch.randn(4, 3, 4, 4, generator=generator)).square().mean().backward()
+            own.step()
+            if step < 6:
+                model[2].weight.data.mul_(0.99)
+        bagua.detach(model)
+        return [own.state[p][key].contiguous() for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+
+    formats = (torch.contiguous_format, torch.channels_last)
+    for plain, other in zip(*(run_teams(2, run, each) for each in formats), strict=True):
+        for a, b in zip(plain, other, strict=True):
+            assert float((a - b).norm()) <= 1e-3 * float(a.norm())
+
+
 def test_one_rank_keeps_no_copies() -> None:
     (whole,) = run_teams(1, follow, Decentralized(), 2, adamw)
     assert not whole[1].notices

@@ -271,6 +271,7 @@ def test_parameters_without_gradients_are_left_alone() -> None:
         ("diloco", adamw, torch.float32, {**ROUNDS_OF_4, "codec": "eden:bits=2"}, False),
         ("diloco", adamw, torch.float32, {"communication_interval": 2, **PLAIN}, True),
         ("diloco", adamw, torch.float32, {"communication_interval": 2}, False),
+        ("diloco", adamw, torch.float32, {"mixing": 0.5, **ROUNDS_OF_4}, False),
         ("diloco", adamw, torch.float32, {"fragments": 2, "bucket_bytes": 8, **ROUNDS_OF_4}, False),
         ("diloco", adamw, torch.float32, {**PLAIN, "mean_moments": True}, True),
     ],
@@ -300,6 +301,7 @@ def test_default_depends_on_optimizer_and_options_and_is_told(
         (DiLoCo, {"outer_lr": 0.9, "outer_momentum": 0.0}),
         (DiLoCo, {"delay": 1, **PLAIN}),
         (DiLoCo, {"fragments": 2, **PLAIN}),
+        (DiLoCo, {"mixing": 0.5, **PLAIN}),
     ],
 )
 def test_bad_options(algorithm: Any, options: dict[str, Any]) -> None:

@@ -62,6 +62,7 @@ def test_defaults_are_fitted_to_the_optimizers(makes: tuple[Any, ...], fitted: t
         (DiLoCo(outer_momentum=0.9), DiLoCo(8, 0.7, 0.9, True, "int4")),
         (DiLoCo(outer_momentum=0.0), DiLoCo(8, 0.7, 0.0, False, "int4")),
         (DiLoCo(fragments=4), DiLoCo(8, 0.7, 0.5, True, "int4", fragments=4)),
+        (DiLoCo(mixing=0.25), DiLoCo(8, 0.7, 0.5, True, "int4", mixing=0.25)),
         (DiLoCo(delay=3), DiLoCo(8, 0.7, 0.5, True, "int4", delay=3)),
     ],
     ids=repr,
