@@ -135,7 +135,7 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
     weights, means = bucket.split(bucket.flat), bucket.split(mean)
     for i, (param, momenta, second) in enumerate(_parts(ctx, bucket)):
         slot = held.get(param)
-        if slot is None or taken[i] != interval or slot.step != counts[i] or not sizes[i]:
+        if slot is None or taken[i] != interval or slot.step != counts[i] or not sizes[i] or not param.numel():
             continue
         formulas = _Formulas.of(slot, sizes[i], interval, size, torch.finfo(param.dtype).eps)
         m, v = slot.state["exp_avg"], slot.state["exp_avg_sq"]

@@ -33,6 +33,10 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
 def qadam(params: Any) -> torch.optim.Optimizer:
     return bagua.optim.QAdam(params, lr=1e-2, warmup_steps=2)
 
@@ -53,6 +57,9 @@ CASES: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
     "zero_one_adam": ("zero_one_adam", zero_one),
     "diloco": (DiLoCo(communication_interval=2), sgd),
     "local_sgd": (LocalSGD(communication_interval=2), sgd),
+    "mean_moments": ("decentralized", adamw),
+    "moments_of_rounds": ("local_sgd", adamw),
+    "moments_of_averages": (LocalSGD(communication_interval=2), adamw),
     "sign": (ByteGrad(codec="sign"), sgd),
     "int4": (ByteGrad(codec="int4"), sgd),
     "top_k": (ByteGrad(codec="top_k"), sgd),
