@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -307,10 +308,10 @@ def test_default_depends_on_optimizer_and_options_and_is_told(
 )
 def test_parameters_in_other_memory_formats(name: str, options: dict[str, Any]) -> None:
     """The moments are those of a model whose weights lie in order, and a change is noticed."""
+    start_model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(5 * 4, 3))  # here: threads share a seed
 
     def run(team: Team, memory_format: torch.memory_format) -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(5 * 4, 3)).to(memory_format=memory_format)
+        model = copy.deepcopy(start_model).to(memory_format=memory_format)
         own = adamw(model.parameters())
         bagua.distribute(model, own, name, process_group=team, **options)
         generator = torch.Generator().manual_seed(team.rank)
