@@ -154,6 +154,7 @@ class Groups:
         intra: the ranks of this node; None unless opened with hierarchical=True.
         inter: the leaders of all nodes; None on other ranks, or unless hierarchical.
         buffers: scratch memory of the lane.
+        or_gloo: the native transport is used only if it can be.
     """
 
     world: Group
@@ -161,6 +162,7 @@ class Groups:
     intra: Group | None = None
     inter: Group | None = None
     buffers: Buffers = field(default_factory=Buffers)
+    or_gloo: bool = False
 
     def share_connections(self, other: Groups, lane: int) -> None:
         """Send and receive over the connections of `other`, the groups of another lane of the same engine."""

@@ -23,14 +23,16 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from bagua.comm.groups import Groups
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.errors import CommunicationError
 
-__all__ = ["CONGESTION", "Offer", "add_meshes", "congestion_control", "connect", "listen"]
+__all__ = ["CONGESTION", "MeshError", "Offer", "add_meshes", "congestion_control", "connect", "listen"]
 
 CONGESTION = "BAGUA_NATIVE_CONGESTION"
 _MAGIC = b"BAGUAMSH"
@@ -38,7 +40,12 @@ _HELLO = struct.Struct("<8sII16s32s")  # magic, version, rank, nonce, digest
 _REPLY = struct.Struct("<32s")
 _VERSION = 1
 _CONNECT_S = 60.0  # to connect all ranks, once all listen
+_ALERT_S = 0.05  # between two alerts
 _MAX_STRANGERS = 64  # connections at once that have not said who they are
+
+
+class MeshError(CommunicationError):
+    """The ranks cannot be connected for the native transport. Raised on all of them alike, with the same message."""
 
 
 class Offer:
@@ -58,22 +65,32 @@ class Offer:
         self.listener.close()
 
 
-def add_meshes(groups: Groups, all_gather: Callable[[bytes], list[bytes]], timeout: timedelta) -> None:
-    """Connect the ranks of the world, and the leaders of nodes. Collective over the world.
+def add_meshes(
+    lanes: Sequence[Groups],
+    all_gather: Callable[[str, bytes], list[bytes]],
+    timeout: timedelta,
+    alert: Callable[[], object] | None = None,
+) -> None:
+    """Connect the ranks of the world, and the leaders of nodes. Collective over the world. The groups stay open.
 
     Args:
-        groups: of gloo, opened with the addresses at which it listens.
-        all_gather: small messages of all ranks, by rank of the world.
+        lanes: groups of gloo of one lane or more, opened with the addresses at which it listens.
+        all_gather: of the name of a stage and a small message; returns those of all ranks, by rank of the world.
         timeout: for later exchanges.
+        alert: called now and then while this rank waits for others; may raise a `CommunicationError`.
 
     Raises:
-        CommunicationError: on all ranks; names those that cannot listen or connect, and why.
+        MeshError: on all ranks; names those that cannot listen or connect, and why.
+        CommunicationError: a rank did not take part.
     """
-    among = {"world": groups.world, "inter": groups.inter}
+    among = {
+        f"{lane}/{kind}": group
+        for lane, groups in enumerate(lanes)
+        for kind, group in (("world", groups.world), ("inter", groups.inter))
+    }
     mine = {kind: group for kind, group in among.items() if group is not None and group.size > 1}
     made: dict[str, Mesh] = {}
     with ExitStack() as offers, ExitStack() as on_failure:
-        on_failure.callback(groups.leave, abort=True)
         own: dict[str, Offer] = {}
 
         def offer() -> Any:
@@ -82,15 +99,15 @@ def add_meshes(groups: Groups, all_gather: Callable[[bytes], list[bytes]], timeo
                 offers.callback(own[kind].close)
             return {kind: each.published for kind, each in own.items()}
 
-        published = _agree(offer, all_gather)
+        published = _agree(offer, partial(all_gather, "offers"))
 
         def join() -> Any:
             for kind, group in mine.items():
                 theirs = [published[rank][kind] for rank in group.ranks]
-                made[kind] = connect(group.rank, own[kind], theirs, timeout.total_seconds())
+                made[kind] = connect(group.rank, own[kind], theirs, timeout.total_seconds(), alert)
                 on_failure.callback(made[kind].close)
 
-        _agree(join, all_gather)
+        _agree(join, partial(all_gather, "connections"))
         on_failure.pop_all()
     for kind, group in mine.items():
         group.mesh = made[kind]
@@ -101,7 +118,7 @@ def _agree(act: Callable[[], Any], all_gather: Callable[[bytes], list[bytes]]) -
     """What `act` returns on all ranks.
 
     Raises:
-        CommunicationError: on all ranks, if it raised on one.
+        MeshError: on all ranks, if it raised on one.
     """
     try:
         answer = {"done": act()}
@@ -110,7 +127,7 @@ def _agree(act: Callable[[], Any], all_gather: Callable[[bytes], list[bytes]]) -
     answers = [json.loads(each) for each in all_gather(json.dumps(answer).encode())]
     problems = [f"rank {rank}: {each['problem']}" for rank, each in enumerate(answers) if "problem" in each]
     if problems:
-        raise CommunicationError(f"the native transport cannot be opened: {'; '.join(problems)}")
+        raise MeshError(f"the native transport cannot be opened: {'; '.join(problems)}")
     return [each["done"] for each in answers]
 
 
@@ -148,7 +165,13 @@ def listen(host: str | None, size: int) -> Offer:
     return Offer(sock)
 
 
-def connect(rank: int, own: Offer, offers: Sequence[dict[str, Any]], timeout_s: float) -> Mesh:
+def connect(
+    rank: int,
+    own: Offer,
+    offers: Sequence[dict[str, Any]],
+    timeout_s: float,
+    alert: Callable[[], object] | None = None,
+) -> Mesh:
     """Connect to all ranks. Collective.
 
     Args:
@@ -156,30 +179,29 @@ def connect(rank: int, own: Offer, offers: Sequence[dict[str, Any]], timeout_s: 
         own: its offer; the caller closes it.
         offers: what the ranks have published, by rank.
         timeout_s: for later exchanges, and at most that long for the connections.
+        alert: called now and then; may raise.
 
     Raises:
         CommunicationError: names the ranks that are missing.
     """
-    deadline = time.monotonic() + min(timeout_s, _CONNECT_S)
+    patience = _Patience(time.monotonic() + min(timeout_s, _CONNECT_S), alert)
     with ExitStack() as on_failure:
         socks: dict[int, socket.socket] = {}
         proofs: dict[int, bytes] = {}
         for peer in range(rank):
             offer = offers[peer]
-            sock = _connect_to(offer, own.published["host"], peer, deadline)
+            sock = _connect_to(offer, own.published["host"], peer, patience)
             on_failure.callback(sock.close)
             socks[peer], nonce = sock, secrets.token_bytes(16)
             digest = _digest(offer, b"hello", rank, peer, nonce)
             proofs[peer] = _digest(offer, b"reply", rank, peer, nonce)
             sock.sendall(_HELLO.pack(_MAGIC, _VERSION, rank, nonce, digest))
         for peer, sock in socks.items():
-            _await_reply(sock, peer, proofs[peer], deadline)
-        accepted = _accept(rank, own, len(offers), deadline)
+            _await_reply(sock, peer, proofs[peer], patience)
+        accepted = _accept(rank, own, len(offers), patience)
         for sock in accepted.values():
             on_failure.callback(sock.close)
         socks.update(accepted)
-        for sock in socks.values():
-            sock.setblocking(False)
         on_failure.pop_all()
     fds = [socks[peer].detach() if peer != rank else -1 for peer in range(len(offers))]
     return Mesh(rank, fds, timeout_s)
@@ -210,27 +232,68 @@ def _digest(offer: dict[str, Any], what: bytes, connecting: int, listening: int,
     return hmac.digest(bytes.fromhex(offer["secret"]), about, hashlib.sha256)
 
 
-def _connect_to(offer: dict[str, Any], source: str, peer: int, deadline: float) -> socket.socket:
+@dataclass(frozen=True)
+class _Patience:
+    """How long to wait for other ranks, and what may end it before."""
+
+    deadline: float
+    alert: Callable[[], object] | None
+
+    def pause_s(self) -> float:
+        """For how long to sleep; 0 once the time is over.
+
+        Raises:
+            CommunicationError: of `alert`.
+        """
+        if self.alert is not None:
+            self.alert()
+        left = max(self.deadline - time.monotonic(), 0.0)
+        return left if self.alert is None else min(left, _ALERT_S)
+
+    def await_ready(self, sock: socket.socket, events: int) -> None:
+        """Wait for events of `selectors`.
+
+        Raises:
+            TimeoutError: the time is over.
+        """
+        with selectors.DefaultSelector() as selector:
+            selector.register(sock, events)
+            while pause := self.pause_s():
+                if selector.select(pause):
+                    return
+        raise TimeoutError("timed out")
+
+
+def _connect_to(offer: dict[str, Any], source: str, peer: int, patience: _Patience) -> socket.socket:
+    """A connection that does not block."""
     sock = _socket(offer["host"])
     try:
         _prepare(sock)
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        sock.setblocking(False)
         with suppress(OSError):  # of another family, or an address that no longer is this host's
             sock.bind((source, 0))
-        sock.connect((offer["host"], offer["port"]))
+        problem = sock.connect_ex((offer["host"], offer["port"]))
+        if problem == errno.EINPROGRESS:
+            patience.await_ready(sock, selectors.EVENT_WRITE)
+            problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if problem:
+            raise OSError(problem, os.strerror(problem))
     except OSError as error:
         sock.close()
         raise CommunicationError(
             f"cannot connect to rank {peer} at {offer['host']} port {offer['port']}: {error}"
         ) from error
+    except BaseException:
+        sock.close()
+        raise
     return sock
 
 
-def _await_reply(sock: socket.socket, peer: int, proof: bytes, deadline: float) -> None:
+def _await_reply(sock: socket.socket, peer: int, proof: bytes, patience: _Patience) -> None:
     data = b""
     try:
         while len(data) < _REPLY.size:
-            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            patience.await_ready(sock, selectors.EVENT_READ)
             part = sock.recv(_REPLY.size - len(data))
             if not part:
                 raise CommunicationError(f"rank {peer} has closed the connection instead of greeting")
@@ -241,7 +304,7 @@ def _await_reply(sock: socket.socket, peer: int, proof: bytes, deadline: float) 
         raise CommunicationError(f"who answers for rank {peer} does not know its secret")
 
 
-def _accept(rank: int, own: Offer, size: int, deadline: float) -> dict[int, socket.socket]:
+def _accept(rank: int, own: Offer, size: int, patience: _Patience) -> dict[int, socket.socket]:
     """The connections of all higher ranks. Strangers neither get in nor hold anybody up."""
     missing, found = set(range(rank + 1, size)), dict[int, socket.socket]()
     greetings: dict[socket.socket, bytes] = {}
@@ -254,11 +317,11 @@ def _accept(rank: int, own: Offer, size: int, deadline: float) -> dict[int, sock
             del greetings[sock]
 
         while missing:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            pause = patience.pause_s()
+            if not pause:
                 ranks = ", ".join(map(str, sorted(missing)))
                 raise CommunicationError(f"rank {ranks} did not connect in time")
-            for key, _ in selector.select(left):
+            for key, _ in selector.select(pause):
                 sock = key.fileobj
                 assert isinstance(sock, socket.socket)
                 if sock is own.listener:

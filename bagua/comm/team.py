@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import socket
 import time
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from bagua.comm.backend_kind import backend_kind
 from bagua.comm.connecting import connect_gloo
 from bagua.comm.flight_recorder import avoid_race
 from bagua.comm.groups import Group, Groups
-from bagua.comm.mesh_connect import add_meshes
+from bagua.comm.mesh_connect import MeshError, add_meshes
 from bagua.comm.staged import Staged
 from bagua.comm.store import BoundedStore, RendezvousStore
 from bagua.errors import CommunicationError
@@ -31,6 +31,7 @@ avoid_race()
 
 __all__ = ["Team", "node_key"]
 
+_log = logging.getLogger("bagua")
 _POLL_S = 0.05
 _ALERT_S = 0.1  # between two alerts of a rank that waits
 _GRACE_S = 3.0  # for what remains to be asked when the time of a wait is over
@@ -170,11 +171,15 @@ class Team:
         self._delete(retired)
         return gathered
 
-    def all_gather_bytes_once(self, what: str, name: str, payload: bytes, alert: Callable[[], object]) -> list[bytes]:
-        """As `all_gather_bytes`, under a name that is used once; a rank may skip it and continue to other collectives.
+    def all_gather_bytes_once(
+        self, what: str, name: str, payload: bytes, alert: Callable[[], object] | None = None
+    ) -> list[bytes]:
+        """As `all_gather_bytes`, under a name that is used once, beside other collectives.
+
+        A rank may skip it. A thread may call it on a copy of the team with its own `counters.retired`.
 
         Args:
-            alert: called now and then while this rank waits; may raise.
+            alert: called now and then while this rank waits; may raise. Default: the team's.
         """
         if self.size == 1:
             return [payload]
@@ -282,34 +287,77 @@ class Team:
         hierarchical: bool = False,
         nodes: Sequence[Sequence[int]] | None = None,
         native: bool = False,
+        or_gloo: bool = False,
     ) -> Groups:
         """Make process groups for one lane. Collective over the team; `name` must be new and the same everywhere.
 
         Args:
             native: with connections of the native transport beside those of gloo.
+            or_gloo: if not all ranks can be connected so, let gloo carry all. All ranks do, and rank 0 warns.
+
+        Raises:
+            CommunicationError: a rank is missing or cannot be connected.
         """
         if name in self.prepared:
             return self.prepared.pop(name)
+        groups = self._open(name, hierarchical, nodes, native, or_gloo)
+        if native:
+            self._add_meshes([groups], name)
+        return groups
+
+    def _open(
+        self, name: str, hierarchical: bool, nodes: Sequence[Sequence[int]] | None, native: bool, or_gloo: bool
+    ) -> Groups:
         members = self.order or tuple(range(self.size))
         nodes = tuple(tuple(node) for node in nodes) if nodes else (tuple(range(self.size)),)
         # With several ranks a node, direct exchange would send the same sums through one network interface; and an
         # order is there since some links are slow, all of which it would use.
         alone = len(nodes) == self.size and not self.order
-        groups = Groups(self._group(f"{name}/world", members, direct=alone, native=native), nodes)
+        groups = Groups(self._group(f"{name}/world", members, direct=alone, native=native), nodes, or_gloo=or_gloo)
         if hierarchical:
             mine = next(node for node in nodes if self.rank in node)
             leaders = tuple(sorted((node[0] for node in nodes), key=members.index))
             groups.intra = self._group(f"{name}/intra{mine[0]}", mine)
             leads = self.rank in leaders
             groups.inter = self._group(f"{name}/inter", leaders, direct=True, native=native) if leads else None
-        if native and self.size > 1:
-            add_meshes(groups, partial(self.all_gather_bytes, f"native transport of {name}"), self.timeout)
         return groups
 
-    def prepare(self, names: Sequence[str], hierarchical: bool, nodes: Sequence[Sequence[int]]) -> None:
-        """Open groups now that `open` will return later, without waiting for anybody then. Collective."""
+    def _add_meshes(self, lanes: Sequence[Groups], name: str) -> None:
+        """Connect the ranks for the native transport. All `lanes` have the same `or_gloo`."""
+        if self.size == 1:
+            return
+
+        def all_gather(stage: str, payload: bytes) -> list[bytes]:
+            return self.all_gather_bytes_once(f"native transport of {name}", f"native/{name}/{stage}", payload)
+
+        try:
+            add_meshes(lanes, all_gather, self.timeout, self.alert)
+        except BaseException as error:
+            if isinstance(error, MeshError) and lanes[0].or_gloo:
+                if self.rank == 0:
+                    _log.warning("%s; gloo carries all exchanges of %s", error, name)
+                return
+            for groups in lanes:
+                groups.leave(abort=True)
+            raise
+
+    def prepare(
+        self,
+        names: Sequence[str],
+        hierarchical: bool,
+        nodes: Sequence[Sequence[int]],
+        native: bool = False,
+        or_gloo: bool = False,
+    ) -> None:
+        """Open groups now that `open` will return later, without waiting for anybody then. Collective.
+
+        Args:
+            hierarchical, nodes, native, or_gloo: see `open`.
+        """
         for name in names:
-            self.prepared[name] = self.open(name, hierarchical, nodes)
+            self.prepared[name] = self._open(name, hierarchical, nodes, native, or_gloo)
+        if native:
+            self._add_meshes([self.prepared[name] for name in names], names[0])
 
     def discover_nodes(self, keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Sort the ranks by node: `keys` holds `node_key()` of each rank. First rank of a node = its leader."""

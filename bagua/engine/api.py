@@ -41,7 +41,7 @@ from bagua.engine.startup.link_probe import Links, probe_links
 from bagua.engine.startup.rank_order import RankOrder, order_of, why_no_order
 from bagua.engine.startup.request import Request
 from bagua.engine.startup.rollback import unless_it_fails
-from bagua.engine.startup.transport import lanes_over, why_no_transport
+from bagua.engine.startup.transport import goes_native, lanes_over, may_fall_back, why_gloo, why_no_transport
 from bagua.engine.tuning.saved_results import check_files, session_of
 from bagua.engine.tuning.search_space import hierarchy_is_free
 from bagua.membership.epoch import FIRST_EPOCH
@@ -114,7 +114,8 @@ def distribute(
             all ranks gives the order. Only the order of sums changes, and who is whose neighbour in gossip. Default:
             BAGUA_RANK_ORDER, or the order of the ranks; for a switch, the previous order.
         transport: "native": on a CPU, compressed rows, sums and gossip go over sockets of their own, in compiled code,
-            with the same bits as over "gloo" (docs/performance.md). Default: BAGUA_TRANSPORT or "gloo".
+            with the same bits as over "gloo" (docs/performance.md). Default: BAGUA_TRANSPORT or, for a switch, the
+            previous one, or "native" if all ranks have it.
         autotune: measure bucket sizes and other settings in the first steps and keep the fastest. True, a
             `bagua.Autotune`, a dict of its arguments, or the path of a results file. Only the order of sums changes.
             Default: BAGUA_AUTOTUNE, or off.
@@ -172,6 +173,7 @@ def distribute(
     manager = None if tolerance is None else RecoveryManager(seat_of(tolerance), tolerance)
     if manager is not None:
         problem = problem or check_tolerates(request, module, process_group is not None, manager.seat)
+        manager.transport = request.transport
         manager.algorithm = request.algorithm = without_mixed_halves(request.algorithm)
 
     def begin(team: Team, signature: list[Any]) -> Engine:
@@ -180,7 +182,10 @@ def distribute(
         failed = failed or why_no_order(request.rank_order, team)
         failed = failed or why_no_transport(request.transport, team, device)
         ready = previous is not None and not previous.engine.failed
-        agreement = shake_hands(team, signature, request.describe(complete=failed is None), failed, ready)
+        before = None if previous is None else previous.engine.groups
+        over_gloo = before is not None and before.size > 1 and not before.native
+        why = why_gloo(request.transport, team, device, over_gloo)
+        agreement = shake_hands(team, signature, request.describe(complete=failed is None), failed, ready, why)
         team, line = _ordered(team, agreement, request, previous)
         return _make_engine(module, team, agreement, request, previous, signature, manager, line)
 
@@ -279,8 +284,10 @@ def _make_engine(
     hierarchical_groups = tunes_hierarchy or any(
         each.hierarchical_groups for each in (chosen, fallback) if each is not None
     )
-    native = request.transport == "native" and team.backend == "gloo"
-    groups = team.open(f"lane/{key}", hierarchical_groups, agreement.nodes, native)
+    native = goes_native(team, agreement.over_gloo)
+    groups = team.open(
+        f"lane/{key}", hierarchical_groups, agreement.nodes, native, or_gloo=may_fall_back(request.transport)
+    )
     with team.naming_missing_ranks("bagua.distribute()", f"failed/{key}", groups):
         if manager is None or team.size == 1:
             links = _replicate(team, groups, inventory, request.optimizers, differing)

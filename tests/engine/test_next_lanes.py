@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bagua.comm.groups import Groups
+from bagua.comm.mesh import why_no_mesh
 from bagua.comm.team import Team
 from bagua.engine.recovery.next_lanes import NextLanes
 from bagua.errors import CommunicationError
@@ -26,13 +27,20 @@ def all_sum(groups: Groups, value: float) -> float:
     return total.item()
 
 
-def open_and_use(team: Team, beside: bool) -> list[float]:
+def open_and_use(team: Team, beside: bool, native: bool) -> list[float]:
     nodes = team.discover_nodes([str(rank) for rank in range(team.size)])
-    lanes = NextLanes(team, NAMES, False, nodes, beside)
+    lanes = NextLanes(team, NAMES, False, nodes, beside, native)
     opened = {NAMES[0]: lanes.take()}
     opened |= {name: team.open(name, False, nodes) for name in NAMES[1:]}  # connected already
     assert not team.prepared
     sums = [all_sum(groups, team.rank + number) for number, groups in enumerate(opened.values())]
+    if native:
+        meshes = [groups.world.mesh for groups in opened.values()]
+        sums = []
+        for number, mesh in enumerate(meshes):  # of one lane each
+            assert mesh is not None
+            mesh.sum_(total := torch.tensor([float(team.rank + number)]))
+            sums.append(total.item())
     team.all_gather_bytes("all have them", b"")
     team.all_gather_bytes("so keys of the first message can go", b"")
     keys = [key for key in team.store.root.list_keys() if "/group/" in key or key.startswith("group/")]
@@ -40,9 +48,15 @@ def open_and_use(team: Team, beside: bool) -> list[float]:
     return sums
 
 
+native_or_not = pytest.mark.parametrize(
+    "native", [False, pytest.param(True, marks=pytest.mark.skipif(bool(why_no_mesh()), reason=why_no_mesh() or "-"))]
+)
+
+
+@native_or_not
 @pytest.mark.parametrize("beside", [False, True])
-def test_lanes_carry_exchanges_whenever_they_were_opened(beside: bool) -> None:
-    assert run_teams(3, open_and_use, beside) == [[3.0, 6.0, 9.0]] * 3
+def test_lanes_carry_exchanges_whenever_they_were_opened(beside: bool, native: bool) -> None:
+    assert run_teams(3, open_and_use, beside, native) == [[3.0, 6.0, 9.0]] * 3
 
 
 def one_is_lost(team: Team, took: threading.Barrier, lost: threading.Event, within: str) -> str:
@@ -110,23 +124,26 @@ def test_lanes_that_nobody_wants_any_more_are_not_waited_for() -> None:
     assert run_teams(2, dropped, threading.Barrier(2, timeout=LIMIT_S), timeout_s=600.0) == [True, True]
 
 
-def hold(team: Team, beside: bool) -> list[weakref.ref[Any]]:
+def hold(team: Team, beside: bool, native: bool) -> list[weakref.ref[Any]]:
     """Take one lane of three, and forget everything."""
     team.alert = lambda: None
-    lanes = NextLanes(team, NAMES, False, team.discover_nodes(["n"] * team.size), beside)
+    lanes = NextLanes(team, NAMES, False, team.discover_nodes(["n"] * team.size), beside, native)
     groups = lanes.take()
     found = [weakref.ref(each.world.connections) for each in (groups, *team.prepared.values())]
+    if native:
+        found += [weakref.ref(each.world.mesh) for each in (groups, *team.prepared.values())]
     team.all_gather_bytes("all have them", b"")
     return found
 
 
+@native_or_not
 @pytest.mark.parametrize("beside", [False, True])
-def test_lanes_that_nobody_holds_are_closed_at_once(beside: bool) -> None:
+def test_lanes_that_nobody_holds_are_closed_at_once(beside: bool, native: bool) -> None:
     """Also those that were opened and never taken: gloo's objects are not known to the garbage collector."""
     gc.disable()
     try:
-        for found in run_teams(2, hold, beside):
-            assert len(found) == len(NAMES) and all(each() is None for each in found)
+        for found in run_teams(2, hold, beside, native):
+            assert len(found) == len(NAMES) * (1 + native) and all(each() is None for each in found)
     finally:
         gc.enable()
 

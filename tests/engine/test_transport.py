@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import bagua
-from bagua.comm import mesh
+from bagua.comm import mesh, mesh_connect
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.team import Team
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.startup import link_probe
+from bagua.engine.startup import transport as transport_module
 from bagua.engine.startup.transport import FAR_LANES, chosen_transport, why_no_transport
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
@@ -45,7 +47,7 @@ def make_model() -> nn.Module:
         return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 10))
 
 
-def train(team: Team, transport: str, system: str, steps: int = 4, qadam: bool = False) -> Any:
+def train(team: Team, transport: str | None, system: str, steps: int = 4, qadam: bool = False) -> Any:
     """Weights, and what was counted."""
     model = make_model()
     algorithm, options = SYSTEMS[system]
@@ -78,6 +80,85 @@ def test_training_has_the_bits_and_the_statistics_that_it_has_over_gloo(system: 
         assert all(map(torch.equal, first[0], second[0]))
         assert first[1:3] == second[1:3] and first[1] > 0
         assert first[3] == [False, False] and second[3] == [True, True]
+
+
+def trained(team: Team, transport: str | None, unable: Sequence[int] = ()) -> tuple[list[Tensor], list[bool]]:
+    """Weights in the end, and whether lanes are native."""
+    with pytest.MonkeyPatch.context() as patch:
+        if team.rank in unable:
+            patch.setattr(team, "without_mesh", True, raising=False)
+        weights, _, _, native = train(team, transport, "int4")
+    return weights, native
+
+
+@there
+def test_by_default_it_is_used_where_all_ranks_have_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def why(transport: str | None, team: Team, device: torch.device) -> ValueError | None:
+        return ValueError("_mesh.so was not built") if getattr(team, "without_mesh", False) else None
+
+    monkeypatch.delenv("BAGUA_TRANSPORT", raising=False)
+    over_gloo = run_teams(3, trained, "gloo")
+    assert all(native == [False, False] for _, native in over_gloo)
+    for (first, _), (second, native) in zip(over_gloo, run_teams(3, trained, None), strict=True):
+        assert native == [True, True] and all(map(torch.equal, first, second))
+    monkeypatch.setattr(transport_module, "why_no_transport", why)
+    with caplog.at_level("INFO", "bagua"):
+        found = run_teams(3, trained, None, [1])
+    for (first, _), (second, native) in zip(over_gloo, found, strict=True):
+        assert native == [False, False] and all(map(torch.equal, first, second))
+    told = [each.getMessage() for each in caplog.records if "gloo carries" in each.getMessage()]
+    assert told == ["gloo carries all exchanges: rank 1: _mesh.so was not built"]
+
+
+@there
+@pytest.mark.parametrize("failing", [2, 4, 5])  # of the first lane, and of the second
+def test_by_default_gloo_takes_over_where_ranks_cannot_be_connected(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: int
+) -> None:
+    listen, lock, calls = mesh_connect.listen, threading.Lock(), list[int]()
+
+    def listen_but_once(host: str | None, size: int) -> mesh_connect.Offer:
+        with lock:
+            calls.append(size)
+            if len(calls) == failing:
+                raise bagua.CommunicationError("cannot listen on 192.0.2.1: no such address")
+        return listen(host, size)
+
+    monkeypatch.delenv("BAGUA_TRANSPORT", raising=False)
+    expected = run_teams(3, trained, "gloo")
+    monkeypatch.setattr(mesh_connect, "listen", listen_but_once)
+    with caplog.at_level("WARNING", "bagua"):
+        found = run_teams(3, trained, None)
+    for (first, _), (second, native) in zip(expected, found, strict=True):
+        assert native == ([False, False] if failing <= 3 else [True, False])
+        assert all(map(torch.equal, first, second))
+    told = [each.getMessage() for each in caplog.records if "gloo carries" in each.getMessage()]
+    assert len(told) == 1 and "cannot listen on 192.0.2.1" in told[0]
+    calls.clear()
+    with pytest.raises(AssertionError, match="native transport cannot be opened"):
+        run_teams(3, trained, "native")
+    calls.clear()
+    monkeypatch.setenv(mesh_connect.CONGESTION, "reno")  # who sets it up wants it
+    with pytest.raises(AssertionError, match="native transport cannot be opened"):
+        run_teams(3, trained, None)
+
+
+@there
+def test_a_switch_keeps_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BAGUA_TRANSPORT", raising=False)
+
+    def work(team: Team) -> list[bool]:
+        model, found = make_model(), list[bool]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for transport in (None, "gloo", None, "native", None):
+            bagua.distribute(model, optimizer, "bytegrad", process_group=team, transport=transport)
+            found.append(attachment_of(model).engine.groups.native)
+        bagua.detach(model)
+        return found
+
+    assert run_teams(2, work) == [[True, False, False, True, True]] * 2
 
 
 def lanes(team: Team, transport: str, num_lanes: int | None = None, codec: str = "int4") -> tuple[int, list[Tensor]]:
@@ -212,7 +293,7 @@ def test_processes_train_alike(pool: RankPool) -> None:
 
 def test_bad_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BAGUA_TRANSPORT", raising=False)
-    assert chosen_transport(None) == "gloo" and chosen_transport("native") == "native"
+    assert chosen_transport(None) is None and chosen_transport("native") == "native"
     with pytest.raises(ValueError, match=r"transport: expected one of 'gloo', 'native', got 'tcp'"):
         chosen_transport("tcp")
     monkeypatch.setenv("BAGUA_TRANSPORT", "native")

@@ -198,8 +198,9 @@ class LanePool:
     def _open_groups(self, native: bool | None = None) -> Groups:
         self.num_opened += 1
         name = f"lane/{self._key}/{self.num_opened}"
-        native = self.groups.native if native is None else native
-        groups = self._team.open(name, self.groups.intra is not None, self.groups.nodes, native)
+        first = self.groups
+        native = first.native if native is None else native
+        groups = self._team.open(name, first.intra is not None, first.nodes, native, first.or_gloo)
         self._watch(groups.meters)
         self._set_limits(groups)
         return groups

@@ -67,6 +67,7 @@ class RecoveryManager:
         thread: the training thread.
         backup: of what a newcomer has fetched, made while the others train; None: there is none.
         algorithm: as given to `distribute`, not fitted to any nodes yet: those change with the members.
+        transport: as `chosen_transport` returned it.
     """
 
     def __init__(self, seat: Seat, options: FaultTolerance) -> None:
@@ -86,6 +87,7 @@ class RecoveryManager:
         self.thread = threading.get_ident()
         self.backup: Backup | None = None
         self.algorithm: Algorithm | None = None
+        self.transport: str | None = None
         self._pool: LanePool | None = None
         self._severed = self._fetched = self._stopped = False
         self._noticed = 0.0

@@ -28,14 +28,21 @@ class NextLanes:
         team: of all ranks of the epoch. Its `alert` must go on raising once the members have changed, whatever is
             opened after it.
         names: of the lanes, new for the team.
-        hierarchical, nodes: see `Team.open`.
+        hierarchical, nodes, native, or_gloo: see `Team.open`.
         beside: open them in a thread of their own, from now on. Else `take` opens them.
     """
 
     def __init__(
-        self, team: Team, names: Sequence[str], hierarchical: bool, nodes: Sequence[Sequence[int]], beside: bool
+        self,
+        team: Team,
+        names: Sequence[str],
+        hierarchical: bool,
+        nodes: Sequence[Sequence[int]],
+        beside: bool,
+        native: bool = False,
+        or_gloo: bool = False,
     ) -> None:
-        self._team, self._names, self._how = team, tuple(names), (hierarchical, nodes)
+        self._team, self._names, self._how = team, tuple(names), (hierarchical, nodes, native, or_gloo)
         self._dropped = threading.Event()
         self._ended: threading.Event | None = None
         self._opened: dict[str, Groups] = {}

@@ -29,6 +29,7 @@ from bagua.engine.recovery.old_keys import delete_old_groups
 from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.transfer import Arrivals, fetch_weights, fingerprint
 from bagua.engine.startup.rollback import unless_it_fails
+from bagua.engine.startup.transport import goes_native, may_fall_back, why_gloo
 from bagua.errors import CommunicationError, RankMismatchError
 from bagua.membership.seat import View
 
@@ -286,6 +287,7 @@ def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | Non
         "order": old.state.order,
         "node": team.node,
         "fingerprint": fingerprint(old),
+        "over gloo": why_gloo(manager.transport, team, inventory.device, over_gloo=False),
     }
     messages = team.all_gather_bytes("opening the groups of a membership epoch", encode(mine))
     ranks: list[dict[str, Any]] = [decode(each) for each in messages]
@@ -302,7 +304,8 @@ def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | Non
     beside = bool(behind)  # ranks wait for a transfer, during which the lanes can be opened
     more = ranks[source]["lanes"] if free else ranks[source]["shared"] if beside else 0
     names = [f"lane/{key}", *(f"lane/{key}/{number + 1}" for number in range(more))]
-    lanes = NextLanes(team, names, algorithm.hierarchical_groups, nodes, beside)
+    native, or_gloo = goes_native(team, [each["over gloo"] for each in ranks]), may_fall_back(manager.transport)
+    lanes = NextLanes(team, names, algorithm.hierarchical_groups, nodes, beside, native, or_gloo)
     try:
         with at_rest() if lead or team.rank in behind else nullcontext():
             progress = _progress_of(manager, team, ranks, source, bool(behind or without))

@@ -19,14 +19,21 @@ class Agreement:
     Attributes:
         nodes: ranks by node.
         all_ready: every rank has an engine on the module that still works.
+        over_gloo: by rank, why it uses gloo; "": it does not have to.
     """
 
     nodes: tuple[tuple[int, ...], ...]
     all_ready: bool
+    over_gloo: tuple[str, ...]
 
 
 def shake_hands(
-    team: Team, signature: list[list[str]], options: dict[str, str], problem: Exception | None, ready: bool
+    team: Team,
+    signature: list[list[str]],
+    options: dict[str, str],
+    problem: Exception | None,
+    ready: bool,
+    over_gloo: str,
 ) -> Agreement:
     """Compare all ranks' arguments; raise on every rank if one has a problem or they differ. Collective.
 
@@ -36,6 +43,7 @@ def shake_hands(
         options: other values that must be equal, by name.
         problem: error of this rank, if any; raised here, reported to the others.
         ready: whether an earlier engine of the module can still exchange on this rank.
+        over_gloo: see `Agreement`.
 
     Raises:
         RankMismatchError: another rank has a problem, or the first difference found; names rank and tensor.
@@ -47,6 +55,7 @@ def shake_hands(
         "digest": hashlib.sha256(full).hexdigest(),
         "options": options,
         "ready": ready,
+        "over gloo": over_gloo,
         "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
     }
     briefs = [decode(message) for message in team.all_gather_bytes("bagua.distribute()", encode(brief))]
@@ -68,7 +77,8 @@ def shake_hands(
             if other != lists[0]:
                 raise RankMismatchError(_first_difference(lists[0], other, rank))
     nodes = team.discover_nodes([other["node"] for other in briefs])
-    return Agreement(nodes, all(other["ready"] for other in briefs))
+    ready = all(other["ready"] for other in briefs)
+    return Agreement(nodes, ready, tuple(other["over gloo"] for other in briefs))
 
 
 def _first_difference(ours: list[list[str]], theirs: list[list[str]], rank: int) -> str:

@@ -141,7 +141,7 @@ class Request:
             "static_graph": str(self.static_graph),
             "gradient_as_bucket_view": str(self.gradient_as_bucket_view),
             "rank_order": repr(self.rank_order),
-            "transport": str(self.transport),
+            "transport": self.transport or "the default",
             "autotune": repr(self.tune),
             "optimizers": ", ".join(
                 f"{type(item).__name__} of {len(item.param_groups)} groups" for item in self.optimizers

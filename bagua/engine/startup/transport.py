@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 
 import torch
 
 from bagua.comm.mesh import Mesh, why_no_mesh
+from bagua.comm.mesh_connect import congestion_control
 from bagua.comm.team import Team, decode, encode
 
-__all__ = ["FAR_LANES", "TRANSPORTS", "chosen_transport", "lanes_over", "why_no_transport"]
+__all__ = [
+    "FAR_LANES",
+    "TRANSPORTS",
+    "chosen_transport",
+    "goes_native",
+    "lanes_over",
+    "may_fall_back",
+    "why_gloo",
+    "why_no_transport",
+]
 
 TRANSPORTS = ("gloo", "native")
 _ENV = "BAGUA_TRANSPORT"
+_log = logging.getLogger("bagua")
 FAR_LANES = 8  # an exchange waits for two latencies, in which others use the link
 _FAR_S = 0.004  # there and back
 _FAR_OVER_GLOO_S = 0.03  # nearer, an exchange's own CPU time is what more lanes would add to
 
 
-def chosen_transport(transport: object) -> str:
-    """`transport`, or `BAGUA_TRANSPORT` of the environment, or "gloo".
+def chosen_transport(transport: object) -> str | None:
+    """`transport`, or `BAGUA_TRANSPORT` of the environment. None: "native" if all ranks have it, else "gloo".
 
     Raises:
         ValueError: it is neither "gloo" nor "native"; names where it was given.
     """
-    name, source = (transport, "transport") if transport is not None else (os.environ.get(_ENV) or "gloo", _ENV)
+    name, source = (transport, "transport") if transport is not None else (os.environ.get(_ENV) or None, _ENV)
+    if name is None:
+        return None
     if name not in TRANSPORTS:
         raise ValueError(f"{source}: expected one of {', '.join(map(repr, TRANSPORTS))}, got {name!r}")
     return str(name)
@@ -39,6 +54,40 @@ def why_no_transport(transport: str | None, team: Team, device: torch.device) ->
         return ValueError(f'transport: "native" is for CPU tensors and groups of gloo, not for {where}')
     problem = why_no_mesh()
     return ValueError(f'transport: there is no "native" here: {problem}') if problem else None
+
+
+def why_gloo(transport: str | None, team: Team, device: torch.device, over_gloo: bool) -> str:
+    """Why this rank uses gloo; "" if it uses the native transport, should all ranks do so. Without communication.
+
+    Args:
+        transport: as `chosen_transport` returns it.
+        over_gloo: the module's previous engine used gloo, and a switch keeps that unless told otherwise.
+    """
+    if transport is not None:
+        return "" if transport == "native" else "it was asked for"
+    if over_gloo:
+        return "the module used it before"
+    return str(why_no_transport("native", team, device) or "")
+
+
+def goes_native(team: Team, over_gloo: Sequence[str]) -> bool:
+    """Whether exchanges go over the native transport: the same answer on all ranks. Rank 0 logs why they do not.
+
+    Args:
+        over_gloo: by rank, what `why_gloo` returned.
+    """
+    if team.backend != "gloo" or team.size == 1:
+        return False
+    reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(over_gloo) if reason]
+    if reasons and team.rank == 0:
+        some = len(reasons) < team.size  # else it is what this installation or these tensors are
+        _log.log(logging.INFO if some else logging.DEBUG, "gloo carries all exchanges: %s", "; ".join(reasons))
+    return not reasons
+
+
+def may_fall_back(transport: str | None) -> bool:
+    """Whether gloo takes over if the ranks cannot be connected: nobody asked for the native transport or set it up."""
+    return transport is None and congestion_control() is None
 
 
 def lanes_over(team: Team, mesh: Mesh | None, round_trip_s: float, num_lanes: int) -> int:
