@@ -101,7 +101,9 @@ class MirrorTeam(Team):
         """The other rank gives the same bytes."""
         return [payload, payload]
 
-    def all_gather_bytes_once(self, what: str, name: str, payload: bytes, alert: Callable[[], object]) -> list[bytes]:
+    def all_gather_bytes_once(
+        self, what: str, name: str, payload: bytes, alert: Callable[[], object] | None = None
+    ) -> list[bytes]:
         """The other rank gives the same bytes."""
         return [payload, payload]
 
