@@ -22,6 +22,7 @@ from bagua.comm.collectives import all_to_all_rows
 from bagua.comm.groups import Group, Groups
 from bagua.comm.shutdown import before_exit
 from bagua.comm.team import Team, decode, encode
+from bagua.comm.transport import goes_native, why_hook_uses_gloo
 from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.lane import Lane, make_lane
 from bagua.errors import CommunicationError, RankMismatchError
@@ -196,13 +197,15 @@ class _GroupLane:
         if self._opened:
             return
         team = self._team
-        told = [decode(each) for each in team.all_gather_bytes(label, encode([str(self._spec), team.node]))]
-        for rank, (other, _) in enumerate(told):
+        mine = str(self._spec), team.node, why_hook_uses_gloo(team, self._device)
+        told = [decode(each) for each in team.all_gather_bytes(label, encode(mine))]
+        for rank, (other, *_) in enumerate(told):
             if other != told[0][0]:
                 raise RankMismatchError(f"backend: rank {rank} has {other!r}, rank 0 has {told[0][0]!r}")
-        nodes = team.discover_nodes([node for _, node in told])
-        world, opened = self.groups.world, team.open(f"backend/{self._device.type}", nodes=nodes).world
-        world.pg, world.direct, self.groups.nodes = opened.pg, opened.direct, nodes
+        nodes, native = team.discover_nodes([node for _, node, _ in told]), goes_native(team, [why for *_, why in told])
+        name = f"backend/{self._device.type}"
+        world, opened = self.groups.world, team.open(name, nodes=nodes, native=native, or_gloo=True).world
+        world.pg, world.direct, world.mesh, self.groups.nodes = opened.pg, opened.direct, opened.mesh, nodes
         self._opened = True
 
     def _fail(self, label: str, error: BaseException) -> None:

@@ -41,7 +41,7 @@ from bagua.engine.startup.link_probe import Links, probe_links
 from bagua.engine.startup.rank_order import RankOrder, order_of, why_no_order
 from bagua.engine.startup.request import Request
 from bagua.engine.startup.rollback import unless_it_fails
-from bagua.engine.startup.transport import goes_native, lanes_over, may_fall_back, why_gloo, why_no_transport
+from bagua.comm.transport import goes_native, lanes_over, may_fall_back, why_gloo, why_no_transport
 from bagua.engine.tuning.saved_results import check_files, session_of
 from bagua.engine.tuning.search_space import hierarchy_is_free
 from bagua.membership.epoch import FIRST_EPOCH
@@ -95,7 +95,7 @@ def distribute(
         bucket_bytes: bucket size in bytes. Default: BAGUA_DEFAULT_BUCKET_SIZE, or 10 % of the parameter bytes, at least
             1 MiB and at most 10 MiB. Where a bucket of gradients is cut into a compressed chunk for each rank, at least
             256 KiB for each of them, while there are two buckets; not with `fault_tolerant`.
-        num_lanes: number of exchanges in flight on gloo, each with its own connections. Default: BAGUA_NUM_LANES or 4.
+        num_lanes: number of exchanges in flight on a CPU, each with its own connections. Default: BAGUA_NUM_LANES or 4.
             Exchanges with 8 bits per element or more use 3; those with fewer bits 8 where a rank is far away, there and
             back 30 ms or more (4 over the native transport), without fault tolerance; all-reduces in full precision
             fewer if the network is faster than the CPU.

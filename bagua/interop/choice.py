@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bagua import algorithms
 from bagua.algorithms import Algorithm, GradientAllReduce, PowerSGD
 from bagua.comm.groups import Groups
 from bagua.comm.team import Team, decode, encode
+from bagua.comm.transport import goes_native, why_hook_uses_gloo
 from bagua.errors import RankMismatchError
 from bagua.exchanges import Exchange
 
@@ -50,23 +52,32 @@ def choose(exchange: str | Algorithm | Exchange, options: dict[str, Any]) -> Alg
     return algorithm
 
 
-def open_groups(team: Team, chosen: Algorithm | Exchange, what: str) -> tuple[Groups, ExchangeFor]:
+def open_groups(
+    team: Team, chosen: Algorithm | Exchange, what: str, device: torch.device
+) -> tuple[Groups, ExchangeFor]:
     """Make groups for `chosen`, fitted to the nodes of the ranks. Collective.
+
+    Args:
+        what: is done, for messages.
+        device: of the gradients.
 
     Raises:
         RankMismatchError: ranks chose differently.
         CommunicationError: a rank did not arrive within the timeout.
+        ValueError: BAGUA_TRANSPORT names no transport.
     """
-    told = [decode(message) for message in team.all_gather_bytes(what, encode([repr(chosen), team.node]))]
-    for rank, (other, _) in enumerate(told):
+    mine = repr(chosen), team.node, why_hook_uses_gloo(team, device)
+    told = [decode(message) for message in team.all_gather_bytes(what, encode(mine))]
+    for rank, (other, *_) in enumerate(told):
         if other != told[0][0]:
             raise RankMismatchError(f"{what}: rank {rank} has {other}, rank 0 has {told[0][0]}")
-    nodes = team.discover_nodes([node for _, node in told])
+    nodes = team.discover_nodes([node for _, node, _ in told])
+    native = goes_native(team, [why for _, _, why in told])
     name = f"interop/{team.next_lane()}"
     if isinstance(chosen, Exchange):
-        return team.open(name, chosen.hierarchical, nodes), lambda gradients: chosen
+        return team.open(name, chosen.hierarchical, nodes, native, or_gloo=True), lambda gradients: chosen
     fitted, _ = chosen.for_nodes(nodes)
-    groups = team.open(name, fitted.hierarchical_groups, nodes)
+    groups = team.open(name, fitted.hierarchical_groups, nodes, native, or_gloo=True)
     if isinstance(fitted, PowerSGD):
         bucket: Any = SimpleNamespace
         return groups, lambda gradients: fitted.exchange_for(bucket(params=tuple(gradients)))

@@ -81,7 +81,7 @@ class DDPHook:
     def __init__(self, chosen: Algorithm | Exchange, team: Team, device: torch.device) -> None:
         self.__name__ = self.__qualname__ = "bagua_hook"  # DDP logs it
         self._team, self._device = team, device
-        groups, self._exchange_for = open_groups(team, chosen, "bagua.interop.ddp_hook()")
+        groups, self._exchange_for = open_groups(team, chosen, "bagua.interop.ddp_hook()", device)
         self._lane = make_lane(groups, device)
         self._failures = _Failures(team, f"ddp/{team.counters.lanes}")
         self._slots: dict[int, _Slot] = {}
@@ -114,10 +114,11 @@ class DDPHook:
             try:
                 if failures.text is None and groups.size > 1:
                     with torch.no_grad():
+                        groups.begin(bucket.index())
                         slot.exchange.run(flat, slot.state, groups, step)
             except BaseException as error:
                 failures.text = f"{text}: {type(error).__name__}: {error}"
-                groups.world.pg = groups.world.p2p = None  # closes the connections, so that peers fail soon too
+                groups.leave(abort=True)  # closes the connections, so that peers fail soon too
                 failures.find_out()
             future.set_result(flat)
 

@@ -193,7 +193,7 @@ def _join_replicas(
         )
     device = params[0].to_local().device
     team = Team.of(replica_group, device)
-    made._groups, exchange_for = open_groups(team, chosen, "bagua.interop.compress_fsdp()")
+    made._groups, exchange_for = open_groups(team, chosen, "bagua.interop.compress_fsdp()", device)
     replicate_tensors([param.to_local() for param in params], made._groups.world, device)
     for path, module in modules.items():
         made.replicas[path] = _Replica(exchange_for, made._groups)

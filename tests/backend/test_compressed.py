@@ -15,6 +15,7 @@ import bagua
 from bagua.backend import CompressedProcessGroup, Traffic
 from bagua.backend.names import Backend
 from bagua.backend.reductions import Reduction, compressed
+from bagua.comm.mesh import why_no_mesh
 from tests.rank_pool import RankPool
 
 N = 40_011  # no multiple of anything
@@ -80,6 +81,24 @@ def _scatter_options(op: Any) -> dist.ReduceScatterOptions:
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     return options
+
+
+def sums_over(transport: str) -> tuple[list[Tensor], bool]:
+    """On a rank: sums of two reductions, and whether they went over the native transport."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BAGUA_TRANSPORT", transport)
+        x, rows = normal(dist.get_rank()), torch.stack([normal(dist.get_rank()) * (r + 1) for r in range(2)])
+        out = torch.empty(N)
+        dist.all_reduce(x)
+        dist.reduce_scatter_tensor(out, rows)
+        return [x, out], world()._compression._lanes["cpu"].groups.native
+
+
+def test_the_transport_changes_no_bit(pool: RankPool) -> None:
+    over_gloo = pool.run(2, sums_over, "gloo", backend="bagua:uint8")
+    for first, second in zip(over_gloo, pool.run(2, sums_over, "", backend="bagua:uint8"), strict=True):
+        assert all(map(torch.equal, first[0], second[0]))
+        assert (first[1], second[1]) == (False, not why_no_mesh())
 
 
 @pytest.mark.parametrize("codec", BOUNDS)

@@ -19,8 +19,8 @@ from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.team import Team
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.startup import link_probe
-from bagua.engine.startup import transport as transport_module
-from bagua.engine.startup.transport import FAR_LANES, chosen_transport, why_no_transport
+from bagua.comm import transport as transport_module
+from bagua.comm.transport import FAR_LANES, chosen_transport, why_no_transport
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
 
@@ -312,7 +312,7 @@ def test_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     team.backend = "nccl"
     assert "not for cuda tensors over nccl" in why(team, "cuda")
     team.backend = "gloo"
-    monkeypatch.setattr("bagua.engine.startup.transport.why_no_mesh", lambda: "_mesh.so was not built")
+    monkeypatch.setattr("bagua.comm.transport.why_no_mesh", lambda: "_mesh.so was not built")
     assert '"native" here: _mesh.so was not built' in why(team, "cpu")
     assert why_no_transport("gloo", team, torch.device("cuda")) is None
     assert why_no_transport("native", Team.alone(), torch.device("cuda")) is None  # a single rank sends nothing

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua
 from bagua.algorithms import ByteGrad, GradientAllReduce, PowerSGD
+from bagua.comm.mesh import why_no_mesh
 from bagua.exchanges import AllReduce, Gossip, ScatterGather
 from bagua.interop import ddp_hook
 from tests.engine.training import batch
@@ -101,6 +102,27 @@ def test_a_lossy_hook_keeps_replicas_equal_and_sends_less(name: str, pool: RankP
     want, *_ = pool.run(2, follow, None, 6)[0]
     for mine, theirs in zip(first, want, strict=True):
         assert (mine - theirs).norm() <= 0.5 * theirs.norm() + 1e-3
+
+
+def follow_over(transport: str, name: str) -> tuple[list[Tensor], int, bool]:
+    """On a rank: weights, bytes sent, and whether the hook's lane is native."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BAGUA_TRANSPORT", transport)
+        made = (EXACT | LOSSY)[name]()
+        patch.setitem(EXACT, name, lambda: made)
+        patch.setitem(LOSSY, name, lambda: made)
+        native = made._lane.groups.native
+        weights, sent, _ = follow(name, 4)
+    return weights, sent, native
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "gradient_allreduce"])
+def test_the_transport_changes_no_bit(name: str, pool: RankPool) -> None:
+    over_gloo = pool.run(2, follow_over, "gloo", name)
+    for transport in ("", "native"):  # "": the default
+        for first, second in zip(over_gloo, pool.run(2, follow_over, transport, name), strict=True):
+            assert all(map(torch.equal, first[0], second[0])) and first[1] == second[1]
+            assert (first[2], second[2]) == (False, not why_no_mesh())
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "gradient_as_bucket_view"])

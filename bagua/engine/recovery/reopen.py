@@ -29,7 +29,7 @@ from bagua.engine.recovery.old_keys import delete_old_groups
 from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.transfer import Arrivals, fetch_weights, fingerprint
 from bagua.engine.startup.rollback import unless_it_fails
-from bagua.engine.startup.transport import goes_native, may_fall_back, why_gloo
+from bagua.comm.transport import goes_native, may_fall_back, why_gloo
 from bagua.errors import CommunicationError, RankMismatchError
 from bagua.membership.seat import View
 

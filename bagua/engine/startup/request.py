@@ -33,7 +33,7 @@ from bagua.engine.startup.link_probe import Links
 from bagua.engine.startup.optimizer_outline import subclasses
 from bagua.engine.startup.rank_order import check_rank_order
 from bagua.engine.startup.sharded import check_sharded
-from bagua.engine.startup.transport import chosen_transport
+from bagua.comm.transport import chosen_transport
 
 __all__ = ["Request"]
 

@@ -20,6 +20,7 @@ __all__ = [
     "lanes_over",
     "may_fall_back",
     "why_gloo",
+    "why_hook_uses_gloo",
     "why_no_transport",
 ]
 
@@ -68,6 +69,18 @@ def why_gloo(transport: str | None, team: Team, device: torch.device, over_gloo:
     if over_gloo:
         return "the module used it before"
     return str(why_no_transport("native", team, device) or "")
+
+
+def why_hook_uses_gloo(team: Team, device: torch.device) -> str:
+    """As `why_gloo`, for a hook or a process group, which has no argument for it: BAGUA_TRANSPORT is a preference there.
+
+    Raises:
+        ValueError: BAGUA_TRANSPORT names no transport.
+    """
+    transport = chosen_transport(None)
+    if transport == "native":
+        transport = None
+    return why_gloo(transport, team, device, over_gloo=False)
 
 
 def goes_native(team: Team, over_gloo: Sequence[str]) -> bool:
