@@ -72,7 +72,7 @@ def why_gloo(transport: str | None, team: Team, device: torch.device, over_gloo:
 
 
 def why_hook_uses_gloo(team: Team, device: torch.device) -> str:
-    """As `why_gloo`, for a hook or a process group, which has no argument for it: BAGUA_TRANSPORT is a preference there.
+    """As `why_gloo`, for a hook or a process group. It has no argument for it: BAGUA_TRANSPORT is a preference there.
 
     Raises:
         ValueError: BAGUA_TRANSPORT names no transport.

@@ -18,6 +18,7 @@ from bagua.autotune import Autotune
 from bagua.comm.groups import Groups
 from bagua.comm.shutdown import before_exit
 from bagua.comm.team import Team
+from bagua.comm.transport import goes_native, lanes_over, may_fall_back, why_gloo, why_no_transport
 from bagua.engine.averaging import mean_optimizers
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.engine import Engine
@@ -41,7 +42,6 @@ from bagua.engine.startup.link_probe import Links, probe_links
 from bagua.engine.startup.rank_order import RankOrder, order_of, why_no_order
 from bagua.engine.startup.request import Request
 from bagua.engine.startup.rollback import unless_it_fails
-from bagua.comm.transport import goes_native, lanes_over, may_fall_back, why_gloo, why_no_transport
 from bagua.engine.tuning.saved_results import check_files, session_of
 from bagua.engine.tuning.search_space import hierarchy_is_free
 from bagua.membership.epoch import FIRST_EPOCH

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import bagua
 from bagua.comm import mesh, mesh_connect
+from bagua.comm import transport as transport_module
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.team import Team
+from bagua.comm.transport import FAR_LANES, chosen_transport, why_no_transport
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.startup import link_probe
-from bagua.comm import transport as transport_module
-from bagua.comm.transport import FAR_LANES, chosen_transport, why_no_transport
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
 

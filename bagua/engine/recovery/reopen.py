@@ -16,6 +16,7 @@ from torch import nn
 
 from bagua.algorithms.base import Algorithm, LostStep, Payload
 from bagua.comm.team import Team, decode, encode
+from bagua.comm.transport import goes_native, may_fall_back, why_gloo
 from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments
 from bagua.engine.lanes.lane import Lane, make_lane
@@ -29,7 +30,6 @@ from bagua.engine.recovery.old_keys import delete_old_groups
 from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.transfer import Arrivals, fetch_weights, fingerprint
 from bagua.engine.startup.rollback import unless_it_fails
-from bagua.comm.transport import goes_native, may_fall_back, why_gloo
 from bagua.errors import CommunicationError, RankMismatchError
 from bagua.membership.seat import View
 

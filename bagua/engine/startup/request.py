@@ -15,6 +15,7 @@ from bagua.algorithms.base import Algorithm
 from bagua.algorithms.registry import registry
 from bagua.autotune import Autotune, as_options
 from bagua.comm.team import encode
+from bagua.comm.transport import chosen_transport
 from bagua.engine.buffers import check_broadcast
 from bagua.engine.config import EngineConfig
 from bagua.engine.guard import Guard
@@ -33,7 +34,6 @@ from bagua.engine.startup.link_probe import Links
 from bagua.engine.startup.optimizer_outline import subclasses
 from bagua.engine.startup.rank_order import check_rank_order
 from bagua.engine.startup.sharded import check_sharded
-from bagua.comm.transport import chosen_transport
 
 __all__ = ["Request"]
 
