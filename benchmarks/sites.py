@@ -118,22 +118,31 @@ def measure(model_name: str, compute_s: float, rounds: int, folder: Path, limit_
     Raises:
         RuntimeError: a rank failed, or it takes longer than `limit_s`.
     """
-    deadline = time.monotonic() + limit_s
     words = ["--worker", str(folder), "--model", model_name, "--compute-ms", f"{1000 * compute_s:g}"]
     with Cluster(HOSTS, HOST_LINK, pairs=PAIRS, mode="namespaces") as cluster:
-        ranks = [
-            host.popen(
-                [sys.executable, "-m", "benchmarks.sites", *words, "--rounds", str(rounds)],
-                env={**os.environ, "MASTER_ADDR": cluster.hosts[0].address, "MASTER_PORT": "29500",
-                     "WORLD_SIZE": str(HOSTS), "RANK": str(rank), "GROUP_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            )
-            for rank, host in enumerate(cluster.hosts)
-        ]  # fmt: skip
-        while any(rank.poll() is None for rank in ranks):
-            if time.monotonic() > deadline or any(rank.poll() for rank in ranks):
-                raise RuntimeError(f"a rank failed, or took more than {limit_s:g} s")
-            time.sleep(0.1)
+        run_ranks(cluster, ["benchmarks.sites", *words, "--rounds", str(rounds)], 1, limit_s)
         return json.loads((folder / "result.json").read_text()), cluster.report()
+
+
+def run_ranks(cluster: Cluster, module: Sequence[str], each: int, limit_s: float) -> None:
+    """Run `python -m` with these words, `each` times on every host.
+
+    Raises:
+        RuntimeError: a rank failed, or it takes longer than `limit_s`.
+    """
+    deadline, size = time.monotonic() + limit_s, each * len(cluster.hosts)
+    ranks = [
+        cluster.hosts[rank // each].popen(
+            [sys.executable, "-m", *module],
+            env={**os.environ, "MASTER_ADDR": cluster.hosts[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": str(size),
+                 "RANK": str(rank), "GROUP_RANK": str(rank // each), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    while any(rank.poll() is None for rank in ranks):
+        if time.monotonic() > deadline or any(rank.poll() for rank in ranks):
+            raise RuntimeError(f"a rank failed, or took more than {limit_s:g} s")
+        time.sleep(0.1)
 
 
 def rows_of(found: Sequence[dict[str, Any]], num_elements: int, compute_s: float) -> list[dict[str, Any]]:

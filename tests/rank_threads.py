@@ -10,26 +10,34 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
-from bagua.comm.team import Team
+from bagua.comm.team import Team, in_site
 
 _jobs = itertools.count()
 
 
-def teams(size: int, nodes: Sequence[int] | None = None, timeout_s: float = 20) -> list[Team]:
-    """Teams of `size` ranks that share a store; `nodes[rank]` is the rank's node."""
+def teams(size: int, nodes: Sequence[int | str] | None = None, timeout_s: float = 20) -> list[Team]:
+    """Teams of `size` ranks that share a store; `nodes[rank]` is the rank's node, or `site:node`."""
     store, name = dist.HashStore(), f"threads{next(_jobs)}"
     return [
         Team(
-            rank, size, store, timedelta(seconds=timeout_s), "gloo", f"{name}/{rank}", str(nodes[rank] if nodes else 0)
+            rank, size, store, timedelta(seconds=timeout_s), "gloo", f"{name}/{rank}", _key(nodes[rank] if nodes else 0)
         )
         for rank in range(size)
     ]
 
 
+def _key(node: int | str) -> str:
+    site, _, name = str(node).rpartition(":")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BAGUA_SITE", site)
+        return in_site(name)
+
+
 def run_teams(
-    size: int, function: Callable[..., Any], *args: Any, nodes: Sequence[int] | None = None, timeout_s: float = 60
+    size: int, function: Callable[..., Any], *args: Any, nodes: Sequence[int | str] | None = None, timeout_s: float = 60
 ) -> list[Any]:
     """Call `function(team, *args)` on `size` ranks at once; `team` goes where a process group goes."""
     return _run(teams(size, nodes, timeout_s), function, args, max(timeout_s, 120))
@@ -39,7 +47,7 @@ def run_threads(
     size: int,
     function: Callable[..., Any],
     *args: Any,
-    nodes: Sequence[int] | None = None,
+    nodes: Sequence[int | str] | None = None,
     hierarchical: bool = False,
     timeout_s: float = 60,
     staged: bool = False,
@@ -48,8 +56,12 @@ def run_threads(
     members = teams(size, nodes, timeout_s)
     for team in members:
         team.staged = staged
-    layout = members[0].discover_nodes([team.node for team in members])
-    return _run(members, lambda team: function(team.open("lane", hierarchical, layout), *args), (), max(timeout_s, 120))
+    layouts = [team.discover_sites([each.node for each in members]) for team in members]
+
+    def call(team: Team) -> Any:
+        return function(team.open("lane", hierarchical, layouts[0]), *args)
+
+    return _run(members, call, (), max(timeout_s, 120))
 
 
 def _run(members: Sequence[Team], function: Callable[..., Any], args: Sequence[Any], timeout_s: float) -> list[Any]:

@@ -202,7 +202,7 @@ class _GroupLane:
         for rank, (other, *_) in enumerate(told):
             if other != told[0][0]:
                 raise RankMismatchError(f"backend: rank {rank} has {other!r}, rank 0 has {told[0][0]!r}")
-        nodes, native = team.discover_nodes([node for _, node, _ in told]), goes_native(team, [why for *_, why in told])
+        nodes, native = team.discover_sites([node for _, node, _ in told]), goes_native(team, [why for *_, why in told])
         name = f"backend/{self._device.type}"
         world, opened = self.groups.world, team.open(name, nodes=nodes, native=native, or_gloo=True).world
         world.pg, world.direct, world.mesh, self.groups.nodes = opened.pg, opened.direct, opened.mesh, nodes

@@ -150,8 +150,10 @@ class Groups:
 
     Attributes:
         world: all ranks.
-        nodes: ranks of the world by node, leaders first; every rank knows all of them.
-        intra: the ranks of this node; None unless opened with hierarchical=True.
+        nodes: ranks of the world by node, leaders first; every rank knows all of them. Where there are sites, by site.
+        intra: the ranks of this node; None unless opened with hierarchical=True. Of this host, if it is one of several
+            of its site and one of them has several ranks.
+        site: the first ranks of the hosts of this site; None on other ranks, or unless `intra` is of a host.
         inter: the leaders of all nodes; None on other ranks, or unless hierarchical.
         buffers: scratch memory of the lane.
         or_gloo: the native transport is used only if it can be.
@@ -161,14 +163,14 @@ class Groups:
     nodes: tuple[tuple[int, ...], ...]
     intra: Group | None = None
     inter: Group | None = None
+    site: Group | None = None
     buffers: Buffers = field(default_factory=Buffers)
     or_gloo: bool = False
 
     def share_connections(self, other: Groups, lane: int) -> None:
         """Send and receive over the connections of `other`, the groups of another lane of the same engine."""
-        for mine, theirs in ((self.world, other.world), (self.inter, other.inter), (self.intra, other.intra)):
-            if mine is not None and theirs is not None:
-                mine.p2p, mine.tag = theirs.pg, lane * _TAGS
+        for mine, theirs in zip(self._every(), other._every(), strict=True):  # of the same ranks
+            mine.p2p, mine.tag = theirs.pg, lane * _TAGS
 
     @property
     def native(self) -> bool:
@@ -183,20 +185,17 @@ class Groups:
 
     def sever(self) -> None:
         """Cut all connections; see `Group.sever`."""
-        for group in (self.world, self.intra, self.inter):
-            if group is not None:
-                group.sever()
+        for group in self._every():
+            group.sever()
 
     def give_up_wait(self, cut: float, after_s: float) -> bool:
         """Whether one of them holds the lane's thread; see `Group.give_up_wait`."""
-        every = (self.world, self.intra, self.inter)
-        return any(group is not None and group.give_up_wait(cut, after_s) for group in every)
+        return any(group.give_up_wait(cut, after_s) for group in self._every())
 
     def leave(self, abort: bool) -> None:
         """Give up the connections and the scratch memory; see `Group.leave`."""
-        for group in (self.world, self.intra, self.inter):
-            if group is not None:
-                group.leave(abort)
+        for group in self._every():
+            group.leave(abort)
         self.buffers.clear()
 
     @property
@@ -212,4 +211,13 @@ class Groups:
     @property
     def meters(self) -> Sequence[Meter]:
         """All meters, the world's first."""
-        return [group.meter for group in (self.world, self.intra, self.inter) if group is not None]
+        return [group.meter for group in self._every()]
+
+    def _every(self) -> list[Group]:
+        return [group for group in (self.world, self.intra, self.site, self.inter) if group is not None]
+
+    @property
+    def num_summed(self) -> int:
+        """Ranks of this node, or site: those that are summed exactly before an exchange between nodes."""
+        rank = self.world.ranks[self.world.rank]
+        return next(len(node) for node in self.nodes if rank in node)

@@ -25,13 +25,14 @@ from bagua.comm.groups import Group, Groups
 from bagua.comm.mesh_connect import MeshError, add_meshes
 from bagua.comm.staged import Staged
 from bagua.comm.store import BoundedStore, RendezvousStore
-from bagua.errors import CommunicationError
+from bagua.errors import CommunicationError, RankMismatchError
 
 avoid_race()
 
-__all__ = ["Team", "node_key"]
+__all__ = ["Team", "in_site", "node_key"]
 
 _log = logging.getLogger("bagua")
+_SITE = "\n"  # between the name of a node and that of its site
 _POLL_S = 0.05
 _ALERT_S = 0.1  # between two alerts of a rank that waits
 _GRACE_S = 3.0  # for what remains to be asked when the time of a wait is over
@@ -65,8 +66,22 @@ def node_key() -> str:
     """
     for name in ("GROUP_RANK", "NODE_RANK"):
         if name in os.environ:
-            return f"{name}={os.environ[name]}"
-    return f"host={socket.gethostname()}"
+            return in_site(f"{name}={os.environ[name]}")
+    return in_site(f"host={socket.gethostname()}")
+
+
+def in_site(key: str) -> str:
+    """Return the key of a node with the site that BAGUA_SITE gives it, if any."""
+    site = os.environ.get("BAGUA_SITE", "")
+    return f"{key}{_SITE}{site}" if site else key
+
+
+def _alike(keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The places of equal keys, in the order in which they come first."""
+    places: dict[str, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    return tuple(tuple(each) for each in places.values())
 
 
 @dataclass(eq=False)
@@ -81,6 +96,7 @@ class Team:
         backend: "gloo", "nccl", or "local" (ranks that take turns in one process).
         name: the parent group's name, for messages.
         node: what `node_key()` says on this rank.
+        nodes: ranks by node, if groups are made by site and a site may have several; else empty.
         counters: shared by all teams of the same process group.
         staged: gloo groups carry CUDA tensors, through host memory.
         alert: called now and then while this rank waits for others in the store; may raise.
@@ -100,6 +116,7 @@ class Team:
     counters: Counters = field(default_factory=Counters)
     staged: bool = False
     alert: Callable[[], object] | None = None
+    nodes: tuple[tuple[int, ...], ...] = ()
     prepared: dict[str, Groups] = field(default_factory=dict)
     order: tuple[int, ...] = ()
 
@@ -317,7 +334,14 @@ class Team:
         if hierarchical:
             mine = next(node for node in nodes if self.rank in node)
             leaders = tuple(sorted((node[0] for node in nodes), key=members.index))
-            groups.intra = self._group(f"{name}/intra{mine[0]}", mine)
+            host = next((node for node in self.nodes if self.rank in node), mine)
+            if len(host) < len(mine) and any(len(node) > 1 for node in self.nodes if set(node) < set(mine)):
+                groups.intra = self._group(f"{name}/intra{host[0]}", host)
+                if self.rank == host[0]:
+                    hosts = tuple(node[0] for node in self.nodes if set(node) <= set(mine))
+                    groups.site = self._group(f"{name}/site{mine[0]}", hosts)
+            else:
+                groups.intra = self._group(f"{name}/intra{mine[0]}", mine)
             leads = self.rank in leaders
             groups.inter = self._group(f"{name}/inter", leaders, direct=True, native=native) if leads else None
         return groups
@@ -361,10 +385,27 @@ class Team:
 
     def discover_nodes(self, keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Sort the ranks by node: `keys` holds `node_key()` of each rank. First rank of a node = its leader."""
-        nodes: dict[str, list[int]] = {}
-        for rank, key in enumerate(keys):
-            nodes.setdefault(key, []).append(rank)
-        return tuple(tuple(node) for node in nodes.values())
+        return _alike(keys)
+
+    def discover_sites(self, keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """As `discover_nodes`, but by site, if there are several. Groups that are opened later know the nodes, too.
+
+        Raises:
+            RankMismatchError: some ranks have a site and others none; names the first of those.
+        """
+        nodes, names = _alike(keys), [key.partition(_SITE)[2] for key in keys]
+        sites = _alike(names)
+        if all(names) and len(sites) > 1:
+            self.nodes = nodes
+            return sites
+        if any(names) and not all(names):
+            lacks = next(rank for rank, name in enumerate(names) if not name)
+            has = next(rank for rank, name in enumerate(names) if name)
+            raise RankMismatchError(
+                f"BAGUA_SITE: rank {lacks} has none, and rank {has} has {names[has]!r}; give it on all hosts or on none"
+            )
+        self.nodes = ()
+        return nodes
 
     def _group(self, name: str, ranks: tuple[int, ...], direct: bool = False, native: bool = False) -> Group:
         rank, size = ranks.index(self.rank), len(ranks)

@@ -57,6 +57,14 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
         help="order of the ranks in rings: measured (by the links between hosts), or ranks with commas between them; "
         "sets BAGUA_RANK_ORDER for the workers",
     )
+    add(
+        "site",
+        env,
+        type=_site,
+        metavar="NAME",
+        help="where this host is: hierarchical exchanges sum exactly within a site, and compress between sites; sets "
+        "BAGUA_SITE for the workers",
+    )
     add("autotune_level", env, type=int, help="1: tune bucket size, lanes and the like in the first steps; 0: do not")
     add("autotune_max_samples", env, type=_positive_int, metavar="N", help="maximum number of settings to measure")
     add(
@@ -115,6 +123,8 @@ def apply_bagua_arguments(parser: ArgumentParser, args: Namespace) -> None:
         os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(args.default_bucket_size)
     if args.rank_order is not None:
         os.environ["BAGUA_RANK_ORDER"] = args.rank_order
+    if args.site is not None:
+        os.environ["BAGUA_SITE"] = args.site
 
 
 def _pass_on_tuning(parser: ArgumentParser, args: Namespace) -> None:
@@ -155,6 +165,12 @@ def _positive_int(text: str) -> int:
     if value <= 0:
         raise ArgumentTypeError(f"must be positive, not {value}")
     return value
+
+
+def _site(text: str) -> str:
+    if not text.isprintable() or not text.strip():
+        raise ArgumentTypeError(f"expected the name of a site, got {text!r}")
+    return text
 
 
 def _rank_order(text: str) -> str:

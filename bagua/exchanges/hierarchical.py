@@ -1,4 +1,4 @@
-"""Hierarchical exchange: exact within a node, any exchange between nodes."""
+"""Hierarchical exchange: exact within a node or a site, any exchange between them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ class Hierarchical(Exchange):
     Nodes are weighted by their number of ranks when `inner` is complete (the sum is divided once,
     by the number of all ranks); with a sparse `inner` each node counts once, with its mean.
 
+    Where hosts have a site (BAGUA_SITE), sites take the place of nodes: the sum goes from the ranks of a host to its
+    first rank, from the hosts of a site to its first host, and `inner` runs among the sites.
+
     Args:
         inner: the exchange between nodes.
 
     State: the inner exchange's, on leaders.
-    Bytes: `inner`'s between the leaders; within a node one copy up and one down per rank.
+    Bytes: `inner`'s between the leaders; within a node one copy up and one down per rank, and per host of a site.
     Source: arXiv:2107.01499 (Bagua), section 3.3; Differs: Bagua 0.9 takes the mean of node means.
 
     Examples:
@@ -97,12 +100,16 @@ class Hierarchical(Exchange):
         if groups.intra is None:
             raise ValueError("Hierarchical needs groups that were opened with hierarchical=True")
         reduce_(groups.intra, x_N)
+        if groups.site is not None:
+            reduce_(groups.site, x_N)
         if groups.inter is not None:
             if not self.inner.complete:
-                x_N.mul_(1.0 / groups.intra.size)
+                x_N.mul_(1.0 / groups.num_summed)
             elif self.average:
                 x_N.mul_(groups.inter.size / groups.world.size)
             self.inner.run(x_N, state, _among_leaders(groups), step)
+        if groups.site is not None:
+            broadcast_(groups.site, x_N)
         broadcast_(groups.intra, x_N)
 
     def bytes_per_rank(self, n: int, size: int) -> float:
@@ -112,4 +119,4 @@ class Hierarchical(Exchange):
 
 def _among_leaders(groups: Groups) -> Groups:
     assert groups.inter is not None
-    return replace(groups, world=groups.inter, intra=None, inter=None)
+    return replace(groups, world=groups.inter, intra=None, inter=None, site=None)

@@ -71,7 +71,7 @@ def open_groups(
     for rank, (other, *_) in enumerate(told):
         if other != told[0][0]:
             raise RankMismatchError(f"{what}: rank {rank} has {other}, rank 0 has {told[0][0]}")
-    nodes = team.discover_nodes([node for _, node, _ in told])
+    nodes = team.discover_sites([node for _, node, _ in told])
     native = goes_native(team, [why for _, _, why in told])
     name = f"interop/{team.next_lane()}"
     if isinstance(chosen, Exchange):

@@ -22,7 +22,7 @@ from bagua.lab.host import Host
 from bagua.lab.link import Link
 from bagua.lab.namespaces import Namespaces
 from bagua.lab.pacing import Pacing
-from bagua.lab.pairs import Pairs, both_ways
+from bagua.lab.pairs import Pairs, both_ways, shared_paths
 from bagua.lab.rendezvous import command_for, rendezvous_environment
 from bagua.lab.report import Report
 
@@ -45,7 +45,8 @@ class Cluster:
             fastest there is; nothing can be limited, cut or delayed later.
         pairs: links between two hosts, by sender and receiver: a bandwidth with its queue, and a latency, which then
             holds in place of the hosts' own. The link of (a, b) also holds for (b, a), unless that is given too. A
-            frame crosses the sender's uplink, the link of the pair and the receiver's downlink. Needs the relay.
+            frame crosses the sender's uplink, the link of the pair and the receiver's downlink. Hosts in a tuple share
+            the link: `{((0, 1), (2, 3)): Link("100mbit")}` joins two sites of two hosts. Needs the relay.
         mode: "namespaces" emulates all of it; "pacing" only a bandwidth for each socket, without any privilege;
             "auto" takes the first, or the second with a warning.
         wire: what carries the frames: "veth" (a bridge; nothing is emulated), "tbf" (veth and the kernel's token
@@ -76,7 +77,7 @@ class Cluster:
     ) -> None:
         self.link = link or Link()
         _check(hosts, self.link, mode, wire, congestion)
-        self.pairs = both_ways(pairs or {}, hosts)
+        self.pairs, self.shared = both_ways(pairs or {}, hosts), shared_paths(pairs or {}, hosts)
         if self.pairs:
             wire = _wire_for_pairs(mode, wire)
         self._lock = threading.Lock()
@@ -115,7 +116,7 @@ class Cluster:
         if mode == "pacing":
             return Pacing(self.folder, num, self.link, divide)
         try:
-            return Namespaces(self.folder, num, self.link, wire, seed, congestion, self.pairs)
+            return Namespaces(self.folder, num, self.link, wire, seed, congestion, self.pairs, self.shared)
         except LabError as error:
             if mode == "namespaces" or congestion is not None or self.pairs:
                 raise

@@ -14,14 +14,14 @@ __all__ = ["ABI", "PAIR_WORDS", "Control"]
 ABI = 1
 _HEADER_WORDS = 16
 _PORT_WORDS = 24
-PAIR_WORDS = 5
+PAIR_WORDS = 6
 _HEADER = ("abi", "ports", "cpu_ns", "frames", "late", "late_max_ns", "late_sum_ns", "wakes", "starved", "pairs")
 _SETTINGS = ("up_bps", "down_bps", "latency_ns", "jitter_ns", "loss", "flow_bps", "queue_bytes")
 _COUNTERS = (
     *("sent_bytes", "received_bytes", "sent_frames", "received_frames"),
     *("queue_drops", "loss_drops", "cut_drops", "port_drops"),
 )
-_PAIR = ("bps", "latency_ns", "queue_bytes", "bytes", "drops")
+_PAIR = ("bps", "latency_ns", "queue_bytes", "bytes", "drops", "shares")
 _PORT = {name: index for index, name in enumerate((*_SETTINGS, "cut", *_COUNTERS))}
 
 
@@ -54,6 +54,11 @@ class Control:
         for name, value in (("bps", bandwidth), ("latency_ns", latency_ns), ("queue_bytes", queue)):
             self.words[self._pair_index(sender, receiver, name)] = value
         self.words[_HEADER.index("pairs")] = 1
+
+    def share_pair(self, sender: int, receiver: int, first: tuple[int, int]) -> None:
+        """The path from one host to another has no bandwidth and queue of its own, but those of the path `first`."""
+        path = first[0] * self._num_hosts + first[1]
+        self.words[self._pair_index(sender, receiver, "shares")] = path + 1
 
     def pair(self, sender: int, receiver: int, name: str) -> int:
         """A setting or counter of a path: one of `_PAIR`."""

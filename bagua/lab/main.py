@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bagua.lab.cluster import MODES, WIRES, Cluster
 from bagua.lab.errors import LabError
 from bagua.lab.events import Event, parse_event, wire_for
 from bagua.lab.job import Job
 from bagua.lab.link import Link, seconds
-from bagua.lab.pairs import Pairs, parse_pairs
+from bagua.lab.pairs import Pairs, Path, parse_pairs
 from bagua.signals import end_by_exception
 
 __all__ = ["describe", "get_args_parser", "main"]
@@ -117,21 +117,29 @@ def describe(cluster: Cluster, num_ranks: int | None = None) -> str:
         *([f"{link.flow_bandwidth} a connection"] if link.flow_bandwidth is not None else []),
         *([f"queue {link.queue_bytes}"] if link.queue_bytes is not None else []),
     ]
-    limits += [f"{between}{_of_pair(its)}" for between, its in _each_pair(cluster.pairs)]
+    limits += [f"{between}{_of_pair(its)}" for between, its in _each_pair(cluster.pairs, cluster.shared)]
     hosts = f"{len(cluster.hosts)} host{'s' * (len(cluster.hosts) > 1)}"
     ranks = "" if num_ranks is None else f" with {num_ranks} rank{'s' * (num_ranks > 1)} each"
     tcp = f", TCP {cluster.congestion}" if cluster.congestion else ""
     return f"{hosts}{ranks}; link of each: {', '.join(limits)}; wire {cluster.wire}{tcp}"
 
 
-def _each_pair(pairs: Pairs) -> list[tuple[str, Link]]:
-    """Both ways in one where they are alike."""
-    alike = {(a, b) for a, b in pairs if a < b and pairs[a, b] == pairs.get((b, a))}
+def _each_pair(pairs: Mapping[Path, Link], shared: Mapping[Path, Path]) -> list[tuple[str, Link]]:
+    """Both ways in one where they are alike; those that share a link in one, too."""
+    first = {(a, b): link for (a, b), link in pairs.items() if shared.get((a, b), (a, b)) == (a, b)}
+    alike = {(a, b) for a, b in first if a < b and first[a, b] == first.get((b, a))}
     return [
-        (f"{a}-{b}" if (a, b) in alike else f"{a} to {b}", link)
-        for (a, b), link in sorted(pairs.items())
+        (f"{'-' if (a, b) in alike else ' to '}".join(_ends((a, b), shared)), link)
+        for (a, b), link in sorted(first.items())
         if (b, a) not in alike
     ]
+
+
+def _ends(path: Path, shared: Mapping[Path, Path]) -> tuple[str, str]:
+    """The hosts at both ends of a link."""
+    paths = [each for each, first in shared.items() if first == path] or [path]
+    left, right = ("+".join(map(str, sorted({each[end] for each in paths}))) for end in (0, 1))
+    return left, right
 
 
 def _of_pair(link: Link) -> str:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bagua.lab import kernel
@@ -16,7 +16,7 @@ from bagua.lab.control import Control
 from bagua.lab.errors import LabError
 from bagua.lab.host import Host
 from bagua.lab.link import Link
-from bagua.lab.pairs import Pairs
+from bagua.lab.pairs import Path as Between
 from bagua.lab.report import HostReport, PairReport, Report
 
 __all__ = ["Namespaces"]
@@ -48,7 +48,8 @@ class Namespaces:
         wire: str,
         seed: int,
         congestion: str | None,
-        pairs: Pairs | None = None,
+        pairs: Mapping[Between, Link] | None = None,
+        shared: Mapping[Between, Between] | None = None,
     ) -> None:
         network = free_network()
         self.folder = folder
@@ -73,6 +74,8 @@ class Namespaces:
         self._pairs = dict(pairs or {})
         for pair, its in self._pairs.items():
             self._relayed("a link of a pair").set_pair(*pair, its)
+        for pair, first in (shared or {}).items():
+            self._relayed("a link of a pair").share_pair(*pair, first)
         try:
             self._start(seed, link, congestion)
         except BaseException:

@@ -14,7 +14,7 @@ import torch
 
 from bagua.algorithms.base import Algorithm
 from bagua.comm.remote_store import connect_store
-from bagua.comm.team import Team
+from bagua.comm.team import Team, in_site
 from bagua.engine.lanes.pool import LanePool
 from bagua.engine.recovery.backup import Backup
 from bagua.engine.recovery.change import MembershipChange
@@ -178,7 +178,7 @@ class RecoveryManager:
             timedelta(seconds=self.options.open_timeout_s),
             "gloo",
             f"epoch {view.epoch}",
-            node=f"host={self.seat.name}",
+            node=in_site(f"host={self.seat.name}"),
             staged=device.type == "cuda",
             alert=alert,
         )

@@ -298,7 +298,7 @@ def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | Non
         if each["fingerprint"] != mine["fingerprint"]:
             raise CommunicationError(f"rank {rank} trains another module, or with other options: it has to leave")
     lead = team.rank == source and bool(behind or without or any(each["newcomer"] for each in ranks))
-    key, nodes = team.next_lane(), team.discover_nodes([each["node"] for each in ranks])
+    key, nodes = team.next_lane(), team.discover_sites([each["node"] for each in ranks])
     algorithm, _ = (manager.algorithm or old.state.root).for_nodes(nodes)
     free = ranks[source]["lost_step"] == LostStep.FREE.value  # an engine is then made without waiting for the others
     beside = bool(behind)  # ranks wait for a transfer, during which the lanes can be opened

@@ -76,7 +76,7 @@ def shake_hands(
         for rank, other in enumerate(lists):
             if other != lists[0]:
                 raise RankMismatchError(_first_difference(lists[0], other, rank))
-    nodes = team.discover_nodes([other["node"] for other in briefs])
+    nodes = team.discover_sites([other["node"] for other in briefs])
     ready = all(other["ready"] for other in briefs)
     return Agreement(nodes, ready, tuple(other["over gloo"] for other in briefs))
 

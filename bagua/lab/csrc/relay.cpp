@@ -31,7 +31,7 @@ namespace {
 constexpr uint64_t kAbi = 1;
 constexpr int kHeaderWords = 16;
 constexpr int kPortWords = 24;
-constexpr int kPairWords = 5;
+constexpr int kPairWords = 6;
 constexpr size_t kVnetHeader = 10;
 constexpr size_t kStride = 17 * 4096;  // a frame of 64 KB with its headers
 constexpr size_t kFrames = 16384;      // untouched ones take no memory
@@ -47,7 +47,8 @@ enum Setting { UP_BPS, DOWN_BPS, LATENCY_NS, JITTER_NS, LOSS, FLOW_BPS, QUEUE_BY
 enum Counter { SENT_BYTES = 8, RECEIVED_BYTES, SENT_FRAMES, RECEIVED_FRAMES, QUEUE_DROPS, LOSS_DROPS, CUT_DROPS,
                PORT_DROPS };
 // Of a path from one host to another. 0: no limit, the latency of the hosts' links, an endless queue.
-enum Pair { PAIR_BPS, PAIR_LATENCY_NS, PAIR_QUEUE_BYTES, PAIR_BYTES, PAIR_DROPS };
+// PAIR_SHARES: 0, or 1 more than the number of the path whose bandwidth and queue this one shares.
+enum Pair { PAIR_BPS, PAIR_LATENCY_NS, PAIR_QUEUE_BYTES, PAIR_BYTES, PAIR_DROPS, PAIR_SHARES };
 enum Kind : uint32_t { FLOW_READY, UPLINK_FREE, ARRIVE, DELIVER };
 
 struct Frame {
@@ -319,7 +320,9 @@ class Relay {
   void cross(uint32_t index, int64_t first, int64_t last) {
     Frame& f = frames_[index];
     if (const uint64_t bps = pair(f.src, f.dst, PAIR_BPS)) {
-      int64_t& free = path_free_[size_t(f.src) * ports_ + f.dst];
+      const uint64_t shares = pair(f.src, f.dst, PAIR_SHARES);
+      const size_t path = shares && shares <= path_free_.size() ? shares - 1 : size_t(f.src) * ports_ + f.dst;
+      int64_t& free = path_free_[path];
       const double backlog = double(std::max<int64_t>(free - first, 0)) * double(bps) / kBitsNs;
       const uint64_t limit = pair(f.src, f.dst, PAIR_QUEUE_BYTES);
       if (limit && backlog > 0 && backlog + bytes(f) > double(limit)) {
