@@ -38,8 +38,8 @@ def get_args_parser() -> ArgumentParser:
         action="append",
         default=[],
         metavar="A-B=RATE[/LATENCY]",
-        help="between hosts A and B, both ways, beside the links of the hosts: 0-1=50mbit/20ms; may be repeated, and "
-        "B-A given for another rate back",
+        help="between hosts A and B, both ways, beside the links of the hosts: 0-1=50mbit/20ms, or 0+1-2+3=50mbit for "
+        "hosts that share a link; may be repeated, and B-A given for another rate back",
     )
     link.add_argument("--jitter", default="0ms", metavar="TIME", help="up to that much more, at random")
     link.add_argument("--loss", type=float, default=0.0, metavar="P", help="probability that a packet is lost")

@@ -20,7 +20,7 @@ from benchmarks.faults.records import Process
 from benchmarks.faults.systems import Settings
 from benchmarks.faults.task import longest_interval
 
-__all__ = ["ANCHOR_PER_HOUR", "chaos", "growth", "inject", "lost_s", "mean_loss"]
+__all__ = ["ANCHOR_PER_HOUR", "chaos", "growth", "inject", "lost_s", "mean_loss", "undisturbed"]
 
 ANCHOR_PER_HOUR = 125.0  # the rate of ft-diloco's public chaos run, 32 replicas
 _LAST = 10  # looks at what a process holds, 2 s each
@@ -262,10 +262,10 @@ def keys_of_last_store(processes: list[Process]) -> list[tuple[int, int]]:
 def _beside_undisturbed(
     settings: Settings, processes: list[Process], steps: int, limit_s: float, problems: list[str]
 ) -> dict[str, Any]:
-    """The loss after as many steps with all hosts, to which nothing happens. Its steps need no emulated compute."""
+    """The loss after as many steps with all hosts, to which nothing happens."""
     progress.show(f"{settings.algorithm}: undisturbed, {steps} steps")
     here = mean_loss(processes)
-    with Job(replace(settings, step_ms=0.0), limit_s + steps) as job:
+    with Job(undisturbed(settings), limit_s + steps) as job:
         job.stop_at(steps)
         try:
             job.await_end()
@@ -275,6 +275,14 @@ def _beside_undisturbed(
     if not here or not there:
         return {}
     return {**here, "undisturbed_loss": there["loss"], "loss_ratio": here["loss"] / there["loss"]}
+
+
+def undisturbed(settings: Settings) -> Settings:
+    """Those of a training to which nothing happens. It is not timed, so steps need no emulated compute.
+
+    But those of "async" do: rounds run beside steps, and so how often weights are averaged depends on their length.
+    """
+    return settings if settings.algorithm == "async" else replace(settings, step_ms=0.0)
 
 
 def mean_loss(processes: Sequence[Process]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bagua.bench import progress
-from benchmarks.faults.chaos import ANCHOR_PER_HOUR, chaos
+from benchmarks.faults.chaos import ANCHOR_PER_HOUR, chaos, undisturbed
 from benchmarks.faults.job import Job, Stuck
 from benchmarks.faults.systems import Settings
 
@@ -108,10 +108,10 @@ class Rounds:
             found["timelines"].append(timeline)
 
     def _undisturbed(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Losses of as many steps as the longest round has made. Its steps need no emulated compute."""
+        """Losses of as many steps as the longest round has made."""
         steps = max(row["steps"] for row in rows)
         progress.show(f"{self.settings.algorithm}: undisturbed, {steps} steps")
-        settings = replace(self.settings, step_ms=0.0, losses_every=LOSSES_EVERY)
+        settings = replace(undisturbed(self.settings), losses_every=LOSSES_EVERY)
         with Job(settings, self.limit_s + steps) as job:
             job.stop_at(steps)
             job.await_end()

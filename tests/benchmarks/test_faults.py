@@ -360,3 +360,9 @@ def test_numbers_that_make_no_run_are_refused(words: list[str], capsys: pytest.C
     with pytest.raises(SystemExit):
         program.main(words)
     assert f"{words[0]}: expected more than 0" in capsys.readouterr().err
+
+
+def test_steps_of_a_training_beside_take_no_time_unless_it_decides_how_often_weights_are_averaged() -> None:
+    settings = systems.Settings(step_ms=100.0)
+    times = [chaos.undisturbed(replace(settings, algorithm=name)).step_ms for name in ("bytegrad", "async")]
+    assert times == [0.0, 100.0]

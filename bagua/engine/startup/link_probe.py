@@ -67,7 +67,7 @@ def probe_links(
     seconds = time.perf_counter() - started
     if team.size == 1 or team.backend != "gloo":
         return Links()
-    nodes = groups.nodes
+    nodes = team.nodes or groups.nodes  # hosts, not sites: cores and network cards are shared by their ranks
     ranks_here = next(len(node) for node in nodes if team.rank in node)
     cores = usable_cores() / ranks_here
     found = [

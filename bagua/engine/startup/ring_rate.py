@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ MOST_BYTES = _FIRST_BYTES * sum(_GROWTH**k for k in range(_ROUNDS))  # that a ra
 # takes at most some four times as long as this, unless the first bytes do already.
 _LONG_ENOUGH_S = 0.05
 _TRIPS = 3
+_UNEQUAL = 3.0  # times the median: more than noise
 _HEAD_BYTES = 64
 _TAG = 0
 
@@ -33,7 +35,8 @@ class RingRate:
     """What was measured.
 
     Attributes:
-        bytes_per_s: from a rank to the next one, median over the ranks, hence the same on all; 0.0: there is no ring.
+        bytes_per_s: from a rank to the next one, the same on all: median over the ranks, or the least where one is so
+            slow that links are unequal, as between sites; 0.0: there is no ring.
         nbytes: sent by each rank of the ring.
         seconds: that it took on this rank.
 
@@ -69,11 +72,16 @@ def measure_ring(team: Team, groups: Groups, device: torch.device, round_trip_s:
         size = _FIRST_BYTES * _GROWTH**number
         mine_s = _pass_on(ring, size, device) if ring is not None else None
         found = [decode(each) for each in team.all_gather_bytes("rate of the ring", encode(mine_s))]
-        median_s = max(statistics.median(each for each in found if each is not None), 1e-6)
-        nbytes, rate = nbytes + size, size / median_s
-        if median_s >= max(_LONG_ENOUGH_S, _TRIPS * round_trip_s):
+        took_s = _typical_s([each for each in found if each is not None])
+        nbytes, rate = nbytes + size, size / took_s
+        if took_s >= max(_LONG_ENOUGH_S, _TRIPS * round_trip_s):
             break
     return RingRate(rate, nbytes, time.perf_counter() - started)
+
+
+def _typical_s(seconds: Sequence[float]) -> float:
+    median_s, longest_s = statistics.median(seconds), max(seconds)
+    return max(longest_s if longest_s > _UNEQUAL * median_s else median_s, 1e-6)
 
 
 def _ring_of(groups: Groups) -> tuple[Group | None, bool]:

@@ -1,0 +1,34 @@
+"""The benchmark of sites: its bounds by hand, and that the figures of its result file follow from the steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.levels import SYSTEMS, bound_s, rows_of
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/2026-11-25-levels"
+
+
+def test_bounds() -> None:
+    # 2.5 M elements of 8 bits at 100 Mbit/s, after a third of 150 ms
+    assert bound_s(SYSTEMS["8 bits, sites"], 2_500_000, 0.15, 100e6) == pytest.approx(0.05 + 0.2)
+    assert bound_s(SYSTEMS["1 bit"], 1000, 0.15, 100e6) == 0.15
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_rows_follow_from_the_steps(file: Path) -> None:
+    report = json.loads(file.read_text())
+    settings = report["settings"]
+    rate = float(settings["link"].split("mbit")[0]) * 1e6
+    assert report["rows"] == rows_of(report["times_s"], settings["num_elements"], settings["compute_ms"] / 1000, rate)
+    assert all(len(turns) == settings["rounds"] for turns in report["times_s"].values())
+
+
+def test_ratios_are_of_the_same_turn() -> None:
+    times = {name: [[2.0], [9.0]] for name in SYSTEMS}
+    times["8 bits, sites"] = [[1.0], [3.0]]
+    row = next(row for row in rows_of(times, 1000, 0.5, 1e9) if row["system"] == "8 bits, sites")
+    assert row["x_ddp"] == row["x_without_sites"] == 2.5 and row["ms"] == 2000
