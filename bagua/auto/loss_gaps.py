@@ -2,7 +2,8 @@
 
 The figures are those of `benchmarks/results/2026-11-25-convergence/results.json`: 4 ranks, 3 seeds, the same
 optimizer, data, learning rates and number of steps as DDP, on two small tasks. With SGD, eden is the row with error
-feedback, its default there. "by optimizer" are the rounds that `local_sgd` and `diloco` have with Adam by default. A test compares them with that file.
+feedback, its default there. "by optimizer" are the rounds that `local_sgd` and `diloco` have with Adam by default. A
+test compares them with that file.
 """
 
 from __future__ import annotations

@@ -12,9 +12,25 @@ import torch.distributed as dist
 from bagua.comm.own_threads import start_thread
 from bagua.comm.store import RendezvousStore
 
-__all__ = ["connect_gloo"]
+__all__ = ["LateGloo", "connect_gloo"]
 
 _ALERT_S = 0.05  # between two alerts
+
+
+class LateGloo:
+    """A gloo group that is connected when it is first used: by all of its ranks, with the same collective.
+
+    Args:
+        connect: returns the group; raises if not all ranks come.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect, self._made = connect, None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._made is None:
+            self._made = self._connect()
+        return getattr(self._made, name)
 
 
 def connect_gloo(

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bagua.comm.backend_kind import backend_kind
-from bagua.comm.connecting import connect_gloo
+from bagua.comm.connecting import LateGloo, connect_gloo
 from bagua.comm.flight_recorder import avoid_race
 from bagua.comm.groups import Group, Groups
 from bagua.comm.mesh_connect import MeshError, add_meshes
@@ -305,32 +306,43 @@ class Team:
         nodes: Sequence[Sequence[int]] | None = None,
         native: bool = False,
         or_gloo: bool = False,
+        beside: Groups | None = None,
     ) -> Groups:
         """Make process groups for one lane. Collective over the team; `name` must be new and the same everywhere.
 
         Args:
             native: with connections of the native transport beside those of gloo.
             or_gloo: if not all ranks can be connected so, let gloo carry all. All ranks do, and rank 0 warns.
+            beside: native groups of the same ranks, at whose addresses these listen. Those of gloo are connected when
+                they are first used then, which most lanes never do: it takes some 30 round trips.
 
         Raises:
             CommunicationError: a rank is missing or cannot be connected.
         """
         if name in self.prepared:
             return self.prepared.pop(name)
-        groups = self._open(name, hierarchical, nodes, native, or_gloo)
+        groups = self._open(name, hierarchical, nodes, native, or_gloo, beside)
         if native:
             self._add_meshes([groups], name)
         return groups
 
     def _open(
-        self, name: str, hierarchical: bool, nodes: Sequence[Sequence[int]] | None, native: bool, or_gloo: bool
+        self,
+        name: str,
+        hierarchical: bool,
+        nodes: Sequence[Sequence[int]] | None,
+        native: bool,
+        or_gloo: bool,
+        beside: Groups | None,
     ) -> Groups:
+        late = beside.world.address if native and beside is not None else None
         members = self.order or tuple(range(self.size))
         nodes = tuple(tuple(node) for node in nodes) if nodes else (tuple(range(self.size)),)
         # With several ranks a node, direct exchange would send the same sums through one network interface; and an
         # order is there since some links are slow, all of which it would use.
         alone = len(nodes) == self.size and not self.order
-        groups = Groups(self._group(f"{name}/world", members, direct=alone, native=native), nodes, or_gloo=or_gloo)
+        world = self._group(f"{name}/world", members, direct=alone, native=native, late=late)
+        groups = Groups(world, nodes, or_gloo=or_gloo)
         if hierarchical:
             mine = next(node for node in nodes if self.rank in node)
             leaders = tuple(sorted((node[0] for node in nodes), key=members.index))
@@ -343,7 +355,8 @@ class Team:
             else:
                 groups.intra = self._group(f"{name}/intra{mine[0]}", mine)
             leads = self.rank in leaders
-            groups.inter = self._group(f"{name}/inter", leaders, direct=True, native=native) if leads else None
+            if leads:
+                groups.inter = self._group(f"{name}/inter", leaders, direct=True, native=native, late=late)
         return groups
 
     def _add_meshes(self, lanes: Sequence[Groups], name: str) -> None:
@@ -372,14 +385,16 @@ class Team:
         nodes: Sequence[Sequence[int]],
         native: bool = False,
         or_gloo: bool = False,
+        beside: Groups | None = None,
     ) -> None:
         """Open groups now that `open` will return later, without waiting for anybody then. Collective.
 
         Args:
-            hierarchical, nodes, native, or_gloo: see `open`.
+            hierarchical, nodes, native, or_gloo, beside: see `open`. Default of `beside`: the first of these.
         """
         for name in names:
-            self.prepared[name] = self._open(name, hierarchical, nodes, native, or_gloo)
+            self.prepared[name] = self._open(name, hierarchical, nodes, native, or_gloo, beside)
+            beside = beside or self.prepared[name]
         if native:
             self._add_meshes([self.prepared[name] for name in names], names[0])
 
@@ -407,7 +422,14 @@ class Team:
         self.nodes = ()
         return nodes
 
-    def _group(self, name: str, ranks: tuple[int, ...], direct: bool = False, native: bool = False) -> Group:
+    def _group(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        direct: bool = False,
+        native: bool = False,
+        late: str | None = None,
+    ) -> Group:
         rank, size = ranks.index(self.rank), len(ranks)
         if size == 1:
             return Group(None, rank, size, ranks, self.backend)
@@ -418,20 +440,34 @@ class Team:
             pg = dist.ProcessGroupNCCL(self.store.under(f"group/{name}").unbounded, rank, size, options)
         else:
             rendezvous = RendezvousStore(self.store.under(f"group/{name}"), ranks, self.alert, finds=native)
-            try:
-                pg: Any = connect_gloo(rendezvous, rank, size, self.timeout, self.alert)
-            except RuntimeError as error:
-                if self.alert is not None:
-                    self.alert()  # it knows better why
-                gone = self.describe_missing(f"unconnected/{name}")
-                raise CommunicationError(f"ranks {ranks}: connecting over gloo failed: {error}{gone}") from error
-            self.retire([f"group/{name}/{key}" for key in rendezvous.written])
-            pg = Staged(pg) if self.staged else pg
+            if late is not None and not self.staged:
+                team = copy.copy(self)
+                team.prepared = {}  # it may hold this group, which would be a cycle
+                pg: Any = LateGloo(partial(team._connect_late, name, ranks, rendezvous))
+            else:
+                pg = self._connect_gloo(name, ranks, rendezvous)
+                self.retire([f"group/{name}/{key}" for key in rendezvous.written])
+                pg = Staged(pg) if self.staged else pg
         direct = direct and self.backend == "gloo" and size > 2
         connections = rendezvous.connections if rendezvous is not None else None
-        address = connections.own if connections is not None else None
+        address = late or (connections.own if connections is not None else None)
         connections = connections if self.alert is not None else None  # else nobody cuts them
         return Group(pg, rank, size, ranks, self.backend, direct=direct, connections=connections, address=address)
+
+    def _connect_gloo(self, name: str, ranks: tuple[int, ...], rendezvous: RendezvousStore) -> Any:
+        try:
+            return connect_gloo(rendezvous, ranks.index(self.rank), len(ranks), self.timeout, self.alert)
+        except RuntimeError as error:
+            if self.alert is not None:
+                self.alert()  # it knows better why
+            gone = self.describe_missing(f"unconnected/{name}")
+            raise CommunicationError(f"ranks {ranks}: connecting over gloo failed: {error}{gone}") from error
+
+    def _connect_late(self, name: str, ranks: tuple[int, ...], rendezvous: RendezvousStore) -> Any:
+        pg = self._connect_gloo(name, ranks, rendezvous)
+        # Beside other collectives. All ranks are connected, so they have read what this one has written.
+        self._delete([f"group/{name}/{key}" for key in rendezvous.written])
+        return pg
 
     def _next_serial(self) -> int:
         self.counters.collectives += 1

@@ -116,7 +116,14 @@ class MirrorTeam(Team):
         """Nobody is missing."""
         return [], None
 
-    def _group(self, name: str, ranks: tuple[int, ...], direct: bool = False, native: bool = False) -> Group:
+    def _group(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        direct: bool = False,
+        native: bool = False,
+        late: str | None = None,
+    ) -> Group:
         if len(ranks) == 1:
             return Group(None, 0, 1, ranks, self.backend)
         pg: Any = _Mirror(self._make(dist.HashStore()))

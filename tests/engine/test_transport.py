@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import bagua
 from bagua.comm import mesh, mesh_connect
 from bagua.comm import transport as transport_module
+from bagua.comm.connecting import LateGloo
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.team import Team
 from bagua.comm.transport import FAR_LANES, chosen_transport, why_no_transport
@@ -207,6 +208,35 @@ def test_over_gloo_more_lanes_only_where_a_rank_is_farther(
     assert [num for num, _ in run_teams(3, lanes, "gloo", 2)] == [2] * 3, "what the user says"
     for codec in ("minmax_uint8", ""):  # which would not use them
         assert [num for num, _ in run_teams(3, lanes, "gloo", None, codec)] == [4] * 3
+
+
+@there
+@pytest.mark.parametrize("system", ["int4", "full precision", "shift one", "gossip", "power_sgd", "half precision"])
+def test_lanes_but_the_first_do_without_gloo(system: str) -> None:
+    def work(team: Team) -> list[bool]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        algorithm, options = SYSTEMS[system]
+        bagua.distribute(
+            model,
+            optimizer,
+            algorithm,
+            process_group=team,
+            transport="native",
+            num_lanes=3,
+            bucket_bytes=4000,
+            **options,
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 40) * team.rank).square().mean().backward()
+            optimizer.step()
+        groups = [lane.groups.world.pg for lane in attachment_of(model).engine.pool.shared]
+        bagua.detach(model)
+        return [not isinstance(pg, LateGloo) or pg._made is not None for pg in groups]
+
+    for first, *others in run_teams(3, work):
+        assert first and others and not any(others)
 
 
 @there

@@ -110,6 +110,9 @@ class LanePool:
 
     def open_shared(self, wanted: int) -> None:
         """Have at least `wanted` shared lanes. Collective."""
+        missing, first = wanted - len(self.shared), self.groups
+        if missing > 1 and first.native:
+            self._prepare(missing)
         while len(self.shared) < wanted:
             groups = self._open_groups()
             groups.share_connections(self.groups, len(self.shared))
@@ -197,13 +200,24 @@ class LanePool:
 
     def _open_groups(self, native: bool | None = None) -> Groups:
         self.num_opened += 1
-        name = f"lane/{self._key}/{self.num_opened}"
         first = self.groups
         native = first.native if native is None else native
-        groups = self._team.open(name, first.intra is not None, first.nodes, native, first.or_gloo)
+        name = self._name_of(self.num_opened)
+        groups = self._team.open(name, first.intra is not None, first.nodes, native, first.or_gloo, beside=first)
         self._watch(groups.meters)
         self._set_limits(groups)
         return groups
+
+    def _prepare(self, lanes: int) -> None:
+        """Connect so many lanes at once."""
+        first, team = self.groups, self._team
+        names = [self._name_of(self.num_opened + number + 1) for number in range(lanes)]
+        names = [name for name in names if name not in team.prepared]  # the same on all ranks
+        if len(names) > 1:
+            team.prepare(names, first.intra is not None, first.nodes, True, first.or_gloo, beside=first)
+
+    def _name_of(self, number: int) -> str:
+        return f"lane/{self._key}/{number}"
 
     def _set_limits(self, groups: Groups) -> None:
         for group in (groups.world, groups.inter):
