@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -302,7 +303,7 @@ def _make_engine(
     lane = make_lane(groups, inventory.device)
     if manager is None:  # with fault tolerance the number of ranks changes
         request.fit_buckets(chosen, agreement.nodes)
-    config = request.config(num_lanes, links, tunes_hierarchy)
+    config = request.config(num_lanes, links, tunes_hierarchy, team.size)
     notices = tuple(each for each in (remark, line) if each)
     tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM
@@ -339,7 +340,7 @@ def _replicate_tolerantly(
     with unless_interrupted(inventory, optimizers) if team.rank else nullcontext():
         run_interruptibly(groups, replicate, manager.check_group)
     manager.replicated = True
-    return found[0]
+    return replace(found[0], held_bytes=0.0)  # a newcomer, which is alone at first, would find another number of lanes
 
 
 def detach(module: _M) -> _M:

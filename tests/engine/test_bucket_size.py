@@ -10,7 +10,7 @@ from torch import nn
 
 import bagua
 from bagua.engine.distributed_module import attached_buckets
-from bagua.engine.reducer.bucketing import chunks_of, fitting_bucket_bytes
+from bagua.engine.reducer.bucketing import LANES_OF_WIDE, chunks_of, fitting_bucket_bytes, lanes_of_wide
 from tests.rank_pool import RankPool
 
 MIB = 2**20
@@ -83,3 +83,18 @@ def test_more_ranks_have_larger_buckets_unless_the_size_is_given(pool: RankPool)
     assert pool.run(8, num_buckets, 8) == [4] * 8
     assert pool.run(8, num_buckets, 8, "bytegrad") == [2] * 8
     assert pool.run(8, num_buckets, 8, "bytegrad", MIB) == [4] * 8
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "size", "held_bytes", "lanes"),
+    [
+        (2**20, 4, 0.0, LANES_OF_WIDE),  # not measured
+        (2**20, 4, 0.25e6, 4),  # 100 Mbit/s, 20 ms: 0.5 MB while it waits, 0.39 MB each
+        (2**20, 4, 0.625e6, 8),  # 50 ms
+        (2**20, 2, 0.625e6, 11),  # 0.26 MB each
+        (2**23, 4, 0.625e6, LANES_OF_WIDE),
+        (2**25, 4, 8e6, 12),  # in parts of 8 MiB
+    ],
+)
+def test_lanes_for_8_bits_fill_what_a_link_holds(bucket_bytes: int, size: int, held_bytes: float, lanes: int) -> None:
+    assert lanes_of_wide(bucket_bytes, size, held_bytes) == lanes

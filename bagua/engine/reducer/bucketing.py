@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ __all__ = [
     "default_num_lanes",
     "fitting_bucket_bytes",
     "lanes_are_given",
+    "lanes_of_wide",
     "last_part_bytes",
     "make_plan",
 ]
@@ -36,6 +38,7 @@ _LEAST_BUCKET_BYTES = 2**20
 _LEAST_CHUNK_BYTES = 256 * 2**10
 _EARLY_BUCKET_BYTES = 2**20  # of a first bucket that goes early, where buckets are far larger
 _LEAST_EARLY_RATIO = 4
+_WIDE_BITS = 8
 _LAST_PARTS = ((2 * LANES_OF_WIDE, 2 * 2**20), (LANES_OF_WIDE, 2**20))  # parts of a last bucket; least bytes of each
 _LEAST_CUT_BYTES = 4 * 2**20  # of a last bucket that is cut in two
 _MAX_LANES = 64
@@ -110,6 +113,21 @@ def default_num_lanes() -> int:
 def lanes_are_given() -> bool:
     """Whether the environment sets the number of lanes."""
     return "BAGUA_NUM_LANES" in os.environ
+
+
+def lanes_of_wide(bucket_bytes: int, size: int, held_bytes: float) -> int:
+    """Return how many lanes fill a link with exchanges of 8 bits per element.
+
+    An exchange sends 2 (R - 1) / R of its W encoded bytes, and waits for 2 latencies. While it waits others have to
+    send what the link holds in that time; and since those that began together wait together, twice as many.
+
+    Args:
+        bucket_bytes: of fp32 gradients.
+        size: R, ranks of the exchange.
+        held_bytes: what a link holds in one latency.
+    """
+    sent = min(bucket_bytes, PART_BYTES) * _WIDE_BITS / 32 * 2 * max(size - 1, 1) / size
+    return max(LANES_OF_WIDE, 1 + math.ceil(4 * held_bytes / sent))
 
 
 def check_num_lanes(name: str, value: int) -> int:

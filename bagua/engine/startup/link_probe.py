@@ -40,11 +40,13 @@ class Links:
             the other one sends.
         straight_chunk_bytes: see `Group`.
         round_trip_s: from the farthest rank to rank 0 and back; 0.0: not measured.
+        held_bytes: what a link holds in one latency; 0.0: not measured.
     """
 
     lanes_of_sums: int | None = None
     straight_chunk_bytes: int = STRAIGHT_CHUNK_BYTES
     round_trip_s: float = 0.0
+    held_bytes: float = 0.0
 
 
 def probe_links(
@@ -82,9 +84,10 @@ def probe_links(
     if team.rank == 0 and ring.nbytes:
         _log.info("%s", _told(ring, longest_s, straight))
     rate = _typical_rate([rate for rate, _, _ in found], nodes)
+    held = ring.bytes_per_s * longest_s / 2
     if num_bytes < _SMALLEST_BYTES or rate < _FAST_BYTES_PER_S:
-        return Links(None, straight, longest_s)
-    return Links(max(2, int(min(cores for _, cores, _ in found) / _CORES_PER_LANE)), straight, longest_s)
+        return Links(None, straight, longest_s, held)
+    return Links(max(2, int(min(cores for _, cores, _ in found) / _CORES_PER_LANE)), straight, longest_s, held)
 
 
 def _straight_chunk_bytes(ring: RingRate, round_trip_s: float) -> int:

@@ -20,12 +20,12 @@ from bagua.engine.buffers import check_broadcast
 from bagua.engine.config import EngineConfig
 from bagua.engine.guard import Guard
 from bagua.engine.reducer.bucketing import (
-    LANES_OF_WIDE,
     check_num_lanes,
     chunks_of,
     default_num_lanes,
     fitting_bucket_bytes,
     lanes_are_given,
+    lanes_of_wide,
 )
 from bagua.engine.reducer.sparse import check_sparse
 from bagua.engine.startup.conflicts import check_shared, check_wrapped
@@ -152,13 +152,14 @@ class Request:
             options["tensor subclasses in the optimizers' state"] = kinds
         return options
 
-    def config(self, num_lanes: int, links: Links, tunes_hierarchy: bool) -> EngineConfig:
+    def config(self, num_lanes: int, links: Links, tunes_hierarchy: bool, size: int) -> EngineConfig:
         """The engine's settings.
 
         Args:
             num_lanes: that may share the exchanges.
             links: as measured; the number of lanes is unused if the user chose one.
             tunes_hierarchy: see `EngineConfig`.
+            size: number of ranks.
         """
         assert self.bucket_bytes is not None and self.num_lanes is not None
         lanes_of_sums = links.lanes_of_sums
@@ -168,7 +169,7 @@ class Request:
             self.bucket_bytes,
             num_lanes,
             lanes_of_sums=lanes_of_sums if self.chooses_lanes else None,
-            lanes_of_wide=LANES_OF_WIDE if self.chooses_lanes else None,
+            lanes_of_wide=lanes_of_wide(self.bucket_bytes, size, links.held_bytes) if self.chooses_lanes else None,
             straight_chunk_bytes=links.straight_chunk_bytes,
             guard=self.guard,
             broadcast_buffers=self.broadcast_buffers,
