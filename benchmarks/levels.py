@@ -30,6 +30,7 @@ from bagua.bench.layout import Columns
 from bagua.bench.machine import describe_machine, now
 from bagua.bench.training import Training
 from bagua.lab import Cluster, Link
+from bagua.lab.pairs import Ends
 from benchmarks.sites import run_ranks
 
 
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     near, far = (Link(*text.split("/")) for text in (options.host_link, options.link))
     half = options.hosts // 2
-    pairs = {(tuple(range(half)), tuple(range(half, options.hosts))): far}
+    pairs: dict[Ends, Link] = {(tuple(range(half)), tuple(range(half, options.hosts))): far}
     words = ["--model", name, "--compute-ms", f"{options.compute_ms:g}", "--rounds", str(rounds)]
     with (
         tempfile.TemporaryDirectory(prefix="bagua-levels-") as folder,
