@@ -69,7 +69,6 @@ def figures(times: Tradeoff, runs: Convergence) -> dict[str, str]:
 
 def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
     """Return the text of each document that has tables of results."""
-    complete = newest_complete(table.NETWORKS[-1])
     tenth = Tradeoff(all_of("bench", "tenth.json")[-1])
     first = {"speed-ups": table.speedups(), "advice": advice.advice(runs)}
     parts: dict[str, dict[str, str]] = {
@@ -77,7 +76,6 @@ def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
         "docs/index.md": first,
         "docs/performance.md": {
             "step times": table.grid(times),
-            "step times, all hooks": table.grid(complete),
             "step times, a tenth": table.grid(tenth),
             "warm-up": table.warm_up(times),
             "demo": demo.rows(newest("demo", "demo.json")),
