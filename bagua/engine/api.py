@@ -97,9 +97,9 @@ def distribute(
             1 MiB and at most 10 MiB. Where a bucket of gradients is cut into a compressed chunk for each rank, at least
             256 KiB for each of them, while there are two buckets; not with `fault_tolerant`.
         num_lanes: number of exchanges in flight on a CPU, each with its own connections. Default: BAGUA_NUM_LANES or 4.
-            Exchanges with 8 bits per element or more use 3; those with fewer bits 8 where a rank is far away, there and
-            back 30 ms or more (4 over the native transport), without fault tolerance; all-reduces in full precision
-            fewer if the network is faster than the CPU.
+            Exchanges with 8 bits per element or more use 3, or as many as fill a link with long latency; those with
+            fewer bits 8 where a rank is far away, there and back 30 ms or more (4 over the native transport), without
+            fault tolerance; all-reduces in full precision fewer if the network is faster than the CPU.
         hierarchical: average exactly within a node and use the algorithm's exchange between nodes. Default: the
             algorithm's own.
         guard: measure the compression error periodically, and fall back if it is too large. Default: neither.
