@@ -65,7 +65,7 @@ def _paths(ends: Ends, num_hosts: int) -> Iterator[Path]:
     if len(sides) != 2 or not all(sides) or not set(hosts) <= set(range(num_hosts)):
         raise ValueError(f"pairs: {ends!r} must be two hosts from 0 to {num_hosts - 1}, or two tuples of them")
     if len(set(hosts)) < len(hosts):
-        raise ValueError(f"pairs: {ends!r} must be different hosts")
+        raise ValueError(f"pairs: {ends!r} must be two different hosts, or two tuples of them without a common host")
     return ((a, b) for a in sides[0] for b in sides[1])
 
 

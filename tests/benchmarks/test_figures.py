@@ -83,7 +83,7 @@ def test_a_disturbed_ddp_flatters_nobody(times: Tradeoff, tmp_path: Path) -> Non
     assert exact is not None
     slow = changed(times, tmp_path, ddp={"step_ms": 99_999.0})
     assert slow.reference_ms(condition) == exact["step_ms"]
-    assert slow.speedup(condition, "bytegrad") == pytest.approx(times.speedup(condition, "bytegrad"), rel=0.01)
+    assert slow.speedup(condition, "bytegrad") == pytest.approx(times.speedup(condition, "bytegrad"), rel=0.02)
 
 
 def test_no_rival_is_left_out() -> None:
@@ -105,9 +105,10 @@ def test_a_run_without_a_rival_is_not_taken(tmp_path: Path, monkeypatch: pytest.
         newest_complete("1gbit/5ms")
 
 
-def test_what_was_not_measured_is_said(times: Tradeoff) -> None:
-    line = next(line for line in table.grid(times).splitlines() if "post_local_sgd" in line)
-    assert line.count("not measured") == 2
+def test_what_was_not_measured_is_said(times: Tradeoff, tmp_path: Path) -> None:
+    lacking = changed(times, tmp_path, post_local_sgd={"error": "gone"})
+    line = next(line for line in table.grid(lacking).splitlines() if "post_local_sgd" in line)
+    assert line.count("not measured") == 5
     stars = [line.count("*") for line in table.grid(times).splitlines() if line.startswith("|")]
     counts = [int(cell.split(" of ")[0]) for cell in table.grid(times).splitlines()[-1].split(" | ")[1:]]
     assert sum(counts) == sum(stars)

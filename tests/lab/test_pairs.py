@@ -106,7 +106,7 @@ def test_each_direction_of_a_shared_link_is_shared_for_itself() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("0+1-1=1mbit", "must be different hosts"),
+        ("0+1-1=1mbit", "must be two different hosts"),
         ("0+4-1=1mbit", "two hosts from 0 to 3, or two tuples"),
         ("0+-1=1mbit", "must be A-B=RATE"),
     ],
