@@ -31,7 +31,7 @@ from bagua.bench.machine import describe_machine, now
 from bagua.bench.training import Training
 from bagua.lab import Cluster, Link
 from bagua.lab.pairs import Ends
-from benchmarks.sites import run_ranks
+from benchmarks.sites import detach, in_turns, run_ranks
 
 
 class System(NamedTuple):
@@ -54,7 +54,6 @@ SYSTEMS = {
 }
 SITES = ("left", "right")
 _FORWARD = 1 / 3
-_TURN = 3  # steps, of which the first does not count
 _WARMUP = 2
 
 
@@ -80,28 +79,14 @@ def work(folder: Path, model_name: str, compute_s: float, rounds: int, hosts: in
             os.environ["BAGUA_SITE"] = site if system.sites else ""
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
             bagua.distribute(model, optimizer, system.algorithm, **system.options)
-            trainings[name] = Training.of(model, optimizer, lambda model=model: _detach(model))
+            trainings[name] = Training.of(model, optimizer, lambda model=model: detach(model))
         for _ in range(_WARMUP):
             trainings[name].step()
-    times: dict[str, list[list[float]]] = {name: [] for name in SYSTEMS}
-    for turn in range(rounds):
-        for name in list(SYSTEMS) if turn % 2 else list(SYSTEMS)[::-1]:
-            dist.barrier()
-            steps = torch.tensor([trainings[name].step().step_s for _ in range(_TURN)])
-            dist.all_reduce(steps, dist.ReduceOp.MAX)
-            times[name].append(steps[1:].tolist())
-            if rank == 0:
-                progress.show(f"turn {turn + 1} of {rounds}: {name}")
-    for each in trainings.values():
-        each.close()
+    times = in_turns(trainings, rounds, "two sites")
     if rank == 0:
         (folder / "result.json").write_text(json.dumps({"times_s": times}))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _detach(model: EmulatedModel) -> None:
-    bagua.detach(model)
 
 
 def rows_of(times: dict[str, list[list[float]]], num_elements: int, compute_s: float, bits_per_s: float) -> list[Any]:

@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -86,21 +86,11 @@ def work(folder: Path, model_name: str, compute_s: float, rounds: int) -> None:
             model = EmulatedModel(models.get(model_name), Compute(compute_s, _FORWARD), seed=rank)
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
             bagua.distribute(model, optimizer, algorithm, rank_order=asked, **options)
-            trainings[order] = Training.of(model, optimizer, lambda model=model: _detach(model))
+            trainings[order] = Training.of(model, optimizer, lambda model=model: detach(model))
             for _ in range(_WARMUP):
                 trainings[order].step()
             lines[order] = list(bagua.stats(model).notices)
-        times: dict[str, list[list[float]]] = {order: [] for order in ORDERS}
-        for turn in range(rounds):
-            for order in list(ORDERS) if turn % 2 else list(ORDERS)[::-1]:
-                dist.barrier()
-                steps = torch.tensor([trainings[order].step().step_s for _ in range(_TURN)])
-                dist.all_reduce(steps, dist.ReduceOp.MAX)
-                times[order].append(steps[1:].tolist())
-            if rank == 0:
-                progress.show(f"{system} ({number} of {len(SYSTEMS)}), turn {turn + 1} of {rounds}")
-        for each in trainings.values():
-            each.close()
+        times = in_turns(trainings, rounds, f"{system} ({number} of {len(SYSTEMS)})")
         found.append({"system": system, "times_s": times, "notices": lines})
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(found))
@@ -108,8 +98,32 @@ def work(folder: Path, model_name: str, compute_s: float, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def _detach(model: EmulatedModel) -> None:
+def detach(model: EmulatedModel) -> None:
+    """End the training of `model`."""
     bagua.detach(model)
+
+
+def in_turns(trainings: Mapping[str, Training], rounds: int, what: str) -> dict[str, list[list[float]]]:
+    """Let trainings take turns, and end them. Collective.
+
+    Args:
+        what: is measured, for the progress that rank 0 shows.
+
+    Returns:
+        seconds of the slowest rank's steps in each turn of each training, without the first step of a turn.
+    """
+    times: dict[str, list[list[float]]] = {name: [] for name in trainings}
+    for turn in range(rounds):
+        for name in list(trainings) if turn % 2 else list(trainings)[::-1]:
+            dist.barrier()
+            steps = torch.tensor([trainings[name].step().step_s for _ in range(_TURN)])
+            dist.all_reduce(steps, dist.ReduceOp.MAX)
+            times[name].append(steps[1:].tolist())
+            if dist.get_rank() == 0:
+                progress.show(f"{what}, turn {turn + 1} of {rounds}: {name}")
+    for each in trainings.values():
+        each.close()
+    return times
 
 
 def measure(model_name: str, compute_s: float, rounds: int, folder: Path, limit_s: float) -> tuple[Any, Any]:

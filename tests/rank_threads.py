@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from bagua.comm.team import Team, in_site
+from bagua.comm.node_keys import in_site
+from bagua.comm.team import Team
 
 _jobs = itertools.count()
 

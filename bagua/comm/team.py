@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
-import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +22,16 @@ from bagua.comm.connecting import LateGloo, connect_gloo
 from bagua.comm.flight_recorder import avoid_race
 from bagua.comm.groups import Group, Groups
 from bagua.comm.mesh_connect import MeshError, add_meshes
+from bagua.comm.node_keys import by_node, by_site, node_key
 from bagua.comm.staged import Staged
 from bagua.comm.store import BoundedStore, RendezvousStore
-from bagua.errors import CommunicationError, RankMismatchError
+from bagua.errors import CommunicationError
 
 avoid_race()
 
-__all__ = ["Team", "in_site", "node_key"]
+__all__ = ["Team"]
 
 _log = logging.getLogger("bagua")
-_SITE = "\n"  # between the name of a node and that of its site
 _POLL_S = 0.05
 _ALERT_S = 0.1  # between two alerts of a rank that waits
 _GRACE_S = 3.0  # for what remains to be asked when the time of a wait is over
@@ -58,31 +56,6 @@ class Counters:
 
 # By process group, not by its name: a later group of the same name has another store and starts at zero.
 _counters: weakref.WeakKeyDictionary[Any, Counters] = weakref.WeakKeyDictionary()
-
-
-def node_key() -> str:
-    """Return a string that is equal on exactly the ranks of one node.
-
-    The launcher's node number where there is one (several nodes may be emulated on one host), else the host name.
-    """
-    for name in ("GROUP_RANK", "NODE_RANK"):
-        if name in os.environ:
-            return in_site(f"{name}={os.environ[name]}")
-    return in_site(f"host={socket.gethostname()}")
-
-
-def in_site(key: str) -> str:
-    """Return the key of a node with the site that BAGUA_SITE gives it, if any."""
-    site = os.environ.get("BAGUA_SITE", "")
-    return f"{key}{_SITE}{site}" if site else key
-
-
-def _alike(keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The places of equal keys, in the order in which they come first."""
-    places: dict[str, list[int]] = {}
-    for place, key in enumerate(keys):
-        places.setdefault(key, []).append(place)
-    return tuple(tuple(each) for each in places.values())
 
 
 @dataclass(eq=False)
@@ -400,7 +373,7 @@ class Team:
 
     def discover_nodes(self, keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Sort the ranks by node: `keys` holds `node_key()` of each rank. First rank of a node = its leader."""
-        return _alike(keys)
+        return by_node(keys)
 
     def discover_sites(self, keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """As `discover_nodes`, but by site, if there are several. Groups that are opened later know the nodes, too.
@@ -408,24 +381,15 @@ class Team:
         Raises:
             RankMismatchError: some ranks have a site and others none; names the first of those.
         """
-        nodes, names = _alike(keys), [key.partition(_SITE)[2] for key in keys]
-        sites = _alike(names)
-        if all(names) and len(sites) > 1:
-            self.nodes = nodes
-            return sites
-        if any(names) and not all(names):
-            lacks = next(rank for rank, name in enumerate(names) if not name)
-            has = next(rank for rank, name in enumerate(names) if name)
-            raise RankMismatchError(
-                f"BAGUA_SITE: rank {lacks} has none, and rank {has} has {names[has]!r}; give it on all hosts or on none"
-            )
-        self.nodes = ()
-        return nodes
+        nodes, sites = by_node(keys), by_site(keys)
+        self.nodes = nodes if sites else ()
+        return sites or nodes
 
     def _group(
         self,
         name: str,
         ranks: tuple[int, ...],
+        *,
         direct: bool = False,
         native: bool = False,
         late: str | None = None,

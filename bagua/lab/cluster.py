@@ -188,6 +188,8 @@ class Cluster:
     def set_pair(self, sender: int, receiver: int, link: Link) -> None:
         """Change the link from one host to another, in this direction only. `Link()` leaves the hosts' own links.
 
+        Of a link that hosts share, change the path of each of them alike.
+
         Raises:
             ValueError: no such hosts, or the link has more than a bandwidth, a latency and a queue.
             LabError: the cluster was made without `pairs`.

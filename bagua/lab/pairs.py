@@ -39,7 +39,7 @@ def both_ways(pairs: Pairs, num_hosts: int) -> dict[Path, Link]:
 
 
 def shared_paths(pairs: Pairs, num_hosts: int) -> dict[Path, Path]:
-    """Return for each path that shares its link with others the first of them; for neither direction of the others.
+    """Return, for each path that shares its link with others, the first of these paths.
 
     Each direction is shared for itself.
     """

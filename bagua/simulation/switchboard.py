@@ -112,14 +112,7 @@ class LocalTeam(Team):
     turns: Turns = field(default_factory=lambda: Turns(1))
     boards: dict[str, Switchboard] = field(default_factory=dict)
 
-    def _group(
-        self,
-        name: str,
-        ranks: tuple[int, ...],
-        direct: bool = False,
-        native: bool = False,
-        late: str | None = None,
-    ) -> Group:
+    def _group(self, name: str, ranks: tuple[int, ...], **how: Any) -> Group:
         rank = ranks.index(self.rank)
         if len(ranks) == 1:
             return Group(None, rank, 1, ranks, self.backend)

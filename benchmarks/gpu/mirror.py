@@ -116,14 +116,7 @@ class MirrorTeam(Team):
         """Nobody is missing."""
         return [], None
 
-    def _group(
-        self,
-        name: str,
-        ranks: tuple[int, ...],
-        direct: bool = False,
-        native: bool = False,
-        late: str | None = None,
-    ) -> Group:
+    def _group(self, name: str, ranks: tuple[int, ...], **how: Any) -> Group:
         if len(ranks) == 1:
             return Group(None, 0, 1, ranks, self.backend)
         pg: Any = _Mirror(self._make(dist.HashStore()))

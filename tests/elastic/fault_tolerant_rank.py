@@ -197,6 +197,7 @@ def train_steps(pipe: Connection, job: Line) -> None:
     if job["lr"] is not None:
         optimizer.param_groups[0]["lr"] = job["lr"]
     options = {**job["options"], **(job["options_of_arrival"] if arrives else {})}
+    os.environ["BAGUA_SITE"] = options.pop("site", "")
     tolerance = bagua.FaultTolerance(seat=seat, max_blocked_s=90.0)
     if job["at_commit"] is not None and job["at_commit"][0] == place:
         watch_commit(pipe, *job["at_commit"])

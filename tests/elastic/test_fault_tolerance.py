@@ -137,9 +137,12 @@ def test_a_rank_that_arrives_trains_with_the_others(fork_server: ForkServer, alg
     assert moves(ends[0]) == moves(ends[1]) == [((), ("n2",))]
 
 
-def test_a_rank_that_arrives_with_other_options_is_refused_and_disturbs_nobody(fork_server: ForkServer) -> None:
+@pytest.mark.parametrize("options", [{"codec": "int4"}, {"site": "paris"}], ids=["codec", "site"])
+def test_a_rank_that_arrives_with_other_options_is_refused_and_disturbs_nobody(
+    fork_server: ForkServer, options: dict[str, str]
+) -> None:
     with start_job(
-        fork_server, 2, algorithm="bytegrad", options_of_arrival={"codec": "int4"}, changes=[1, 1, 1], detect_s=4.0
+        fork_server, 2, algorithm="bytegrad", options_of_arrival=options, changes=[1, 1, 1], detect_s=4.0
     ) as job:
         job.wait_for([0, 1], lambda line: line.get("steps", 0) >= 10, "step 10")
         wrong = job.arrive()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import bagua
 from bagua.codecs import Identity, MinMaxUInt8
 from bagua.comm.groups import Groups
-from bagua.comm.team import Team, node_key
+from bagua.comm.node_keys import node_key
+from bagua.comm.team import Team
 from bagua.engine.distributed_module import attachment_of
 from bagua.exchanges import AllReduce, Exchange, Gossip, Hierarchical, ScatterGather
 from tests.rank_threads import run_teams, run_threads

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from bagua.algorithms.base import Algorithm
+from bagua.comm.node_keys import in_site
 from bagua.comm.remote_store import connect_store
-from bagua.comm.team import Team, in_site
+from bagua.comm.team import Team
 from bagua.engine.lanes.pool import LanePool
 from bagua.engine.recovery.backup import Backup
 from bagua.engine.recovery.change import MembershipChange

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bagua.comm.groups import Group
+from bagua.comm.node_keys import site_of
 from bagua.comm.own_threads import start_thread
 from bagua.comm.remote_store import connect_store
 from bagua.comm.store import BoundedStore
@@ -320,7 +321,8 @@ def fingerprint(engine: Engine) -> str:
     recovery = engine.failures.recovery
     given = recovery.algorithm if recovery is not None else None
     algorithm = repr(given or engine.state.root)  # the latter is fitted to the nodes, of which a newcomer has one
-    return hashlib.sha256(encode([engine.inventory.signature(), algorithm, options])).hexdigest()
+    sites = bool(site_of(engine.team.node))  # all ranks have one, or none: else a newcomer has to leave
+    return hashlib.sha256(encode([engine.inventory.signature(), algorithm, options, sites])).hexdigest()
 
 
 def _team(rank: int, store: str, learner: str, nonce: str, timeout_s: float, alert: Callable[[], object]) -> Team:
