@@ -120,9 +120,10 @@ class RankNotes:
             try:
                 store = store or connect(address)
                 store.set(f"{_KEY}/{self._name}", note)
-            except (OSError, RuntimeError, ValueError):
+            except (OSError, RuntimeError, ValueError) as error:
                 store = None
-                if self._note_of(name) == ENDED:  # and it does not answer: its launcher has ended, too
+                # Refused: its launcher has ended, too. One that is only slow to answer may wait for this note.
+                if self._note_of(name) == ENDED and isinstance(error, ConnectionRefusedError):
                     self._delivered.add(name)
                     return
                 with self._news:

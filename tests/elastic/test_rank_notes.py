@@ -7,8 +7,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from torch.distributed import TCPStore
 
-from bagua.distributed.job_store import ServedStore
+from bagua.distributed.job_store import ServedStore, connect
 from bagua.distributed.rank_notes import ENDED, RankNotes, lost
 from tests.elastic.hosts import wait_for
 from tests.ports import free_ports
@@ -84,13 +85,31 @@ def test_a_note_is_repeated_until_its_host_answers(stores: list[ServedStore], no
 
 
 def test_a_host_that_has_ended_is_told_if_it_answers(stores: list[ServedStore], notes: list[RankNotes]) -> None:
-    """Its launcher may wait for this host. One that does not answer any more has ended, too."""
+    """Its launcher may wait for this host. One whose port is closed has ended, too."""
     (gone,) = free_ports(1)
     for name in ("h1", "gone"):
         stores[0].store.set(f"bagua/rank/{name}", ENDED)
     notes[0].tell({"h1": stores[1].address, "gone": f"127.0.0.1:{gone}"}, ENDED)
     wait_for(lambda: set(notes[0].delivered) == {"h1", "gone"}, "end of both")
     assert notes[1].without_weights({"h0"}, 1) == {"h0"}
+
+
+def test_a_host_that_has_ended_is_told_if_it_is_slow_to_answer(
+    stores: list[ServedStore], notes: list[RankNotes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the launcher of this host ends, and that one waits for it until it takes it for lost."""
+    failures = [TimeoutError("timed out"), RuntimeError("torch gave up")]
+
+    def busy(address: str) -> TCPStore:
+        if failures:
+            raise failures.pop()
+        return connect(address)
+
+    monkeypatch.setattr("bagua.distributed.rank_notes.connect", busy)
+    stores[0].store.set("bagua/rank/h1", ENDED)
+    notes[0].tell({"h1": stores[1].address}, ENDED)
+    wait_for(lambda: "h1" in notes[0].delivered, "note")
+    assert not failures and notes[1].without_weights({"h0"}, 1) == {"h0"}
 
 
 @pytest.mark.process
