@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +21,7 @@ __all__ = ["DDP", "STOLEN", "Row", "rank_step_s", "rows_of", "stolen", "timings_
 DDP = "ddp"
 WAITS = 0.3  # seconds a second in which threads of a rank waited for a core
 STOLEN = 0.03  # share of the cores that the host of a virtual machine gave to others
+_PAUSED = 1.5  # times the median
 BUSY = 0.9  # share of the machine's cores above which ranks may have waited for a core
 
 
@@ -31,8 +33,7 @@ class Row:
         condition, contender, family: names. In results files the key of the contender is "entrant".
         hosts: number of hosts, one rank each.
         model: its name.
-        step_ms: of the slowest rank, or of the middle one for contenders that do not wait; for a rank the median of its
-            steps, or their mean where steps differ by design.
+        step_ms: of the slowest rank, or of the middle one for contenders that do not wait; see `rank_step_s`.
         p25_ms, p75_ms: quartiles of all ranks' steps.
         rank_ms: of each rank.
         num_steps: that were timed.
@@ -104,9 +105,15 @@ def stolen(ranks: Sequence[Mapping[str, Any]]) -> float:
 
 
 def rank_step_s(contender: Contender, measured: Mapping[str, Any]) -> float:
-    """Seconds of a step of one rank."""
+    """Seconds of a step of one rank: the mean of its steps, without those that took over 1.5 times the median.
+
+    Long ones are pauses of the machine or of TCP. The median alone misleads: in a ring the ranks may end a step one
+    after the other and take turns at ending first, so that one step in R is short and all others are long. Where steps
+    differ by design all count.
+    """
     steps = measured["steps"]
-    return statistics.fmean(steps) if contender.averaged else statistics.median(steps)
+    most = math.inf if contender.averaged else _PAUSED * statistics.median(steps)
+    return statistics.fmean(step for step in steps if step <= most)
 
 
 def timings_of(outcomes: Sequence[Outcome], name: str) -> list[Timing]:

@@ -51,10 +51,10 @@ def test_a_row_says_how_tcp_adapted_its_rate() -> None:
     assert found["ddp"].as_dict()["congestion"] == "bbr" and found["off"].congestion == ""
 
 
-def test_medians_ratio_and_efficiency() -> None:
+def test_pace_ratio_and_efficiency() -> None:
     found = rows(
         OFF,
-        of("ddp", *[rank(1.5, 1.6, 9.0)] * 4),
+        of("ddp", *[rank(1.5, 1.6, 1.7, 9.0)] * 4),
         of("bytegrad", rank(0.5, 0.5, 0.5), *[rank(0.4, 0.4, 0.4)] * 3),
         of("ddp", *[rank(1.4, 1.4, 1.4)] * 4),
         OFF,
@@ -68,6 +68,13 @@ def test_medians_ratio_and_efficiency() -> None:
     assert row.bound_ms == pytest.approx(440) and row.efficiency == pytest.approx(0.88)
     assert row.exposed_ms == pytest.approx(160)
     assert (row.bytes_per_host, row.bytes_from, row.limited) == (1e6, "device", "")
+
+
+def test_ranks_that_take_turns_at_ending_first() -> None:
+    """Each has the same pace, and it is not that of most steps."""
+    steps = [0.5, 0.5, 0.5, 0.3]
+    found = rows(OFF, of("ddp", *[rank(*steps[at:], *steps[:at], 2.0) for at in range(4)]))
+    assert found["ddp"].step_ms == pytest.approx(450)
 
 
 def test_steps_that_differ_by_design_count_with_their_mean() -> None:
