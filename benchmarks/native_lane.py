@@ -244,7 +244,7 @@ def summarise(
         compute_s = compute_ms / 1000
         timing = Timing(alone_s, compute_s / 3, max(alone_s - compute_s, 0.0))
         rate, latency_s = condition.host_bits_per_s(ranks), condition.least_latency_s(ranks)
-        row["bound_ms"] = 1000 * bound_s(traffic, timing, rate, latency_s)
+        row["bound_ms"] = 1000 * bound_s(traffic, timing, rate, latency_s, model.layers)
         row |= {f"{name}_share": row["bound_ms"] / row[f"{name}_step_ms"] for name in names if name != DDP}
     return row
 

@@ -2,14 +2,19 @@
 
 Legend: N = fp32 elements of the model, R = hosts of one rank each, W = bytes that a host sends in a round,
 H = messages of a round that depend on one another, B = bits per second of a link, L = seconds one way,
-C = a whole step with communication switched off, F = its forward pass, S = its optimizer step.
+C = a whole step with communication switched off, F = its forward pass, S = its optimizer step, A = the time from its
+start until a layer has its gradients.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
+
+from bagua.bench.layers import Layer
 
 __all__ = [
     "Moment",
@@ -42,12 +47,14 @@ class Traffic:
         num_messages: H.
         moment: which bound holds.
         every: steps from one round to the next.
+        layer_bytes: W of each layer, from the first to the last. Empty: as the layers' numbers of elements.
     """
 
     bytes_per_host: float
     num_messages: int
     moment: Moment
     every: int = 1
+    layer_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,15 +115,21 @@ def background(num_elements: int, ranks: int) -> Traffic:
     return Traffic(all_to_all_mean(num_elements, ranks, 32).bytes_per_host, 0, Moment.BACKGROUND)
 
 
-def bound_s(traffic: Traffic, timing: Timing, bits_per_s: float, latency_s: float) -> float:
+def bound_s(
+    traffic: Traffic, timing: Timing, bits_per_s: float, latency_s: float, layers: Sequence[Layer] = ()
+) -> float:
     """The least seconds of a step, the mean over a period if rounds are rarer than steps.
 
     max(C, F + 8 W / B + H L + S) for gradients, max(C, 8 W / B + H L + S) for the weights of the step's start,
-    C + 8 W / B + H L for what is exchanged after the optimizer step.
+    C + 8 W / B + H L for what is exchanged after the optimizer step. With `layers` it is for gradients the largest of
+    C and, over all layers, A + 8 W' / B + H L + S, where W' is of the layer and those before it: none of them can have
+    left before its gradients are at hand.
 
     Args:
         bits_per_s: B; `math.inf` if the link has no limit.
         latency_s: L.
+        layers: of the model, which says when gradients are at hand: the backward pass takes the time of a layer's work
+            for it. Without them all may be at hand from the end of the forward pass.
     """
     wire_s = 8 * traffic.bytes_per_host / bits_per_s + traffic.num_messages * latency_s
     if traffic.moment is Moment.BACKGROUND:
@@ -124,6 +137,25 @@ def bound_s(traffic: Traffic, timing: Timing, bits_per_s: float, latency_s: floa
     if traffic.moment is Moment.AFTER:
         return timing.step_s + wire_s / traffic.every
     if traffic.moment is Moment.GRADIENT:
+        if layers and traffic.every == 1:
+            return max(timing.step_s, *_ends_s(traffic, timing, bits_per_s, latency_s, layers))
         return max(timing.step_s, timing.forward_s + wire_s / traffic.every + timing.optimizer_s)
     # Hidden behind `every` steps, if rounds are rarer than steps.
     return max(timing.step_s, (wire_s + timing.optimizer_s) / traffic.every)
+
+
+def _ends_s(
+    traffic: Traffic, timing: Timing, bits_per_s: float, latency_s: float, layers: Sequence[Layer]
+) -> list[float]:
+    """For each layer the least time of a step in which it and the layers before it are sent after its backward pass."""
+    work = list(accumulate((layer.work for layer in layers), initial=0.0))
+    sizes = traffic.layer_bytes or tuple(float(layer.num_elements) for layer in layers)
+    left = list(accumulate(sizes))
+    backward_s, total = timing.step_s - timing.forward_s - timing.optimizer_s, left[-1] or 1.0
+    fixed_s = timing.forward_s + traffic.num_messages * latency_s + timing.optimizer_s
+    return [
+        fixed_s
+        + backward_s * (1 - work[at] / (work[-1] or 1.0))
+        + 8 * traffic.bytes_per_host * left[at] / total / bits_per_s
+        for at in range(len(layers))
+    ]

@@ -112,7 +112,8 @@ def _all() -> list[Contender]:
         return Traffic(0, 0, Moment.BACKGROUND)
 
     def low_rank(model: Model, ranks: int) -> Traffic:
-        return bounds.low_rank(model.shapes, ranks, POWER_RANK)
+        each = [bounds.low_rank(layer.shapes, ranks, POWER_RANK).bytes_per_host for layer in model.layers]
+        return replace(bounds.low_rank(model.shapes, ranks, POWER_RANK), layer_bytes=tuple(each))
 
     def background(model: Model, ranks: int) -> Traffic:
         return bounds.background(model.num_elements, ranks)

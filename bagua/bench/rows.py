@@ -155,7 +155,8 @@ def rows_of(condition: Condition, model: Model, hosts: int, outcomes: Sequence[O
             facts["ratio_to_ddp"] = statistics.median(ddp) / step_s
         if timings:
             timing = _which(timings, traffic.moment)
-            least_s = bound_s(traffic, timing, condition.host_bits_per_s(hosts), condition.least_latency_s(hosts))
+            link = condition.host_bits_per_s(hosts), condition.least_latency_s(hosts)
+            least_s = bound_s(traffic, timing, *link, model.layers)
             facts |= {
                 "compute_ms": 1000 * timing.step_s,
                 "forward_ms": 1000 * timing.forward_s,

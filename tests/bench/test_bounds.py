@@ -8,6 +8,7 @@ import pytest
 
 from bagua.bench import bounds, contenders, models
 from bagua.bench.bounds import Moment, Timing, Traffic, bound_s
+from bagua.bench.layers import Layer
 
 N = 25_000_000
 TIMING = Timing(step_s=0.34, forward_s=0.1, optimizer_s=0.04)
@@ -55,6 +56,23 @@ def test_what_a_host_sends(traffic: Traffic, num_bytes: float, messages: int, mo
 )
 def test_the_least_time_of_a_step(traffic: Traffic, bits_per_s: float, latency_s: float, expected: float) -> None:
     assert bound_s(traffic, TIMING, bits_per_s, latency_s) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        (1, 3, 1.45),  # the last is ready at 0.1 + 0.1; then 1.2 on the wire, 0.01 of latency and 0.04
+        (0, 4, 1.45),
+        (4, 0, 1.55),  # all of it is ready at 0.1 + 0.2 only
+    ],
+)
+def test_gradients_leave_when_they_are_there(first: int, last: int, expected: float) -> None:
+    """Two layers of equal work, which the backward pass of 0.2 s reaches in reverse order."""
+    layers = [Layer("first", ((first,),), 1.0), Layer("last", ((last,),), 1.0)]
+    sent = bounds.all_to_all_mean(N, 4, 32)
+    assert bound_s(sent, TIMING, 1e9, 0.005, layers) == pytest.approx(expected)
+    as_told = Traffic(sent.bytes_per_host, 2, Moment.GRADIENT, layer_bytes=(1.0, 0.0))
+    assert bound_s(as_told, TIMING, 1e9, 0.005, layers) == pytest.approx(1.55)
 
 
 @pytest.mark.parametrize("contender", contenders.available().values(), ids=lambda contender: contender.name)
