@@ -129,9 +129,10 @@ def test_far_ranks_send_larger_chunks_straight_with_the_same_bits(pool: RankPool
 
 
 def test_a_chunk_goes_straight_up_to_half_of_what_the_link_holds() -> None:
-    assert link._straight_chunk_bytes(RingRate(20e6), 0.1) == 500_000
-    assert link._straight_chunk_bytes(RingRate(20e6), 0.0001) == STRAIGHT_CHUNK_BYTES
-    assert link._straight_chunk_bytes(RingRate(), 0.1) == STRAIGHT_CHUNK_BYTES
+    assert link._straight_chunk_bytes(RingRate(20e6), 0.1, 4) == 500_000
+    assert link._straight_chunk_bytes(RingRate(20e6), 0.1, 16) == 125_000
+    assert link._straight_chunk_bytes(RingRate(20e6), 0.0001, 4) == STRAIGHT_CHUNK_BYTES
+    assert link._straight_chunk_bytes(RingRate(), 0.1, 4) == STRAIGHT_CHUNK_BYTES
 
 
 def differing() -> str:

@@ -25,9 +25,10 @@ _FAST_BYTES_PER_S = 160e6  # more than 1 Gbit/s can carry
 _SMALLEST_BYTES = 8 * 2**20  # less says more about the start than about the rate
 _CORES_PER_LANE = 2  # gloo's own thread and ours
 _ROUND_TRIPS = 3
-# Of what a link holds in one latency. Straight to their owners, chunks take 2 latencies instead of 2 (R - 1), but all
-# senders meet in the receivers' links. 4 hosts were even at half, 8 hosts faster straight at a quarter.
-_STRAIGHT_SHARE = 0.5
+# Over the number of ranks, of what a link holds in one latency. Straight to their owners, chunks take 2 latencies
+# instead of 2 (R - 1), but all senders meet in the receivers' links, and each peer's message wakes a thread. 4 hosts were
+# even at half, 8 hosts faster straight at a quarter, 16 hosts on two cores slower straight at 0.3.
+_STRAIGHT_SHARE = 2.0
 _log = logging.getLogger("bagua")
 
 
@@ -80,7 +81,7 @@ def probe_links(
     ]
     longest_s = max(round_trip for _, _, round_trip in found)
     ring = measure_ring(team, groups, device, longest_s)
-    straight = _straight_chunk_bytes(ring, longest_s)
+    straight = _straight_chunk_bytes(ring, longest_s, team.size if groups.world.direct else len(groups.nodes))
     if team.rank == 0 and ring.nbytes:
         _log.info("%s", _told(ring, longest_s, straight))
     rate = _typical_rate([rate for rate, _, _ in found], nodes)
@@ -90,8 +91,9 @@ def probe_links(
     return Links(max(2, int(min(cores for _, cores, _ in found) / _CORES_PER_LANE)), straight, longest_s, held)
 
 
-def _straight_chunk_bytes(ring: RingRate, round_trip_s: float) -> int:
-    return max(STRAIGHT_CHUNK_BYTES, int(_STRAIGHT_SHARE * ring.bytes_per_s * round_trip_s / 2))
+def _straight_chunk_bytes(ring: RingRate, round_trip_s: float, size: int) -> int:
+    share = _STRAIGHT_SHARE / max(size, 4)
+    return max(STRAIGHT_CHUNK_BYTES, int(share * ring.bytes_per_s * round_trip_s / 2))
 
 
 def _told(ring: RingRate, round_trip_s: float, straight: int) -> str:
