@@ -51,7 +51,7 @@ def test_chunks_of_many_ranks_are_no_small_messages(
     ("name", "options", "ranks", "chunks"),
     [
         *(("bytegrad", {}, 1, 8), ("bytegrad", {}, 2, 4), ("bytegrad", {"hierarchical": False}, 2, 8)),
-        *(("qadam", {}, 1, 8), ("gradient_allreduce", {}, 1, 1), ("power_sgd", {}, 1, 1)),
+        *(("qadam", {}, 1, 8), ("gradient_allreduce", {}, 1, 1), ("power_sgd", {}, 1, 4), ("power_sgd", {}, 2, 2)),
         ("diloco", {"fragments": 4}, 1, 1),  # of weights, and of as many buckets as fragments
     ],
 )

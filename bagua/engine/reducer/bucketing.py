@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bagua.algorithms.base import Algorithm, Payload
+from bagua.algorithms.power_sgd import PowerSGD
 from bagua.exchanges import Hierarchical, ScatterGather
 
 __all__ = [
@@ -67,15 +68,20 @@ def fitting_bucket_bytes(total_bytes: int, chunks: int = 1) -> int:
 def chunks_of(algorithm: Algorithm, nodes: Sequence[Sequence[int]]) -> int:
     """Return how many chunks a bucket of gradients is cut into, each of them a compressed message; 1 if it is not.
 
+    Half of the ranks for PowerSGD, which sends few bytes in many messages: with 16 hosts on two cores a step took
+    512 ms with buckets of 2 MiB, and 734 ms with 1 MiB.
+
     Args:
         algorithm: fitted to the nodes.
         nodes: the ranks of each.
     """
+    apart = sum(map(len, nodes))
+    if isinstance(algorithm, PowerSGD):
+        return -(-(len(nodes) if algorithm.hierarchical else apart) // 2)
     try:
         exchange = algorithm.exchange
     except TypeError:  # none, or several
         return 1
-    apart = sum(map(len, nodes))
     if isinstance(exchange, Hierarchical):
         exchange, apart = exchange.inner, len(nodes)
     # Buckets of weights are exchanged between steps, where nothing overlaps, and `fragments` are made of them.

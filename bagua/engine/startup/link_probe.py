@@ -26,8 +26,8 @@ _SMALLEST_BYTES = 8 * 2**20  # less says more about the start than about the rat
 _CORES_PER_LANE = 2  # gloo's own thread and ours
 _ROUND_TRIPS = 3
 # Over the number of ranks, of what a link holds in one latency. Straight to their owners, chunks take 2 latencies
-# instead of 2 (R - 1), but all senders meet in the receivers' links, and each peer's message wakes a thread. 4 hosts were
-# even at half, 8 hosts faster straight at a quarter, 16 hosts on two cores slower straight at 0.3.
+# instead of 2 (R - 1), but all senders meet in the receivers' links, and each peer's message wakes a thread. 4 hosts
+# were even at half, 8 hosts faster straight at a quarter; 16 hosts took 1.7 times as long straight at a half.
 _STRAIGHT_SHARE = 2.0
 _log = logging.getLogger("bagua")
 
