@@ -13,17 +13,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from bagua import codecs
 from bagua.algorithms.base import Algorithm, BackgroundLane, Context, Exactness, Gate, LostStep, Payload, Ticket
+from bagua.algorithms.delayed_moments import DelayedMoments
 from bagua.algorithms.gradient_allreduce import GradientAllReduce
+from bagua.algorithms.mean_moments import check_mean_moments
 from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.options import check_keeps_changes, shown
 from bagua.algorithms.registry import register
 from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
 from bagua.algorithms.warmup import Warmup
+from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
 
 __all__ = ["AsyncModelAverage"]
 
-STEPS = 2  # from a snapshot to the next, unless an interval is given
+_CODEC = "minmax_uint8"
 _LOOK_S = 0.1  # between two looks at whether the lane still lives
 
 
@@ -37,7 +42,8 @@ class AsyncModelAverage(Algorithm):
     thread waits until every rank has taken its own, averages the snapshots and subtracts this rank's. The rank adds
     the difference at the end of the step at which it is ready, so steps made meanwhile are kept, and no weight
     changes between a forward and its backward pass. The differences of a round sum to zero: averaging never moves
-    the mean of the replicas, only gradients do.
+    the mean of the replicas, only gradients do. With a lossy codec it moves by what the codec loses of the changes
+    since the last mean, which are sent then in place of the weights.
 
     No rank ever waits for another. A rank that is slow, evaluates or has paused (`bagua.pause`) delays the rounds but
     not the training of others. Once a rank has exited normally (its script ends, it detaches), the others continue
@@ -54,20 +60,28 @@ class AsyncModelAverage(Algorithm):
     "staleness_steps", steps that this rank made between taking the snapshot and adding the difference.
 
     Args:
-        sync_interval_ms: pause between the end of a round and the next snapshot; 0 averages without pause. None
-            (default): the next snapshot is taken when the round is over and two steps have been made since the last.
+        sync_interval_ms: pause between the end of a round and the next snapshot, which is taken at the end of a step.
+            None means 0: a round follows the other.
         warmup_steps: training steps of gradient all-reduce before that.
-        hierarchical: sum within each node first; None means False.
+        codec: of rounds; None means "minmax_uint8". With few bits rounds take less time on a slow network, so replicas
+            stay closer together. A codec that is not linear sends changes since the last mean; with "identity" the
+            weights are averaged themselves.
+        hierarchical: sum within each node first. None does so where nodes have several ranks and the codec is not
+            linear: their ranks would share the node's link.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
             mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
             and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with `torch.optim.Adam` and
             `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
+        mean_moments: when a mean has come, set both moments of Adam to those of the mean gradients, which it shows.
+            Done after rounds of at most two steps whose mean comes at the next step, so only where the network is fast
+            beside a step. Nothing is exchanged for it. For `torch.optim.Adam` and `AdamW` without amsgrad, and weights
+            of at least 32 bits.
         max_alone_s: after so many seconds without a round because a rank failed, exited abnormally or does not
             respond, the next `optimizer.step` raises `CommunicationError` and names the rank. None is the process
             group's timeout; `math.inf` never raises. No effect with `fault_tolerant`.
 
-    Bytes: 2 (R-1)/R times the weights per round; `bytes_per_rank` assumes a round in every step. Memory: two
-        copies of the weights.
+    Bytes: 2 (R-1)/R times the encoded weights per round; `bytes_per_rank` assumes a round in every step. Memory: two
+        copies of the weights, three with a codec that is not linear, and six more with `mean_moments`.
     Source: Bagua 0.9's asynchronous model average (its documentation).
     Differs: no lock, so no wait for a round either; rounds that a rank cannot join are called off instead of
         blocking; `abort` and `resume` are not barriers; warm-up counts training steps only.
@@ -88,8 +102,16 @@ class AsyncModelAverage(Algorithm):
     hierarchical: bool | None = None
     max_alone_s: float | None = None
     scale_second_moment: bool | None = False
+    codec: str | Codec | None = None
+    mean_moments: bool | None = None
+
+    def __repr__(self) -> str:
+        """As of any dataclass, but without `codec` and `mean_moments` if they are open."""
+        return shown(self, ("codec", "mean_moments"))
 
     def __post_init__(self) -> None:
+        if self.mean_moments and self.scale_second_moment:
+            raise ValueError("mean_moments and scale_second_moment contradict: the first needs no estimate")
         interval, steps = self.sync_interval_ms, self.warmup_steps
         if interval is not None and not (_is_number(interval) and 0 <= interval < math.inf):
             raise ValueError(f"sync_interval_ms: expected a number of milliseconds >= 0 or None, got {interval!r}")
@@ -98,6 +120,12 @@ class AsyncModelAverage(Algorithm):
             raise ValueError(f"max_alone_s: expected a number of seconds > 0 or None, got {alone!r}")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise ValueError(f"warmup_steps: expected a number of steps >= 0, got {steps!r}")
+        check_keeps_changes(self._codec)
+        _ = self.exchange  # refuse what does not mix now, not in the middle of a run
+
+    @property
+    def _codec(self) -> Codec:
+        return codecs.get(_CODEC if self.codec is None else self.codec)
 
     @property
     def payload(self) -> Payload:
@@ -112,14 +140,21 @@ class AsyncModelAverage(Algorithm):
     @cached_property
     def exchange(self) -> Exchange:
         """The mean of all ranks."""
+        return mix("complete", self._codec, hierarchical=bool(self.hierarchical))
+
+    @cached_property
+    def _first(self) -> Exchange:
+        """Of the weights themselves: after it all ranks know the same mean."""
         return mix("complete", "identity", hierarchical=bool(self.hierarchical))
 
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
-        return fit_hierarchy(self, nodes, default=False)
+        return fit_hierarchy(self, nodes, default=not self._codec.linear)
 
     def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """An optimizer must have second moments where they are to be corrected."""
+        """An optimizer must have moments where they are to be corrected."""
+        if self.mean_moments:
+            check_mean_moments(params, optimizers)
         if self.scale_second_moment:
             check_scalable(optimizers)
 
@@ -133,7 +168,19 @@ class AsyncModelAverage(Algorithm):
         if fit_scaling(self.scale_second_moment, ctx, self.name):
             set_up_second_moments(ctx)
         if ctx.groups.size > 1:
-            ctx.keep("rounds", _Rounds).lane = ctx.background_lane()
+            rounds = ctx.keep("rounds", _Rounds)
+            rounds.lane = ctx.background_lane()
+            rounds.moments = DelayedMoments(ctx) if self.mean_moments else None
+            if not self._codec.linear:
+                self._set_up_changes(ctx, rounds)
+
+    def _set_up_changes(self, ctx: Context, rounds: _Rounds) -> None:
+        """All ranks begin with the same base: their weights, or the mean of the first round where these may differ."""
+        rounds.whole = ctx.fault_tolerant
+        if rounds.whole:
+            ctx.prepare(self._first)
+        for bucket in ctx.buckets:
+            ctx.scratch("base", bucket).copy_(bucket.flat)
 
     def on_step_end(self, ctx: Context) -> None:
         """Add the difference if it is there; begin the next round if it is time. Never waits."""
@@ -143,6 +190,8 @@ class AsyncModelAverage(Algorithm):
         lane = rounds.lane
         if lane is None:
             return
+        if rounds.moments is not None:
+            rounds.moments.record(ctx)
         if rounds.pending is not None and all(ticket.done for ticket in rounds.pending.tickets):
             _take_over(ctx, rounds)
         if ctx.fault_tolerant:
@@ -152,15 +201,20 @@ class AsyncModelAverage(Algorithm):
             ctx.notice(f"async: {lane.gate.remark}; training continues without averaging", lane.gate.urgent)
         if not (ctx.paused or ctx.fault_tolerant):
             lane.gate.give_up_after(lane.timeout_s if self.max_alone_s is None else self.max_alone_s)
-        if rounds.pending is None and self._due(ctx, rounds) and not (lane.gate.over or rounds.broken or ctx.paused):
+        if rounds.pending is None and self._due(rounds) and not (lane.gate.over or rounds.broken or ctx.paused):
             rounds.pending = self._begin(ctx, lane.gate, lane)
-            rounds.step = ctx.step
+            if rounds.moments is not None:
+                rounds.moments.close(ctx)
+        if rounds.moments is not None:
+            rounds.moments.note_weights(ctx)
 
     def on_step_begin(self, ctx: Context) -> None:
         """Weights change now, so the snapshot of them must be whole. It has had both passes of a step for that."""
-        pending = ctx.keep("rounds", _Rounds).pending
-        if pending is not None:
-            pending.await_snapshot()
+        rounds = ctx.keep("rounds", _Rounds)
+        if rounds.moments is not None:
+            rounds.moments.look_for_changes(ctx)
+        if rounds.pending is not None:
+            rounds.pending.await_snapshot()
 
     def on_pause(self, ctx: Context) -> None:
         """Cancel the round in flight, or complete it if all ranks have entered it."""
@@ -168,6 +222,14 @@ class AsyncModelAverage(Algorithm):
         if rounds.pending is not None:
             rounds.pending.settle()
             _take_over(ctx, rounds)
+            if rounds.moments is not None:
+                rounds.moments.note_weights(ctx)
+
+    def on_members_changed(self, ctx: Context) -> None:
+        """The ranks hold different weights, so that the first mean shows nothing."""
+        moments = ctx.keep("rounds", _Rounds).moments
+        if moments is not None:
+            moments.call_off()
 
     def on_load(self, ctx: Context) -> None:
         """Drop the round in flight: it belongs to other weights."""
@@ -175,28 +237,30 @@ class AsyncModelAverage(Algorithm):
         if rounds.pending is not None:
             rounds.pending.settle()
             rounds.pending = None
-        rounds.step = -math.inf  # saved weights may be of an earlier step
+        if rounds.moments is not None:
+            rounds.moments = DelayedMoments(ctx)
+            rounds.moments.call_off()
 
-    def _due(self, ctx: Context, rounds: _Rounds) -> bool:
-        if self.sync_interval_ms is None:
-            return ctx.step >= rounds.step + STEPS
-        return time.monotonic() >= rounds.ended + self.sync_interval_ms / 1000
+    def _due(self, rounds: _Rounds) -> bool:
+        return time.monotonic() >= rounds.ended + (self.sync_interval_ms or 0) / 1000
 
     def _begin(self, ctx: Context, gate: Gate, lane: BackgroundLane) -> _Round:
+        whole = ctx.keep("rounds", _Rounds).whole
         this = _Round(ctx.step, time.monotonic())
         copies = [(bucket.flat, ctx.scratch("snapshot", bucket)) for bucket in ctx.buckets]
         if copies[0][0].device.type != "cpu":
             _take(this, copies)  # only enqueued, in front of the next step
         for bucket in ctx.buckets:
             snapshot, mean = ctx.scratch("snapshot", bucket), ctx.scratch("mean", bucket)
+            base = None if self._codec.linear else ctx.scratch("base", bucket)
             first = partial(_enter, this, copies, gate) if bucket.index == 0 else None
             this.tickets.append(
                 ctx.launch(
-                    self.exchange,
+                    self._first if whole else self.exchange,
                     bucket,
                     mean,
-                    before=partial(_join, this, first, snapshot, mean),
-                    after=partial(_leave, this, snapshot, mean),
+                    before=partial(_join, this, first, snapshot, mean, None if whole else base),
+                    after=partial(_leave, this, snapshot, mean, base, whole),
                     lane=lane,
                 )
             )
@@ -232,10 +296,11 @@ class _Rounds:
     """What the training thread knows."""
 
     lane: BackgroundLane | None = None
+    moments: DelayedMoments | None = None
     pending: _Round | None = None
-    step: float = -math.inf  # of the last snapshot
     ended: float = -math.inf  # when the last one was over; the same moment on all ranks, so that they stay in phase
     broken: str = ""  # why an exchange failed
+    whole: bool = False  # the next round sends the weights themselves, whatever the codec
 
 
 def _is_number(value: object) -> bool:
@@ -255,18 +320,28 @@ def _enter(this: _Round, copies: Sequence[tuple[Tensor, Tensor]], gate: Gate) ->
     return gate.enter(this.unwanted.is_set)
 
 
-def _join(this: _Round, enter: Callable[[], bool] | None, snapshot: Tensor, mean: Tensor) -> bool:
-    """On the lane, before an exchange."""
+def _join(this: _Round, enter: Callable[[], bool] | None, snapshot: Tensor, mean: Tensor, base: Tensor | None) -> bool:
+    """On the lane, before an exchange: of the snapshot, or of its difference from `base`."""
     if enter is not None:
         this.on = enter()
-    if this.on:
+    if this.on and base is not None:
+        torch.sub(snapshot, base, out=mean)
+    elif this.on:
         mean.copy_(snapshot)
     return this.on
 
 
-def _leave(this: _Round, snapshot: Tensor, mean: Tensor) -> None:
-    """On the lane, after an exchange: `mean` becomes the difference."""
-    mean.sub_(snapshot)
+def _leave(this: _Round, snapshot: Tensor, mean: Tensor, base: Tensor | None, whole: bool) -> None:
+    """On the lane, after an exchange: `mean` becomes the difference, and `base` the mean.
+
+    Args:
+        whole: the mean is of the snapshots, not of their differences from `base`.
+    """
+    if base is None:
+        mean.sub_(snapshot)
+    else:
+        base.copy_(mean) if whole else base.add_(mean)
+        torch.sub(base, snapshot, out=mean)
     this.ended = time.monotonic()
 
 
@@ -283,10 +358,16 @@ def _take_over(ctx: Context, rounds: _Rounds) -> None:
                 ctx.notice(f"async: averaging failed, training continues without it: {reason}", urgent=True)
             return
     if not this.on:
+        if rounds.moments is not None:
+            rounds.moments.call_off()
         return
-    for bucket, ticket in zip(ctx.buckets, this.tickets, strict=True):
+    differences = [ctx.scratch("mean", bucket) for bucket in ctx.buckets]
+    for ticket in this.tickets:
         ctx.wait(ticket)  # done already; it keeps the books
-        bucket.flat.add_(ctx.scratch("mean", bucket))
-    rounds.ended = this.ended
+    if rounds.moments is not None:
+        rounds.moments.infer(ctx, differences)
+    for bucket, difference in zip(ctx.buckets, differences, strict=True):
+        bucket.flat.add_(difference)
+    rounds.ended, rounds.whole = this.ended, False
     ctx.report("round_s", this.ended - this.began)
     ctx.report("staleness_steps", ctx.step - this.step)

@@ -16,7 +16,7 @@ from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.diloco import DiLoCo
 from bagua.algorithms.mean_moments import check_mean_moments
 from bagua.algorithms.nodes import fit_hierarchy
-from bagua.algorithms.options import shown
+from bagua.algorithms.options import check_keeps_changes, shown
 from bagua.algorithms.registry import register
 from bagua.algorithms.round_moments import (
     begin_round,
@@ -97,12 +97,7 @@ class LocalSGD(Algorithm):
     def __post_init__(self) -> None:
         if self.communication_interval is not None:
             check_interval("communication_interval", self.communication_interval)
-        codec, many = self._codec, 1 << 20
-        if not codec.unbiased and 8 * codec.wire_bytes(many) < 4 * many:
-            raise ValueError(
-                f"codec {codec.name!r}: what it does not send of a change would be lost; use an unbiased codec, as "
-                "'eden', or diloco with error_feedback=True"
-            )
+        check_keeps_changes(self._codec)
         if self.mean_moments and self.scale_second_moment:
             raise ValueError("mean_moments and scale_second_moment contradict: the first needs no estimate")
         _ = self.exchange  # refuse what does not mix now, not in the middle of a run

@@ -6,7 +6,24 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
-__all__ = ["check_number", "shown"]
+from bagua.codecs import Codec
+
+__all__ = ["check_keeps_changes", "check_number", "shown"]
+
+_MANY = 1 << 20
+
+
+def check_keeps_changes(codec: Codec) -> None:
+    """Check that little of a change of the weights is lost if it is sent once with `codec`, without error feedback.
+
+    Raises:
+        ValueError: the codec is biased and has fewer than 4 bits.
+    """
+    if not codec.unbiased and 8 * codec.wire_bytes(_MANY) < 4 * _MANY:
+        raise ValueError(
+            f"codec {codec.name!r}: what it does not send of a change would be lost; use an unbiased codec, as "
+            "'eden', or diloco with error_feedback=True"
+        )
 
 
 def check_number(name: str, value: object, low: float, high: float | None = None, *, closed: bool = False) -> None:

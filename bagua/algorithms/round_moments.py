@@ -14,6 +14,7 @@ from bagua.codecs import Codec
 
 __all__ = [
     "begin_round",
+    "in_blocks",
     "infer_round",
     "look_for_changes",
     "record_local_step",
@@ -139,7 +140,7 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
             continue
         formulas = _Formulas.of(slot, sizes[i], interval, size, torch.finfo(param.dtype).eps)
         m, v = slot.state["exp_avg"], slot.state["exp_avg_sq"]
-        for block in _blocks(m, v, momenta, second, weights[i], means[i]):
+        for block in in_blocks(m, v, momenta, second, weights[i], means[i]):
             formulas.apply(block, unchanged[i])
 
 
@@ -201,7 +202,7 @@ class _Formulas(NamedTuple):
         m.copy_(torch.where(exact, torch.add(m, apart, alpha=self.share), m))
 
 
-def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The tensors, which are alike; on a CPU in blocks that stay in the cache from one formula to the next."""
     first = tensors[0]
     if first.device.type != "cpu" or first.numel() <= _BLOCK or not all(each.is_contiguous() for each in tensors):

@@ -110,9 +110,9 @@ def difference_gossip(num_elements: int, ranks: int, bits: float = 8, overlap: b
     return Traffic(neighbours * num_elements * bits / 8, 1 if ranks > 1 else 0, moment)
 
 
-def background(num_elements: int, ranks: int) -> Traffic:
+def background(num_elements: int, ranks: int, bits: float = 32) -> Traffic:
     """Means of all weights, beside training; W is that of a round, and no step waits for it."""
-    return Traffic(all_to_all_mean(num_elements, ranks, 32).bytes_per_host, 0, Moment.BACKGROUND)
+    return Traffic(all_to_all_mean(num_elements, ranks, bits).bytes_per_host, 0, Moment.BACKGROUND)
 
 
 def bound_s(

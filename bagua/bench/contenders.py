@@ -116,7 +116,7 @@ def _all() -> list[Contender]:
         return replace(bounds.low_rank(model.shapes, ranks, POWER_RANK), layer_bytes=tuple(each))
 
     def background(model: Model, ranks: int) -> Traffic:
-        return bounds.background(model.num_elements, ranks)
+        return bounds.background(model.num_elements, ranks, 8)
 
     def sparse(model: Model, ranks: int) -> Traffic:
         every_step = bagua.algorithms.get("sparse_loco", communication_interval=1)

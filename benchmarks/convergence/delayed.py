@@ -10,7 +10,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from bagua import codecs
 from bagua.algorithms.base import Algorithm, Context, Exactness, Payload
+from bagua.algorithms.delayed_moments import DelayedMoments
 from bagua.algorithms.second_moment import check_scalable, rescale_second_moments, set_up_second_moments
 from bagua.exchanges import Exchange, mix
 
@@ -26,7 +28,7 @@ class DelayedAverage(Algorithm):
     Args:
         delay: steps from a snapshot to the moment at which its difference is added.
         every: steps from a snapshot to the next; at least `delay`.
-        scale_second_moment: as that of `async`.
+        scale_second_moment, codec, mean_moments: as those of `async`.
     """
 
     name: ClassVar[str] = "delayed"
@@ -37,6 +39,8 @@ class DelayedAverage(Algorithm):
     delay: int = 1
     every: int = 1
     scale_second_moment: bool = False
+    codec: str = "identity"
+    mean_moments: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.delay <= self.every:
@@ -45,7 +49,11 @@ class DelayedAverage(Algorithm):
     @cached_property
     def exchange(self) -> Exchange:
         """The mean of all ranks."""
-        return mix("complete", "identity")
+        return mix("complete", self.codec)
+
+    @property
+    def _sends_changes(self) -> bool:
+        return not codecs.get(self.codec).linear
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """The exchange's, spread over the steps of a round."""
@@ -59,20 +67,47 @@ class DelayedAverage(Algorithm):
     def setup(self, ctx: Context) -> None:
         """Prepare the exchange; the second moments at hand are taken as they are."""
         ctx.prepare(self.exchange)
+        for bucket in ctx.buckets if self._sends_changes else ():
+            ctx.scratch("base", bucket).copy_(bucket.flat)
         if self.scale_second_moment:
             set_up_second_moments(ctx)
+        self._moments(ctx)
+
+    def _moments(self, ctx: Context) -> DelayedMoments | None:
+        return ctx.keep("moments", lambda: DelayedMoments(ctx)) if self.mean_moments else None
+
+    def on_step_begin(self, ctx: Context) -> None:
+        """Moments are inferred from the optimizers' steps alone."""
+        if (moments := self._moments(ctx)) is not None:
+            moments.look_for_changes(ctx)
 
     def on_step_end(self, ctx: Context) -> None:
         """In the order of `async`: second moments, the difference of a round that is over, the next snapshot."""
         if self.scale_second_moment:
             rescale_second_moments(ctx)
+        moments = self._moments(ctx)
+        if moments is not None:
+            moments.record(ctx)
         if ctx.step >= self.delay and (ctx.step - self.delay) % self.every == 0:
             means = [ctx.scratch("mean", bucket).copy_(ctx.scratch("snapshot", bucket)) for bucket in ctx.buckets]
+            if self._sends_changes:
+                for bucket, mean in zip(ctx.buckets, means, strict=True):
+                    mean.sub_(ctx.scratch("base", bucket))
             for bucket, mean in zip(ctx.buckets, means, strict=True):
                 ctx.launch(self.exchange, bucket, mean)
             ctx.wait()
             for bucket, mean in zip(ctx.buckets, means, strict=True):
-                bucket.flat.add_(mean).sub_(ctx.scratch("snapshot", bucket))
+                if self._sends_changes:
+                    mean.copy_(ctx.scratch("base", bucket).add_(mean))
+                mean.sub_(ctx.scratch("snapshot", bucket))
+            if moments is not None:
+                moments.infer(ctx, means)
+            for bucket, difference in zip(ctx.buckets, means, strict=True):
+                bucket.flat.add_(difference)
         if ctx.step % self.every == 0:
             for bucket in ctx.buckets:
                 ctx.scratch("snapshot", bucket).copy_(bucket.flat)
+            if moments is not None:
+                moments.close(ctx)
+        if moments is not None:
+            moments.note_weights(ctx)

@@ -32,7 +32,7 @@ class Run:
         self.team, self.steps, self.model = team, 0, make()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
         if algorithm == "async":
-            options.setdefault("sync_interval_ms", 0)
+            options.setdefault("codec", "identity")  # averages keep the mean of the replicas, but for rounding
         bagua.distribute(self.model, self.optimizer, algorithm, process_group=team, **options)
 
     def train(self, steps: int = 1, pause_s: float = 0.0) -> None:

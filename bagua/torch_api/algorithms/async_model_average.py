@@ -33,7 +33,9 @@ class AsyncModelAverageAlgorithm(Algorithm):
             raise ValueError(f"peer_selection_mode: expected 'all', got {peer_selection_mode!r}")
         self.peer_selection_mode = peer_selection_mode
         self.sync_interval_ms, self.warmup_steps = sync_interval_ms, warmup_steps
-        self._core = bagua.algorithms.get("async", sync_interval_ms=sync_interval_ms, warmup_steps=warmup_steps)
+        self._core = bagua.algorithms.get(
+            "async", sync_interval_ms=sync_interval_ms, warmup_steps=warmup_steps, codec="identity"
+        )
 
     @property
     def core(self) -> bagua.algorithms.Algorithm:
