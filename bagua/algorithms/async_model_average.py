@@ -64,8 +64,8 @@ class AsyncModelAverage(Algorithm):
             None means 0: a round follows the other.
         warmup_steps: training steps of gradient all-reduce before that.
         codec: of rounds; None means "minmax_uint8". With few bits rounds take less time on a slow network, so replicas
-            stay closer together. A codec that is not linear sends changes since the last mean; with "identity" the
-            weights are averaged themselves.
+            stay closer together. A lossy codec sends changes since the last mean; with "identity" the weights are
+            averaged themselves.
         hierarchical: sum within each node first. None does so where nodes have several ranks and the codec is not
             linear: their ranks would share the node's link.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
@@ -81,7 +81,7 @@ class AsyncModelAverage(Algorithm):
             group's timeout; `math.inf` never raises. No effect with `fault_tolerant`.
 
     Bytes: 2 (R-1)/R times the encoded weights per round; `bytes_per_rank` assumes a round in every step. Memory: two
-        copies of the weights, three with a codec that is not linear, and six more with `mean_moments`.
+        copies of the weights, three with a lossy codec, and six more with `mean_moments`.
     Source: Bagua 0.9's asynchronous model average (its documentation).
     Differs: no lock, so no wait for a round either; rounds that a rank cannot join are called off instead of
         blocking; `abort` and `resume` are not barriers; warm-up counts training steps only.
@@ -170,8 +170,11 @@ class AsyncModelAverage(Algorithm):
         if ctx.groups.size > 1:
             rounds = ctx.keep("rounds", _Rounds)
             rounds.lane = ctx.background_lane()
-            rounds.moments = DelayedMoments(ctx) if self.mean_moments else None
-            if not self._codec.linear:
+            if self.mean_moments:
+                rounds.moments = DelayedMoments(ctx)
+                if ctx.fault_tolerant:  # the ranks may hold different weights
+                    rounds.moments.call_off()
+            if not self._codec.lossless:
                 self._set_up_changes(ctx, rounds)
 
     def _set_up_changes(self, ctx: Context, rounds: _Rounds) -> None:
@@ -225,17 +228,12 @@ class AsyncModelAverage(Algorithm):
             if rounds.moments is not None:
                 rounds.moments.note_weights(ctx)
 
-    def on_members_changed(self, ctx: Context) -> None:
-        """The ranks hold different weights, so that the first mean shows nothing."""
-        moments = ctx.keep("rounds", _Rounds).moments
-        if moments is not None:
-            moments.call_off()
-
     def on_load(self, ctx: Context) -> None:
         """Drop the round in flight: it belongs to other weights."""
         rounds = ctx.keep("rounds", _Rounds)
         if rounds.pending is not None:
             rounds.pending.settle()
+            rounds.whole &= not rounds.pending.on  # the others have taken it over
             rounds.pending = None
         if rounds.moments is not None:
             rounds.moments = DelayedMoments(ctx)
@@ -252,7 +250,7 @@ class AsyncModelAverage(Algorithm):
             _take(this, copies)  # only enqueued, in front of the next step
         for bucket in ctx.buckets:
             snapshot, mean = ctx.scratch("snapshot", bucket), ctx.scratch("mean", bucket)
-            base = None if self._codec.linear else ctx.scratch("base", bucket)
+            base = None if self._codec.lossless else ctx.scratch("base", bucket)
             first = partial(_enter, this, copies, gate) if bucket.index == 0 else None
             this.tickets.append(
                 ctx.launch(

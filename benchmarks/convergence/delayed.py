@@ -53,7 +53,7 @@ class DelayedAverage(Algorithm):
 
     @property
     def _sends_changes(self) -> bool:
-        return not codecs.get(self.codec).linear
+        return not codecs.get(self.codec).lossless
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """The exchange's, spread over the steps of a round."""
