@@ -52,7 +52,7 @@ def facade() -> list[int]:
     with pytest.raises(ValueError, match="peer_selection_mode"):
         AsyncModelAverageAlgorithm("shift_one")
     algorithm = bagua.torch_api.algorithms.Algorithm.init("async", sync_interval_ms=0, warmup_steps=2)
-    assert algorithm.core == AsyncModelAverage(sync_interval_ms=0, warmup_steps=2)
+    assert algorithm.core == AsyncModelAverage(sync_interval_ms=0, warmup_steps=2, codec="identity")
     assert AsyncModelAverageAlgorithm().core == AsyncModelAverage(sync_interval_ms=500)
     counts = []
     for wrap in (False, True):
