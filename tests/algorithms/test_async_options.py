@@ -53,7 +53,7 @@ def facade() -> list[int]:
         AsyncModelAverageAlgorithm("shift_one")
     algorithm = bagua.torch_api.algorithms.Algorithm.init("async", sync_interval_ms=0, warmup_steps=2)
     assert algorithm.core == AsyncModelAverage(sync_interval_ms=0, warmup_steps=2, codec="identity")
-    assert AsyncModelAverageAlgorithm().core == AsyncModelAverage(sync_interval_ms=500)
+    assert AsyncModelAverageAlgorithm().core == AsyncModelAverage(sync_interval_ms=500, codec="identity")
     counts = []
     for wrap in (False, True):
         model: Any = nn.Linear(8, 1)
