@@ -75,7 +75,7 @@ class AsyncModelAverage(Algorithm):
         mean_moments: when a mean has come, set both moments of Adam to those of the mean gradients, which it shows.
             Done after rounds of at most two steps whose mean comes at the next step, so only where the network is fast
             beside a step. Nothing is exchanged for it. For `torch.optim.Adam` and `AdamW` without amsgrad, and weights
-            of at least 32 bits.
+            of at least 32 bits. None means False.
         max_alone_s: after so many seconds without a round because a rank failed, exited abnormally or does not
             respond, the next `optimizer.step` raises `CommunicationError` and names the rank. None is the process
             group's timeout; `math.inf` never raises. No effect with `fault_tolerant`.
@@ -363,7 +363,7 @@ def _take_over(ctx: Context, rounds: _Rounds) -> None:
     for ticket in this.tickets:
         ctx.wait(ticket)  # done already; it keeps the books
     if rounds.moments is not None:
-        rounds.moments.infer(ctx, differences)
+        rounds.moments.infer(ctx, differences, [ctx.scratch("snapshot", bucket) for bucket in ctx.buckets])
     for bucket, difference in zip(ctx.buckets, differences, strict=True):
         bucket.flat.add_(difference)
     rounds.ended, rounds.whole = this.ended, False

@@ -23,9 +23,22 @@ _LONGEST, _LATEST = 2, 1
 _NAMES = ("momenta", "first", "second", "own", "seen", "correction")
 
 
+class _Closed(NamedTuple):
+    """Of a round whose mean is awaited: the numbers of `_Part` at its end, and whether nothing is to be inferred."""
+
+    steps: int
+    size: float
+    lag: float
+    count: int
+    spoiled: bool
+
+
+_NOTHING = _Closed(0, 0.0, 0.0, 0, True)
+
+
 @dataclass
 class _Part:
-    """One parameter of a bucket. Numbers of the running round, and behind `closed` of that whose mean is awaited.
+    """One parameter of a bucket: numbers of the running round.
 
     Attributes:
         count: steps of its optimizer.
@@ -33,7 +46,8 @@ class _Part:
         size: S, what the weights have moved in them for a gradient of one, times D.
         lag: L, the same of the momentum at the snapshot, in steps until the mean arrived.
         arrived: the mean of the last snapshots is there.
-        spoiled: there are no or other steps in it than were recorded.
+        spoiled: there are other steps in it than were recorded.
+        closed: the round before, until its mean has come.
     """
 
     count: int = 0
@@ -42,7 +56,7 @@ class _Part:
     lag: float = 0.0
     arrived: bool = True
     spoiled: bool = False
-    closed: tuple[int, float, float, int, bool] = (0, 0.0, 0.0, 0, True)  # steps, S, L, count, spoiled
+    closed: _Closed = _NOTHING
 
 
 class DelayedMoments:
@@ -60,11 +74,12 @@ class DelayedMoments:
 
         G = G_r + (D (s_r - mean) - L d) / S,    L = sum_(j <= t) l_j b1^j
 
-    v_s is the second moment at the snapshot, v_0 what v_mean was at the one before. Nothing is exchanged. Ranks may
-    make different numbers of steps in a round; S is the rank's own. Nothing is corrected after
-    more than 2 steps, or if the mean comes after more than one.
+    v_s is the second moment at the snapshot, v_0 what v_mean was at the one before. Ranks may make different numbers of
+    steps in a round; S is the rank's own. Nothing is corrected after rounds of more than 2 steps, nor if the mean comes
+    after more than one. After `call_off` the first mean shows nothing.
 
-    Memory: six tensors of the size of the weights.
+    Bytes: none. Memory: six tensors of the size of the weights.
+    Source: docs/design/0018-rounds-with-adam.md, averages that arrive late.
 
     Args:
         ctx: of the algorithm, in `setup`: the ranks hold equal weights, and about equal moments.
@@ -128,7 +143,7 @@ class DelayedMoments:
                 bucket.params, self._parts[bucket.index], *views, strict=True
             ):
                 spoiled = part.spoiled or not self.synced or not 0 < part.steps <= _LONGEST or not part.size
-                part.closed = part.steps, part.size, part.lag, part.count, spoiled
+                part.closed = _Closed(part.steps, part.size, part.lag, part.count, spoiled)
                 part.steps, part.size, part.lag, part.arrived, part.spoiled = 0, 0.0, 0.0, False, False
                 own.copy_(momenta)
                 momenta.zero_()
@@ -142,27 +157,27 @@ class DelayedMoments:
         for parts in self._parts.values():
             for part in parts:
                 part.arrived = True
-                part.closed = 0, 0.0, 0.0, 0, True
+                part.closed = _NOTHING
 
     @torch.no_grad()
-    def infer(self, ctx: Context, differences: Sequence[Tensor]) -> None:
+    def infer(self, ctx: Context, differences: Sequence[Tensor], snapshots: Sequence[Tensor]) -> None:
         """The means are there, and not added yet: correct the moments.
 
-        Args:
-            differences: by bucket, [N] mean - s_r.
+        Shapes: differences, snapshots: by bucket, [N] mean - s_r and s_r.
         """
         self.synced = True
         held, size = slots_of(ctx), ctx.groups.world.size
-        for bucket, difference, changed in zip(ctx.buckets, differences, self._closed, strict=True):
+        arrived = zip(ctx.buckets, differences, snapshots, self._closed, strict=True)
+        for bucket, difference, snapshot, changed in arrived:
             views = _views(ctx, bucket, "own", "first", "second", "seen", "correction")
-            moved = bucket.split(difference), bucket.split(ctx.scratch("snapshot", bucket))
+            moved = bucket.split(difference), bucket.split(snapshot)
             unchanged = ~changed  # stays on the device
             for i, (param, part) in enumerate(zip(bucket.params, self._parts[bucket.index], strict=True)):
                 part.arrived = True
                 slot, tensors = held.get(param), [each[i] for each in (*views, *moved)]
                 if slot is None or not param.numel():
                     continue
-                if part.closed[-1] or part.spoiled or part.steps > _LATEST:
+                if part.closed.spoiled or part.spoiled or part.steps > _LATEST:
                     _, _, second, seen, correction, *_ = tensors
                     correction.zero_()
                     second.copy_(seen)

@@ -57,7 +57,7 @@ class Contender:
 
     @property
     def averaged(self) -> bool:
-        """Steps differ, so that their mean counts and not their median."""
+        """Steps differ by design, so that all of them count, long ones too."""
         return self.period > 1 or (self.family == "bagua" and not self.synchronous)
 
     def prepare(self, model: EmulatedModel, emulated: bool) -> Training:

@@ -101,7 +101,7 @@ class DelayedAverage(Algorithm):
                     mean.copy_(ctx.scratch("base", bucket).add_(mean))
                 mean.sub_(ctx.scratch("snapshot", bucket))
             if moments is not None:
-                moments.infer(ctx, means)
+                moments.infer(ctx, means, [ctx.scratch("snapshot", bucket) for bucket in ctx.buckets])
             for bucket, difference in zip(ctx.buckets, means, strict=True):
                 bucket.flat.add_(difference)
         if ctx.step % self.every == 0:

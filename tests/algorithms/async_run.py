@@ -28,9 +28,16 @@ class Drift(Quadratic):
 class Run:
     """One rank's training loop."""
 
-    def __init__(self, team: Any, make: Callable[[], nn.Module] = Drift, algorithm: Any = "async", **options: Any):
+    def __init__(
+        self,
+        team: Any,
+        make: Callable[[], nn.Module] = Drift,
+        algorithm: Any = "async",
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        **options: Any,
+    ):
         self.team, self.steps, self.model = team, 0, make()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        self.optimizer = optimizer(self.model.parameters(), lr=LR)
         if algorithm == "async":
             options.setdefault("codec", "identity")  # averages keep the mean of the replicas, but for rounding
         bagua.distribute(self.model, self.optimizer, algorithm, process_group=team, **options)

@@ -15,7 +15,7 @@ from bagua.algorithms import AsyncModelAverage, delayed_moments, round_moments
 from bagua.comm.team import Team
 from benchmarks.convergence.delayed import DelayedAverage
 from tests.algorithms.quadratic import Quadratic, follow, start, targets
-from tests.algorithms.test_round_moments import B1, B2, DECAY, EPS, LR, STEPS, TOLERANCE, adamw
+from tests.algorithms.test_round_moments import B1, B2, DECAY, EPS, LR, STEPS, TOLERANCE, adamw, second_moment
 from tests.rank_threads import run_teams
 
 CASES = [(1, 1), (1, 2), (2, 2), (2, 3), (1, 4), (3, 4)]
@@ -144,20 +144,9 @@ def test_the_momentum_is_that_of_the_mean_gradient_up_to_the_last_snapshot(delay
 
 
 def test_second_moments_are_those_of_mean_gradients() -> None:
-    def second(team: Team, algorithm: Any) -> float:
-        model = Quadratic()
-        own = adamw(model.parameters(), lr=1e-3, weight_decay=0.0)
-        bagua.distribute(model, own, algorithm, process_group=team)
-        for step in range(240):
-            own.zero_grad()
-            model(torch.tensor(targets(4, step)[team.rank], dtype=torch.float32)).backward()
-            own.step()
-        bagua.detach(model)
-        return float(torch.cat([own.state[p]["exp_avg_sq"].reshape(-1) for p in (model.b, model.w)]).mean())
-
-    exact = np.mean(run_teams(4, second, "gradient_allreduce"))
-    assert abs(np.mean(run_teams(4, second, delayed(1, 2))) / exact - 1) < 0.15
-    assert np.mean(run_teams(4, second, delayed(1, 2, False))) / exact > 1.4
+    exact = np.mean(run_teams(4, second_moment, "gradient_allreduce"))
+    assert abs(np.mean(run_teams(4, second_moment, delayed(1, 2))) / exact - 1) < 0.15
+    assert np.mean(run_teams(4, second_moment, delayed(1, 2, False))) / exact > 1.4
 
 
 def masked(team: Team, algorithm: Any) -> dict[str, torch.Tensor]:

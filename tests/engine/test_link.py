@@ -128,7 +128,7 @@ def test_far_ranks_send_larger_chunks_straight_with_the_same_bits(pool: RankPool
         assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True))
 
 
-def test_a_chunk_goes_straight_up_to_half_of_what_the_link_holds() -> None:
+def test_a_chunk_goes_straight_up_to_a_share_of_what_the_link_holds() -> None:
     assert link._straight_chunk_bytes(RingRate(20e6), 0.1, 4) == 500_000
     assert link._straight_chunk_bytes(RingRate(20e6), 0.1, 16) == 125_000
     assert link._straight_chunk_bytes(RingRate(20e6), 0.0001, 4) == STRAIGHT_CHUNK_BYTES

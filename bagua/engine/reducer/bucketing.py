@@ -68,8 +68,7 @@ def fitting_bucket_bytes(total_bytes: int, chunks: int = 1) -> int:
 def chunks_of(algorithm: Algorithm, nodes: Sequence[Sequence[int]]) -> int:
     """Return how many chunks a bucket of gradients is cut into, each of them a compressed message; 1 if it is not.
 
-    Half of the ranks for PowerSGD, which sends few bytes in many messages: with 16 hosts on two cores a step took
-    512 ms with buckets of 2 MiB, and 734 ms with 1 MiB.
+    Half of the ranks for PowerSGD, which sends few bytes of a bucket, but as many messages.
 
     Args:
         algorithm: fitted to the nodes.

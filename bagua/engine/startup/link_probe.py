@@ -27,7 +27,7 @@ _CORES_PER_LANE = 2  # gloo's own thread and ours
 _ROUND_TRIPS = 3
 # Over the number of ranks, of what a link holds in one latency. Straight to their owners, chunks take 2 latencies
 # instead of 2 (R - 1), but all senders meet in the receivers' links, and each peer's message wakes a thread. 4 hosts
-# were even at half, 8 hosts faster straight at a quarter; 16 hosts took 1.7 times as long straight at a half.
+# were even at half, 8 hosts faster straight at a quarter, 16 hosts far slower straight at a half.
 _STRAIGHT_SHARE = 2.0
 _log = logging.getLogger("bagua")
 
