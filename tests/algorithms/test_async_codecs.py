@@ -61,7 +61,7 @@ def test_bytes() -> None:
 
 
 def test_mean_moments_of_real_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which means come early enough depends on time, so the limits are wide here. Second moments stay what they can be."""
+    """Which means come early enough depends on time, so the limits are wide here."""
     monkeypatch.setattr(delayed_moments, "_LONGEST", 1000)
     monkeypatch.setattr(delayed_moments, "_LATEST", 1000)
     last, applied = events(2), []
