@@ -23,7 +23,8 @@ _LONGEST, _LATEST = 2, 1
 _NAMES = ("momenta", "first", "second", "own", "seen", "correction")
 
 
-class _Closed(NamedTuple):
+@dataclass(frozen=True)
+class _Closed:
     """Of a round whose mean is awaited: the numbers of `_Part` at its end, and whether nothing is to be inferred."""
 
     steps: int
@@ -216,14 +217,15 @@ class _Formulas(NamedTuple):
     def of(cls, slot: Slot, part: _Part, size: int, eps: float) -> _Formulas:
         """Those of the round whose mean has come, `part.steps` steps after its snapshot."""
         beta1, beta2 = slot.group["betas"]
-        steps, moved, lag, count, _ = part.closed
+        closed = part.closed
+        steps, moved = closed.steps, closed.size
         shares = [1 - beta1**k for k in range(1, steps + 1)]
         whole = sum(shares)
         spread = sum(share**2 for share in shares) / whole**2
         return cls(
-            scale=1 / (1 - beta2**count) / moved**2,
+            scale=1 / (1 - beta2**closed.count) / moved**2,
             shift=slot.group["eps"] / moved,
-            lag=lag / moved,
+            lag=closed.lag / moved,
             whole=whole,
             share=shares[-1],
             kept=beta2**steps,
