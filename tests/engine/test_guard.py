@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 import bagua
 from bagua import codecs
-from bagua.algorithms import Decentralized, GradientAllReduce, LocalSGD
+from bagua.algorithms import AsyncModelAverage, Decentralized, GradientAllReduce, LocalSGD
 from bagua.comm.team import Team
 from tests.algorithms.quadratic import Quadratic, flat, start, target, targets
 from tests.rank_threads import run_teams
@@ -147,3 +149,29 @@ def test_not_a_guard() -> None:
         assert start().shape == (46,)
 
     run_teams(2, wrong)
+
+
+def test_background_rounds_are_not_measured() -> None:
+    """Ranks are at different steps in a round: one would measure it and wait in vain for the other to."""
+
+    def follow_one_round(team: Team) -> bagua.Stats:
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        algorithm = AsyncModelAverage(codec="minmax_uint8", sync_interval_ms=1e6)
+        bagua.distribute(model, optimizer, algorithm, process_group=team, guard=bagua.Guard(every=2))
+        deadline = time.monotonic() + 20
+        for step in itertools.count():  # rank 1 enters the round one step later than rank 0
+            (bagua.pause if step < team.rank else bagua.resume)(model)
+            optimizer.zero_grad()
+            model(torch.tensor(target(team.rank, step), dtype=torch.float32)).backward()
+            optimizer.step()
+            found = bagua.stats(model)
+            if "round_s" in found.extra or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        bagua.detach(model)
+        return found
+
+    for found in run_teams(2, follow_one_round, timeout_s=5):
+        assert "round_s" in found.extra, found.notices
+        assert found.quality is None

@@ -23,7 +23,7 @@ from bagua.engine.failures import Failures
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.chunks import InPieces, Run
 from bagua.engine.lanes.label import Label, span
-from bagua.engine.lanes.lane import JointTicket, Lane, Ticket
+from bagua.engine.lanes.lane import BackgroundLane, JointTicket, Lane, Ticket
 from bagua.engine.lanes.pool import LanePool, narrowness
 from bagua.engine.lanes.spread import lanes_of_parts
 from bagua.engine.reducer.bucket import Bucket
@@ -184,7 +184,10 @@ class Dispatcher:
             return ticket
         if alone and x is None and state.algorithm.payload is Payload.GRAD:
             own.gather()  # the reducer leaves the gradients of a single rank where they are
-        probe = self._probe if exchange.lossy and self._probe is not None and self._probe.due(state.step) else None
+        # In a background round every rank is at a step of its own, so they would not agree on what is measured.
+        together = not isinstance(lane, BackgroundLane)
+        due = self._probe is not None and self._probe.due(state.step)
+        probe = self._probe if exchange.lossy and due and together else None
         source = None
         if x is None and probe is None and not alone and (hook is not None or (before is None and after is None)):
             source = own.take(hook) if exchange.reads(own.views[0]) else None
