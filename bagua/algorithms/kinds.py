@@ -49,8 +49,9 @@ class LostStep(Enum):
             optimizer state until it counts (`Context.commit`). A rank that lacks an exchange that counts takes over the
             state of a rank that has it. For algorithms whose replicas differ between two exchanges. A step that
             averages gradients is lost as with SKIP.
-        KEEP: as SKIP, but a rank keeps its own weights and optimizer state, and goes on without a step that it
-            lacks. For replicas that differ, and whose weights an exchange that fails leaves fit to train with.
+        KEEP: each rank makes the step with its own gradients and without the exchange. A rank that has begun fewer
+            steps than others goes on at theirs, with its own weights and optimizer state. For replicas that differ, and
+            whose weights an exchange that fails leaves fit to train with.
         FREE: no step waits for other ranks, so none is lost. Groups are opened beside training; a rank keeps its own
             weights and counts its own steps. For algorithms that exchange in the background only.
     """

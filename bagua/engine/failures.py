@@ -76,16 +76,34 @@ class Failures:
     @property
     def trains_alone(self) -> bool:
         """Whether exchanges have ended until other groups are open, and steps go on without."""
-        return self._failed and self.recovery is not None and self._state.lost_step is LostStep.FREE
+        if not self._failed or self.recovery is None or self.recovery.lost:
+            return False
+        return self._state.lost_step in (LostStep.FREE, LostStep.KEEP)
+
+    @property
+    def keeps_step(self) -> bool:
+        """Whether the step in progress is made without its exchange if that fails."""
+        return bool(self._state.buckets) and self._state.lost_step is LostStep.KEEP
 
     def lose_step(self, why: CommunicationError) -> bool:
-        """Drop the step in progress because of `why`; whether training goes on with the next one."""
+        """An exchange of the step in progress has failed. Whether training goes on: without the step, or alone.
+
+        See `step_is_lost`.
+        """
         if self.recovery is None:
             return False
         self._failed = True
-        self.recovery.exchange_failed(str(why))
+        self.recovery.exchange_failed(str(why), loses_step=not self.keeps_step)
         self._pool.abandon()
         return True
+
+    def may_step_alone(self) -> bool:
+        """Before a step of local gradients, of a rank that keeps its weights: whether to make it, alone if need be."""
+        recovery = self.recovery
+        assert recovery is not None
+        if not (recovery.lost or self._failed or recovery.counts(recovery.round)):
+            self.lose_step(CommunicationError("the members have changed"))
+        return not recovery.lost
 
     def commit_exchange(self) -> None:
         """At the end of a step: return once what was exchanged counts.

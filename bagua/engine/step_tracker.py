@@ -302,7 +302,8 @@ class StepTracker:
         """What ranks do together has failed."""
         if not self._failures.lose_step(error):
             return False
-        self._drop_gradients()
+        if self._failures.step_is_lost:
+            self._drop_gradients()
         if not self._optimizers.refs:
             self.end_step()
         return True
@@ -337,6 +338,8 @@ class StepTracker:
             return True
         if self._state.lost_step is LostStep.FREE:
             return True
+        if self._failures.keeps_step:
+            return self._failures.may_step_alone()
         if self._state.lost_step is LostStep.REPEAT and not algorithm.averages_gradients(self._optimizers.alive):
             return not recovery.lost
         return recovery.may_apply(recovery.round)

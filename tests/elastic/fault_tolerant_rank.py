@@ -26,6 +26,7 @@ from bagua.engine import api
 from bagua.engine.context import EngineContext
 from bagua.engine.hooks import attachments
 from bagua.engine.recovery.catch_up import kept_tensors
+from bagua.errors import CommunicationError
 from bagua.membership import Agent, Epoch, Member, Options, Record
 from bagua.membership.seat import LocalSeat, payload_of
 from bagua.membership.transport import Transport
@@ -238,9 +239,7 @@ def train_steps(pipe: Connection, job: Line) -> None:
         if [place, attempt] == job["fails_at"]:  # its last exchange, although it has ended well for the others
             pipe.send({"holds": attempt})
             pipe.recv()
-            recovery = attachments[model].engine.failures.recovery
-            assert recovery is not None
-            recovery.exchange_failed("a test")
+            attachments[model].engine.failures.lose_step(CommunicationError("a test"))
         if [place, attempt] == job["dies_in_step"]:
             optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         optimizer.step()
@@ -279,10 +278,12 @@ class Job:
 
     Attributes:
         lines: what each has told so far.
+        options: of the algorithm and of `distribute`.
     """
 
     def __init__(self, server: ForkServer, size: int, job: Line) -> None:
         self._server, self._job, self._size = server, job, size
+        self.options: dict[str, Any] = job["options"]
         self.lines: list[list[Line]] = []
         self._pipes: list[Connection] = []
         for place in range(size):

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from bagua import FaultTolerance
 from bagua.algorithms import LostStep
-from bagua.engine.recovery.leading import who_leads
+from bagua.engine.recovery.leading import align, who_leads
+from bagua.engine.recovery.manager import RecoveryManager
+from tests.engine.scripted_seat import ScriptedSeat
 
 
 def rank(
@@ -33,6 +36,27 @@ def test_a_rank_that_lacks_steps_keeps_its_weights_in_gossip_and_a_newcomer_gets
     keep = LostStep.KEEP
     ranks = [rank(5, keep), rank(8, keep), rank(7, keep), rank(6, keep, newcomer=True)]
     assert who_leads(ranks) == (1, [3], [0, 2])
+
+
+@pytest.mark.parametrize(("rule", "without"), [(LostStep.KEEP, [1]), (LostStep.FREE, []), (LostStep.REPEAT, [])])
+def test_a_rank_that_has_begun_fewer_steps_alone_goes_on_at_the_place_of_the_others(
+    rule: LostStep, without: list[int]
+) -> None:
+    """Rank 1 has made step 7 without its exchange, which counted for the others; they have made step 8 alone, too."""
+    ranks = [rank(8, rule, step=9), rank(8, rule, step=8)]
+    assert who_leads(ranks) == (0, [], without)
+
+
+@pytest.mark.parametrize(("me", "skips"), [(0, 0), (1, 1), (2, 0)])
+def test_it_leaves_out_the_batches_that_the_others_have_begun(me: int, skips: int) -> None:
+    ranks = [rank(8, LostStep.KEEP, step=9), rank(7, LostStep.KEEP, step=8), rank(8, LostStep.KEEP, step=9)]
+    for each, attempts in zip(ranks, (9, 8, 9), strict=True):
+        each["attempts"] = attempts
+    source, behind, without = who_leads(ranks)
+    assert (source, behind, without) == (0, [], [1])
+    manager = RecoveryManager(ScriptedSeat(None), FaultTolerance())
+    align(manager, ranks, source, {*behind, *without}, me)
+    assert manager.to_skip == skips
 
 
 def test_nobody_takes_over_weights_where_no_step_waits_for_others() -> None:

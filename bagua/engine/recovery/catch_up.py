@@ -150,7 +150,8 @@ def go_on_without(manager: RecoveryManager, engine: Engine, lead: dict[str, Any]
     Raises:
         CommunicationError: the members have changed.
     """
-    manager.weights_fetched(lead["round"])
+    if manager.round < lead["round"]:
+        manager.weights_fetched(lead["round"])
     manager.round, engine.state.step = lead["round"], lead["step"]
     manager.progress.receive(progress)
 

@@ -24,7 +24,8 @@ def who_leads(ranks: list[dict[str, Any]]) -> tuple[int, list[int], list[int]]:
     job begins with, or are new; and those that lack an exchange, but keep their state.
 
     Where replicas differ, a newcomer never leads: it has fetched no state that it could train on with. If it has the
-    newest round all the same, from a rank that has been lost, all others go on without it.
+    newest round all the same, from a rank that has been lost, all others go on without it. Of ranks that made
+    their last step alone (`LostStep.KEEP`) those that have begun fewer go on at the place of the others, too.
     """
     newest = max(each["round"] for each in ranks)
     candidates = [rank for rank, each in enumerate(ranks) if not each["newcomer"]] or list(range(len(ranks)))
@@ -37,6 +38,7 @@ def who_leads(ranks: list[dict[str, Any]]) -> tuple[int, list[int], list[int]]:
     alike = ranks[source]["lost_step"] in (LostStep.SKIP.value, LostStep.FREE.value)
     if alike:  # then a newcomer leads that alone holds a step of a rank that has been lost
         source = max(range(len(ranks)), key=lambda rank: (ranks[rank]["round"], rank in candidates, near[rank], -rank))
+    rules = [each["lost_step"] for each in ranks]
     behind: list[int] = []
     without: list[int] = []
     for rank, each in enumerate(ranks):
@@ -47,6 +49,9 @@ def who_leads(ranks: list[dict[str, Any]]) -> tuple[int, list[int], list[int]]:
         elif each["newcomer"]:
             if rank != source and (not alike or lacks):
                 behind.append(rank)
+        elif rules[rank] == rules[source] == LostStep.KEEP.value:
+            if lacks or begun(each) < begun(ranks[source]):
+                without.append(rank)
         elif lacks:
             keeps = (
                 each["lost_step"] in (LostStep.KEEP.value, LostStep.FREE.value)

@@ -251,7 +251,7 @@ class RecoveryManager:
         """An exchange of the step in progress has failed: its groups are lost.
 
         Args:
-            loses_step: the step is, too. Else the exchange is repeated, or the step counts without it.
+            loses_step: the step is, too. Else the exchange is repeated, or the step is made without it.
         """
         self._noticed = self._noticed or time.monotonic()
         if not loses_step:
@@ -305,7 +305,7 @@ class RecoveryManager:
 
     def may_apply(self, step: int) -> bool:
         """Whether the mean gradients of `step` may be applied. If not, the step is lost. Waits as `may_begin`."""
-        if not self.lost and not self._counts(step):
+        if not self.lost and not self.counts(step):
             self.lost = "the members have changed"
         return not self.lost
 
@@ -315,10 +315,11 @@ class RecoveryManager:
         Raises:
             CommunicationError: it does not.
         """
-        if not self._counts(self.round):
+        if not self.counts(self.round):
             raise CommunicationError(f"the members of group {self.group} have changed")
 
-    def _counts(self, step: int) -> bool:
+    def counts(self, step: int) -> bool:
+        """Whether what the ranks have exchanged in `step` counts. Waits as `may_begin`."""
         if not self._granted(lambda: self.seat.finish_step(self.group, step)):
             self._noticed = self._noticed or time.monotonic()
             return False
