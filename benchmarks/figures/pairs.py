@@ -36,6 +36,7 @@ CANDIDATES = {
     "async": "async",
     "local_sgd": "local_sgd",
     "diloco": "diloco",
+    "sparse_loco": "sparse_loco",
 }
 # Of the steps in the convergence benchmark that QAdam and 1-bit LAMB make in full precision.
 EXACT_SHARE = 0.2
