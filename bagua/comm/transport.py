@@ -14,6 +14,7 @@ from bagua.comm.team import Team, decode, encode
 
 __all__ = [
     "FAR_LANES",
+    "FAR_LANES_OF_SUMS",
     "TRANSPORTS",
     "chosen_transport",
     "goes_native",
@@ -28,6 +29,7 @@ TRANSPORTS = ("gloo", "native")
 _ENV = "BAGUA_TRANSPORT"
 _log = logging.getLogger("bagua")
 FAR_LANES = 8  # an exchange waits for two latencies, in which others use the link
+FAR_LANES_OF_SUMS = 3  # over the native transport: more flows of bulk data fill a switch's queue together, which drops
 _FAR_S = 0.004  # there and back
 _FAR_OVER_GLOO_S = 0.03  # nearer, an exchange's own CPU time is what more lanes would add to
 

@@ -303,7 +303,7 @@ def _make_engine(
     lane = make_lane(groups, inventory.device)
     if manager is None:  # with fault tolerance the number of ranks changes
         request.fit_buckets(chosen, agreement.nodes)
-    config = request.config(num_lanes, links, tunes_hierarchy, team.size)
+    config = request.config(num_lanes, links, tunes_hierarchy, team.size, mesh is not None)
     notices = tuple(each for each in (remark, line) if each)
     tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM

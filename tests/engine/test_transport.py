@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -19,9 +20,10 @@ from bagua.comm import transport as transport_module
 from bagua.comm.connecting import LateGloo
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.team import Team
-from bagua.comm.transport import FAR_LANES, chosen_transport, why_no_transport
+from bagua.comm.transport import FAR_LANES, FAR_LANES_OF_SUMS, chosen_transport, why_no_transport
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.startup import link_probe
+from bagua.exchanges import AllReduce
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
 
@@ -191,6 +193,27 @@ def test_more_lanes_where_a_rank_is_far_away(monkeypatch: pytest.MonkeyPatch) ->
     for codec in ("minmax_uint8", ""):  # which would not use them
         assert [num for num, _ in run_teams(3, lanes, "native", None, codec)] == [4] * 3
     assert [num for num, _ in run_teams(3, lanes, "gloo")] == [4] * 3
+
+
+@there
+@pytest.mark.parametrize(("given", "near", "far"), [(None, 4, FAR_LANES_OF_SUMS), (6, 6, 6)])
+def test_plain_sums_have_fewer_lanes_far_away(
+    monkeypatch: pytest.MonkeyPatch, given: int | None, near: int, far: int
+) -> None:
+    def width(team: Team) -> int:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.distribute(
+            model, optimizer, "gradient_allreduce", process_group=team, transport="native", num_lanes=given
+        )
+        found = attachment_of(model).engine.pool.most_lanes(AllReduce())
+        bagua.detach(model)
+        return found
+
+    monkeypatch.setattr(link_probe, "_FAST_BYTES_PER_S", math.inf)  # a fast link has few of them anyway
+    assert run_teams(3, width) == [near] * 3
+    monkeypatch.setattr(Mesh, "round_trip_s", property(lambda self: 0.04))
+    assert run_teams(3, width) == [far] * 3
 
 
 @pytest.mark.parametrize(("round_trip_s", "more"), [(0.029, 4), (0.03, FAR_LANES)])

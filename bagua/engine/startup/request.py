@@ -15,7 +15,7 @@ from bagua.algorithms.base import Algorithm
 from bagua.algorithms.registry import registry
 from bagua.autotune import Autotune, as_options
 from bagua.comm.team import encode
-from bagua.comm.transport import chosen_transport
+from bagua.comm.transport import FAR_LANES_OF_SUMS, chosen_transport
 from bagua.engine.buffers import check_broadcast
 from bagua.engine.config import EngineConfig
 from bagua.engine.guard import Guard
@@ -152,7 +152,9 @@ class Request:
             options["tensor subclasses in the optimizers' state"] = kinds
         return options
 
-    def config(self, num_lanes: int, links: Links, tunes_hierarchy: bool, size: int) -> EngineConfig:
+    def config(
+        self, num_lanes: int, links: Links, tunes_hierarchy: bool, size: int, native: bool = False
+    ) -> EngineConfig:
         """The engine's settings.
 
         Args:
@@ -160,11 +162,13 @@ class Request:
             links: as measured; the number of lanes is unused if the user chose one.
             tunes_hierarchy: see `EngineConfig`.
             size: number of ranks.
+            native: the native transport connects them.
         """
         assert self.bucket_bytes is not None and self.num_lanes is not None
         lanes_of_sums = links.lanes_of_sums
-        if num_lanes > self.num_lanes:  # only what the native transport carries gains by more
-            lanes_of_sums = min(lanes_of_sums or self.num_lanes, self.num_lanes)
+        if num_lanes > self.num_lanes:  # far away; only exchanges of few bits gain by more
+            most = min(self.num_lanes, FAR_LANES_OF_SUMS) if native else self.num_lanes
+            lanes_of_sums = min(lanes_of_sums or most, most)
         return EngineConfig(
             self.bucket_bytes,
             num_lanes,
