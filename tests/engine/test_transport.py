@@ -23,7 +23,6 @@ from bagua.comm.team import Team
 from bagua.comm.transport import FAR_LANES, FAR_LANES_OF_SUMS, chosen_transport, why_no_transport
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.startup import link_probe
-from bagua.exchanges import AllReduce
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
 
@@ -196,24 +195,24 @@ def test_more_lanes_where_a_rank_is_far_away(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @there
-@pytest.mark.parametrize(("given", "near", "far"), [(None, 4, FAR_LANES_OF_SUMS), (6, 6, 6)])
+@pytest.mark.parametrize(("given", "far"), [(None, FAR_LANES_OF_SUMS), (6, None)])
 def test_plain_sums_have_fewer_lanes_far_away(
-    monkeypatch: pytest.MonkeyPatch, given: int | None, near: int, far: int
+    monkeypatch: pytest.MonkeyPatch, given: int | None, far: int | None
 ) -> None:
-    def width(team: Team) -> int:
+    def most(team: Team) -> int | None:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         bagua.distribute(
             model, optimizer, "gradient_allreduce", process_group=team, transport="native", num_lanes=given
         )
-        found = attachment_of(model).engine.pool.most_lanes(AllReduce())
+        found = attachment_of(model).engine.config.lanes_of_sums
         bagua.detach(model)
         return found
 
     monkeypatch.setattr(link_probe, "_FAST_BYTES_PER_S", math.inf)  # a fast link has few of them anyway
-    assert run_teams(3, width) == [near] * 3
+    assert run_teams(3, most) == [None] * 3
     monkeypatch.setattr(Mesh, "round_trip_s", property(lambda self: 0.04))
-    assert run_teams(3, width) == [far] * 3
+    assert run_teams(3, most) == [far] * 3
 
 
 @pytest.mark.parametrize(("round_trip_s", "more"), [(0.029, 4), (0.03, FAR_LANES)])
