@@ -117,3 +117,29 @@ def test_ranks_that_train_apart_leave_out_only_the_share_of_the_lost_one(fork_se
         steps = enumerate(share, epoch * STEPS_PER_EPOCH)
         of_the_lost = {index for step, batch in steps if step in before[0] for index in batch}
         assert counts == Counter(set(range(NUM_SAMPLES)) - of_the_lost)
+
+
+@pytest.mark.parametrize("kill", [10, STEPS_PER_EPOCH - 1])
+def test_gossip_counts_no_sample_twice(fork_server: ForkServer, kill: int) -> None:
+    """The step in progress is made alone. A rank that has begun one fewer than the other leaves its share of it out."""
+    with start(fork_server, 3, "decentralized", changes=[1, 1, 1]) as job:
+        job.signal_at(1, kill, signal.SIGKILL)
+        ends = job.ends([0, 2])
+        job.read_rest()
+    assert len({(end["steps"], end["counter"], end["epochs"]) for end in ends}) == 1
+    assert ends[0]["counter"] == ends[0]["steps"] == STEPS_PER_EPOCH * ends[0]["epochs"]
+    samples: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    skipped = 0
+    for place in (0, 2):
+        counters = [line["counter"] for line in uses(job, place)]
+        assert counters == sorted(set(counters)), "each step once, in order"
+        skipped += ends[0]["steps"] - len(counters)
+        for line in uses(job, place):
+            samples[line["epoch"]].update(line["uses"])
+    assert skipped <= 1
+    with_three = sum(line["size"] == 3 for line in uses(job, 0)) + skipped  # of these rank 1 was to have a share
+    share = -(-GLOBAL_BATCH // 3)
+    for counts in samples.values():
+        assert max(counts.values()) == 1
+    lost = NUM_SAMPLES * ends[0]["epochs"] - sum(map(len, samples.values()))
+    assert lost <= (with_three + skipped) * share
