@@ -76,9 +76,10 @@ class Failures:
     @property
     def trains_alone(self) -> bool:
         """Whether exchanges have ended until other groups are open, and steps go on without."""
-        if not self._failed or self.recovery is None or self.recovery.lost:
+        if not self._failed or self.recovery is None:
             return False
-        return self._state.lost_step in (LostStep.FREE, LostStep.KEEP)
+        rule = self._state.lost_step
+        return rule is LostStep.FREE or (rule is LostStep.KEEP and not self.recovery.lost)
 
     @property
     def keeps_step(self) -> bool:
