@@ -19,7 +19,7 @@ from bagua.algorithms.delayed_moments import DelayedMoments
 from bagua.algorithms.gradient_allreduce import GradientAllReduce
 from bagua.algorithms.mean_moments import check_mean_moments
 from bagua.algorithms.nodes import fit_hierarchy
-from bagua.algorithms.options import check_keeps_changes, shown
+from bagua.algorithms.options import check_corrections, check_keeps_changes, shown
 from bagua.algorithms.registry import register
 from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
 from bagua.algorithms.warmup import Warmup
@@ -110,8 +110,7 @@ class AsyncModelAverage(Algorithm):
         return shown(self, ("codec", "mean_moments"))
 
     def __post_init__(self) -> None:
-        if self.mean_moments and self.scale_second_moment:
-            raise ValueError("mean_moments and scale_second_moment contradict: the first needs no estimate")
+        check_corrections(self.mean_moments, self.scale_second_moment)
         interval, steps = self.sync_interval_ms, self.warmup_steps
         if interval is not None and not (_is_number(interval) and 0 <= interval < math.inf):
             raise ValueError(f"sync_interval_ms: expected a number of milliseconds >= 0 or None, got {interval!r}")

@@ -20,6 +20,7 @@ from bagua.algorithms.mean_moments import (
     set_up_mean_moments,
 )
 from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.options import check_corrections
 from bagua.algorithms.registry import register
 from bagua.algorithms.second_moment import (
     check_scalable,
@@ -101,10 +102,7 @@ class Decentralized(Algorithm):
             raise ValueError(
                 f"codec {codec.name!r} cannot be combined with topology {chosen.name!r}: weights would be rounded"
             )
-        if not isinstance(self.mean_moments, bool | None):
-            raise ValueError(f"mean_moments: expected True, False or None, got {self.mean_moments!r}")
-        if self.mean_moments and self.scale_second_moment:
-            raise ValueError("mean_moments and scale_second_moment contradict: the first needs no estimate")
+        check_corrections(self.mean_moments, self.scale_second_moment)
         if self.mean_moments and not self._shows_mean_steps:
             raise ValueError(
                 "mean_moments: needs topology 'complete', codec 'identity' and communication_interval=1, "

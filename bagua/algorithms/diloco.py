@@ -15,7 +15,7 @@ from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostSte
 from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.mean_moments import check_mean_moments
 from bagua.algorithms.nodes import fit_hierarchy
-from bagua.algorithms.options import check_number, shown
+from bagua.algorithms.options import check_corrections, check_number, shown
 from bagua.algorithms.registry import register
 from bagua.algorithms.round_moments import (
     begin_round,
@@ -152,8 +152,7 @@ class DiLoCo(Algorithm):
             check_number("mixing", self.mixing, 0.0, 1.0)
         if nesterov and not momentum:
             raise ValueError("nesterov: True needs outer_momentum > 0; pass nesterov=False for plain outer SGD")
-        if self.mean_moments and self.scale_second_moment:
-            raise ValueError("mean_moments and scale_second_moment contradict: the first needs no estimate")
+        check_corrections(self.mean_moments, self.scale_second_moment)
         if self.mean_moments and self._given and not self._averages:
             raise ValueError(
                 "mean_moments: needs rounds that end with the average of the weights: outer_lr=1, outer_momentum=0, "

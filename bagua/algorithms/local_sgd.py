@@ -16,7 +16,7 @@ from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.diloco import DiLoCo
 from bagua.algorithms.mean_moments import check_mean_moments
 from bagua.algorithms.nodes import fit_hierarchy
-from bagua.algorithms.options import check_keeps_changes, shown
+from bagua.algorithms.options import check_corrections, check_keeps_changes, shown
 from bagua.algorithms.registry import register
 from bagua.algorithms.round_moments import (
     begin_round,
@@ -98,8 +98,7 @@ class LocalSGD(Algorithm):
         if self.communication_interval is not None:
             check_interval("communication_interval", self.communication_interval)
         check_keeps_changes(self._codec)
-        if self.mean_moments and self.scale_second_moment:
-            raise ValueError("mean_moments and scale_second_moment contradict: the first needs no estimate")
+        check_corrections(self.mean_moments, self.scale_second_moment)
         _ = self.exchange  # refuse what does not mix now, not in the middle of a run
 
     @property

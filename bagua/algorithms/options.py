@@ -8,9 +8,22 @@ from typing import Any
 
 from bagua.codecs import Codec
 
-__all__ = ["check_keeps_changes", "check_number", "shown"]
+__all__ = ["check_corrections", "check_keeps_changes", "check_number", "shown"]
 
 _MANY = 1 << 20
+
+
+def check_corrections(mean_moments: object, scale_second_moment: object) -> None:
+    """Check the two options that correct Adam's moments, of which at most one may be on.
+
+    Raises:
+        ValueError: one is no flag, or both are true.
+    """
+    for name, value in (("mean_moments", mean_moments), ("scale_second_moment", scale_second_moment)):
+        if not isinstance(value, bool | None):
+            raise ValueError(f"{name}: expected True, False or None, got {value!r}")
+    if mean_moments and scale_second_moment:
+        raise ValueError("mean_moments and scale_second_moment contradict: the first needs no estimate")
 
 
 def check_keeps_changes(codec: Codec) -> None:

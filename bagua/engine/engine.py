@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms.base import Algorithm, Payload
+from bagua.algorithms.base import Algorithm, Exactness, Payload
 from bagua.autotune import Settings
 from bagua.comm.groups import Groups
 from bagua.comm.team import Team
@@ -98,6 +98,8 @@ class Engine:
         )
         self.state.step = step
         self.state.keep_notices(notices)
+        if config.guard is not None and algorithm.exactness is Exactness.ASYNCHRONOUS:
+            self.state.notice(f"guard: averages in the background, as of {algorithm.name}, are not measured")
         self.followed = FollowedOptimizers(optimizers)
         self._tally = Tally(lane.groups.meters, team.size)
         self._probe = probe_of(config.guard, chooser is not None)

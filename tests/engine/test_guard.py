@@ -175,3 +175,4 @@ def test_background_rounds_are_not_measured() -> None:
     for found in run_teams(2, follow_one_round, timeout_s=5):
         assert "round_s" in found.extra, found.notices
         assert found.quality is None
+        assert "guard: averages in the background, as of async, are not measured" in found.notices

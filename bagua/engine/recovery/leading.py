@@ -38,7 +38,6 @@ def who_leads(ranks: list[dict[str, Any]]) -> tuple[int, list[int], list[int]]:
     alike = ranks[source]["lost_step"] in (LostStep.SKIP.value, LostStep.FREE.value)
     if alike:  # then a newcomer leads that alone holds a step of a rank that has been lost
         source = max(range(len(ranks)), key=lambda rank: (ranks[rank]["round"], rank in candidates, near[rank], -rank))
-    rules = [each["lost_step"] for each in ranks]
     behind: list[int] = []
     without: list[int] = []
     for rank, each in enumerate(ranks):
@@ -49,7 +48,7 @@ def who_leads(ranks: list[dict[str, Any]]) -> tuple[int, list[int], list[int]]:
         elif each["newcomer"]:
             if rank != source and (not alike or lacks):
                 behind.append(rank)
-        elif rules[rank] == rules[source] == LostStep.KEEP.value:
+        elif each["lost_step"] == ranks[source]["lost_step"] == LostStep.KEEP.value:
             if lacks or begun(each) < begun(ranks[source]):
                 without.append(rank)
         elif lacks:

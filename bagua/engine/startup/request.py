@@ -152,9 +152,7 @@ class Request:
             options["tensor subclasses in the optimizers' state"] = kinds
         return options
 
-    def config(
-        self, num_lanes: int, links: Links, tunes_hierarchy: bool, size: int, native: bool = False
-    ) -> EngineConfig:
+    def config(self, num_lanes: int, links: Links, tunes_hierarchy: bool, size: int, native: bool) -> EngineConfig:
         """The engine's settings.
 
         Args:
