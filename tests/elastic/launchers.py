@@ -110,6 +110,12 @@ class Launched:
         found = [Seen(pid, *json.loads((self.folder / f"{pid}.json").read_text())) for pid in self.ranks()]
         return sorted(found, key=lambda each: each.environment[-1])
 
+    def all_members(self) -> list[Seen]:
+        """As `all_seen`, or nothing while a rank of this host is missing that one of the others takes for a member."""
+        found = self.all_seen()
+        members = [sum(name.partition("/")[0] == each.name for name in each.members) for each in found]
+        return found if max(members, default=0) <= len(found) else []
+
     def text(self) -> str:
         return (self.folder / "output").read_text()
 
@@ -164,13 +170,17 @@ class Hosts:
         """Let the ranks of these train up to a step, and wait until they have."""
         for each in those:
             write(each.folder / "target", target)
-        wait_for(lambda: all({s.step for s in each.all_seen()} == {target} for each in those), "steps", self)
+
+        def found() -> bool:
+            return all((seen := each.all_members()) and {s.step for s in seen} == {target} for each in those)
+
+        wait_for(found, "steps", self)
 
     def await_members(self, names: list[str], those: list[Launched]) -> None:
         """Wait until all ranks of these see just these train."""
 
         def found() -> bool:
-            seen = [each.all_seen() for each in those]
+            seen = [each.all_members() for each in those]
             return all(each and all(s.members == names for s in each) for each in seen)
 
         wait_for(found, f"view {names}", self)
@@ -179,6 +189,10 @@ class Hosts:
         """Let the ranks of these end."""
         for each in those:
             write(each.folder / "stop", code)
+
+    def told(self) -> str:
+        """What all have seen and written, for a test that fails."""
+        return "\n".join(f"{each.all_seen()}\n{each.text()}" for each in self.all)
 
     def close(self) -> None:
         for each in self.all:
@@ -192,7 +206,7 @@ def wait_for(found: Callable[[], bool], what: str, hosts: Hosts | None = None) -
     end = time.monotonic() + LIMIT_S
     while not found():
         if time.monotonic() > end:
-            told = "\n".join(f"{each.seen()}\n{each.text()}" for each in hosts.all) if hosts is not None else ""
+            told = hosts.told() if hosts is not None else ""
             raise AssertionError(f"no {what} within {LIMIT_S:g} s\n{told}")
         time.sleep(0.02)
 

@@ -225,6 +225,7 @@ def test_ranks_of_a_host_are_lost_alone_and_together(hosts: Hosts) -> None:
     wait_for(lambda: len(second.ranks()) == 2 and seen[3].pid not in second.ranks(), "rank started again", hosts)
     hosts.await_members(everybody, all_three)
     hosts.await_step(6, all_three)
+    wait_for(lambda: len(second.all_seen()) == 2, "ranks of the second host", hosts)
     again = second.all_seen()
     assert [s.pid for s in (*first.all_seen(), again[0], *third.all_seen())] == [
         s.pid for s in seen if s.pid != seen[3].pid
