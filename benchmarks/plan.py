@@ -22,21 +22,24 @@ from bagua.plan import CPU, Cluster, Costs, Workload, predict
 
 RESULTS = Path(__file__).parent / "results"
 TABLES = (
+    "2026-11-25-bench/tradeoff.json",
+    "2026-11-25-pace/wan.json",
+    "2026-11-25-pace/wan_judged.json",
+    "2026-11-25-curves/curves.json",
     "2026-11-23-advice/tradeoff.json",
-    "2026-11-22-bench/tradeoff.json",
     "2026-11-21-bench/scaling.json",
     "2026-11-21-bench/tenth.json",
     "2026-11-21-bench/straggler.json",
 )
 # Cells whose first measurement contradicts itself (docs/design/0012-plan.md), measured again: table -> the new ones.
 AGAIN = {
-    "2026-11-22-bench/tradeoff.json": ("2026-11-23-cells/diloco.json",),
     "2026-11-21-bench/tenth.json": ("2026-11-23-cells/shift_one.json",),
     "2026-11-21-bench/straggler.json": ("2026-11-23-cells/ddp_powersgd.json",),
 }
+_LINKS = ("1gbit/0ms", "250mbit/0ms", "100mbit/5ms", "nolimit")
 FITTED = {
-    *(("2026-11-22-bench/tradeoff.json", condition) for condition in ("1gbit/0ms", "250mbit/0ms", "nolimit")),
-    ("2026-11-23-advice/tradeoff.json", "100mbit/5ms"),
+    *(("2026-11-25-bench/tradeoff.json", condition) for condition in _LINKS),
+    ("2026-11-25-pace/wan.json", "100mbit/20ms"),
 }
 KEPT = ("off", "ddp")  # in a table that was measured again, for comparison only
 CORES = 2.0  # of the machine on which all emulated hosts ran

@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lab": {"signals"},
     "net": set(),
     "bench": {"public", "errors", "comm", "lab", "net"},
-    "plan": {"public", "bench", "codecs", "engine", "exchanges", "lab"},
+    "plan": {"public", "bench", "codecs", "comm", "engine", "exchanges", "lab"},
     "doctor": {"public", "algorithms", "auto", "codecs", "comm", "engine", "errors", "net", "plan"},
     "cli": {"public", "codecs", "errors", "distributed", "net", "signals"},
     "script": {"signals"},

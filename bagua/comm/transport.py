@@ -15,6 +15,7 @@ from bagua.comm.team import Team, decode, encode
 __all__ = [
     "FAR_LANES",
     "FAR_LANES_OF_SUMS",
+    "FAR_S",
     "TRANSPORTS",
     "chosen_transport",
     "goes_native",
@@ -30,7 +31,7 @@ _ENV = "BAGUA_TRANSPORT"
 _log = logging.getLogger("bagua")
 FAR_LANES = 8  # an exchange waits for two latencies, in which others use the link
 FAR_LANES_OF_SUMS = 3  # over the native transport: more flows of bulk data fill a switch's queue together, which drops
-_FAR_S = 0.004  # there and back
+FAR_S = 0.004  # there and back, over the native transport
 _FAR_OVER_GLOO_S = 0.03  # nearer, an exchange's own CPU time is what more lanes would add to
 
 
@@ -120,4 +121,4 @@ def lanes_over(team: Team, mesh: Mesh | None, round_trip_s: float, num_lanes: in
     if mesh is None:
         return max(num_lanes, FAR_LANES) if round_trip_s >= _FAR_OVER_GLOO_S else num_lanes
     found = team.all_gather_bytes("round trips of the native transport", encode(mesh.round_trip_s))
-    return max(num_lanes, FAR_LANES) if max(map(decode, found)) >= _FAR_S else num_lanes
+    return max(num_lanes, FAR_LANES) if max(map(decode, found)) >= FAR_S else num_lanes

@@ -99,12 +99,12 @@ class Costs:
 # `python -m benchmarks.plan --fit`, rounded; `python -m benchmarks.plan` shows what they are worth on other cells.
 CPU = Costs(
     link_efficiency=0.94,
-    mesh_efficiency=0.88,
-    wire_s_per_byte=0.46e-9,
-    message_s=0.16e-3,
-    wake_s=1.8e-3,
-    element_s=0.73e-9,
-    matmul_s_per_flop=1.0 / 25e9,
+    mesh_efficiency=0.86,
+    wire_s_per_byte=0.6e-9,
+    message_s=0.07e-3,
+    wake_s=1.3e-3,
+    element_s=0.56e-9,
+    matmul_s_per_flop=1.0 / 35e9,
 )
 
 # Not measured by this project yet. NCCL moves bytes without the CPU; kernels read and write at 1 TB/s.

@@ -13,17 +13,20 @@ _EPSILON = 1e-12  # of a task's amount, relative: what rounding leaves over is n
 
 @dataclass(frozen=True, eq=False)
 class Resource:
-    """Shared evenly by the tasks that use it at a time.
+    """Shared evenly by the tasks that use it at a time, or used by one after the other.
 
     Attributes:
         name: for error messages.
         capacity: units per second for all tasks together.
         each: units per second that one task can use at most.
+        in_turn: the task that began first uses all of it, the others wait. So tasks that began together do not end
+            together and then leave it idle together.
     """
 
     name: str
     capacity: float = math.inf
     each: float = math.inf
+    in_turn: bool = False
 
 
 DELAY = Resource("delay", each=1.0)  # a task's amount is its time in seconds, whatever else runs
@@ -127,12 +130,11 @@ class Simulation:
                 _start(task, now, active)
         while active:
             rates = _rates(active)
-            wait = min(0.0 if task.left == 0 else task.left / rates[task.resource] for task in active)
+            wait = min(_seconds_left(task, rate) for task, rate in zip(active, rates, strict=True))
             now += wait
             done: list[Task] = []
             still: list[Task] = []
-            for task in active:
-                rate = rates[task.resource]
+            for task, rate in zip(active, rates, strict=True):
                 task.left = 0.0 if task.left == 0 or math.isinf(rate) else task.left - rate * wait
                 (done if task.left <= _EPSILON * task.amount else still).append(task)
             active = still
@@ -163,9 +165,24 @@ def _start(task: Task, now: float, active: list[Task]) -> None:
     active.append(task)
 
 
-def _rates(active: Sequence[Task]) -> dict[Resource, float]:
-    """Units per second of each task, by resource."""
+def _seconds_left(task: Task, rate: float) -> float:
+    if task.left == 0:
+        return 0.0
+    return task.left / rate if rate else math.inf
+
+
+def _rates(active: Sequence[Task]) -> list[float]:
+    """Units per second of each task. `active` is in the order in which they began."""
     users: dict[Resource, int] = {}
     for task in active:
         users[task.resource] = users.get(task.resource, 0) + 1
-    return {resource: min(resource.each, resource.capacity / count) for resource, count in users.items()}
+    rates: list[float] = []
+    served: set[Resource] = set()
+    for task in active:
+        resource = task.resource
+        if not resource.in_turn:
+            rates.append(min(resource.each, resource.capacity / users[resource]))
+        else:
+            rates.append(0.0 if resource in served else min(resource.each, resource.capacity))
+            served.add(resource)
+    return rates

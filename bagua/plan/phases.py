@@ -22,7 +22,7 @@ from bagua.exchanges import (
 from bagua.exchanges.all_reduce import STRAIGHT_CHUNK_BYTES
 from bagua.plan.cluster import Cluster, Costs
 
-__all__ = ["Phase", "TorchAverage", "TorchPowerSGD", "UnknownCourseError", "phases_of", "slow_start_s", "total_sent"]
+__all__ = ["Phase", "TorchAverage", "TorchPowerSGD", "UnknownCourseError", "phases_of", "total_sent"]
 
 _FEW = 2.0  # peers, whose ways limit as those of a ring
 # Passes over a tensor that a randomized Hadamard rotation costs, there and back: `python -m benchmarks.codecs`.
@@ -31,7 +31,6 @@ _FEEDBACK = 1.0  # passes to add residuals and keep what is left: the same bench
 # Passes by which casts of fp16, and gloo's sums of it, cost more than those of bf16: CPU time, both on one machine.
 _FP16_CAST, _FP16_SUM = 0.5, 2.0
 _RECEIVERS: dict[tuple[str, int], float] = {}
-_INITIAL_WINDOW = 14_600.0  # bytes that TCP sends on a connection before the first acknowledgement: RFC 6928
 
 
 class TorchPowerSGD(PowerSGD):
@@ -265,21 +264,6 @@ def _away(sent: float, cluster: Cluster, costs: Costs, efficiency: float) -> tup
 def _traffic_s(sent: float, peers: float, costs: Costs) -> float:
     """CPU seconds of sending `sent` bytes in `peers` messages and receiving as much."""
     return 2 * sent * costs.wire_s_per_byte + 2 * peers * costs.message_s
-
-
-def slow_start_s(cluster: Cluster, flows: int, sent: float) -> float:
-    """Time in which connections that have been idle come up to the link's rate: windows double in a round trip.
-
-    Args:
-        flows: connections that share the link.
-        sent: bytes over all of them; a short exchange ends before they are up.
-    """
-    if not cluster.latency:
-        return 0.0
-    window = min(cluster.bandwidth / 8 * 2 * cluster.latency, math.log(2) * sent)
-    if window <= flows * _INITIAL_WINDOW:
-        return 0.0
-    return 2 * cluster.latency * math.log2(window / (flows * _INITIAL_WINDOW))
 
 
 def total_sent(phases: Sequence[Phase]) -> float:

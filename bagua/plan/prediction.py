@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bagua.bench.bounds import Moment
 from bagua.plan.cluster import CPU, Cluster, Costs
 from bagua.plan.events import DELAY, Lanes, Resource, Simulation, Task
-from bagua.plan.phases import Phase, phases_of, slow_start_s, total_sent
+from bagua.plan.phases import Phase, phases_of, total_sent
 from bagua.plan.recipe import Recipe, recipe_of
 from bagua.plan.workload import Workload
 
@@ -74,7 +74,9 @@ def predict(algorithm: str, workload: Workload, cluster: Cluster, costs: Costs =
             known[key] = phases_of(bucket.exchange, bucket.numel, cluster, costs, recipe.momenta)
         exchanges.append(known[key])
     sent = sum(total_sent(phases) for phases in exchanges) / recipe.every
-    step = _step_s(recipe, workload, factor, exchanges, cluster)
+    numel = sum(bucket.numel for bucket in recipe.buckets)
+    copies_s = 0.0 if cluster.ranks == 1 else recipe.passes * numel * costs.element_s / min(cluster.cores, 1.0)
+    step = _step_s(recipe, workload, factor, exchanges, cluster) + copies_s
     return Prediction(algorithm, step, compute, sent, workload.step_s / step if step else 1.0)
 
 
@@ -126,18 +128,14 @@ def _add_exchanges(
 ) -> list[Task]:
     """Add the exchange of each bucket, from when it is ready; returns their last tasks."""
     cpu = Resource("CPU", capacity=cluster.cores, each=1.0)
-    link = Resource("link", capacity=cluster.bandwidth / 8)
+    # The flows of lanes differ in speed, so that some send while others wait for an answer.
+    link = Resource("link", capacity=cluster.bandwidth / 8, in_turn=True)
     inner = Resource("inner link", capacity=cluster.inner_bandwidth / 8)
     lanes = Lanes(recipe.lanes)
     ends: list[Task] = []
-    flows = recipe.lanes * max(cluster.hosts - 1, 1)
     for number, (phases, at) in enumerate(zip(exchanges, ready, strict=True)):
         name = f"bucket {number}"
         last = simulation.add(DELAY, 0.0, [at], name, takes=lanes)
-        first = next((phase.host_bytes for phase in phases if phase.host_bytes), 0.0)
-        if number < recipe.lanes and first:
-            ramp = slow_start_s(cluster, flows, first * recipe.lanes)
-            last = simulation.add(DELAY, ramp, [last], f"{name}: slow start")
         for phase in phases:
             last = _add_phase(simulation, phase, last, cpu, link, inner, name)
         ends.append(simulation.add(DELAY, 0.0, [last], name, frees=lanes))

@@ -12,14 +12,15 @@ import bagua
 from bagua.bench import contenders
 from bagua.bench.bounds import Moment
 from bagua.bench.models import Model
+from bagua.comm.transport import FAR_LANES, FAR_LANES_OF_SUMS, FAR_S
 from bagua.engine.reducer.bucketing import (
     DEFAULT_NUM_LANES,
-    LANES_OF_WIDE,
     PART_BYTES,
     WIDE,
     Entry,
     chunks_of,
     fitting_bucket_bytes,
+    lanes_of_wide,
     last_part_bytes,
     make_plan,
 )
@@ -34,6 +35,7 @@ _INTERVAL = 8
 _ELEMENT_BYTES = 4
 _TORCH = ("ddp", "ddp_fp16", "ddp_bf16", "ddp_powersgd", "post_local_sgd")
 _POWER_RANK = 8
+_PASSES_OF_OVERLAP = 3  # of `low_precision_decentralized`: a copy, a difference, a sum
 DEFAULT_NAMES = (
     *_TORCH,
     *(name for name, each in contenders.available().items() if each.family == "bagua"),
@@ -68,6 +70,8 @@ class Recipe:
         delay: steps beside which an exchange runs, if it is rarer than steps.
         synchronous: a slow rank holds up the others.
         momenta: what is exchanged is made from gradients, and turned back into them.
+        passes: over the weights between two steps, to copy them for an exchange that runs beside the next step, and to
+            add what it has changed.
     """
 
     name: str
@@ -78,6 +82,7 @@ class Recipe:
     delay: int = 0
     synchronous: bool = True
     momenta: bool = False
+    passes: int = 0
 
 
 def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
@@ -102,11 +107,12 @@ def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
         buckets = _buckets(model, lambda shapes: _exchange(algorithm, shapes), cluster, chunks)
     except TypeError as error:  # an algorithm with several exchanges has no `exchange`
         raise UnknownCourseError(f"algorithms: how {name!r} spends a step is not known: {error}") from error
-    lanes = LANES_OF_WIDE if _narrowness(buckets[0].exchange, cluster) <= WIDE else DEFAULT_NUM_LANES
+    lanes = _lanes(buckets[0].exchange, model, cluster, chunks)
     every = max(int(getattr(algorithm, "communication_interval", 0) or 0) or traffic.every, 1)
     moment = Moment.AFTER if every > 1 and delay == 0 and hasattr(algorithm, "delay") else traffic.moment
     momenta = contender.optimizer in contenders.ADAMS
-    return Recipe(name, moment, buckets, lanes, every, min(delay, every), contender.synchronous, momenta)
+    passes = _PASSES_OF_OVERLAP if getattr(algorithm, "overlap", False) else 0
+    return Recipe(name, moment, buckets, lanes, every, min(delay, every), contender.synchronous, momenta, passes)
 
 
 def _algorithm(name: str, options: Any) -> Any:
@@ -124,6 +130,18 @@ def _exchange(algorithm: Any, shapes: Sequence[tuple[int, ...]]) -> Exchange:
 def _matrices(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
     """Shapes as matrices: the first dimension by all others; vectors as one row."""
     return tuple((shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape)) for shape in shapes)
+
+
+def _lanes(exchange: Exchange, model: Model, cluster: Cluster, chunks: int) -> int:
+    """Lanes that share the buckets over the native transport, by the rules of `bagua.distribute`."""
+    most = max(DEFAULT_NUM_LANES, FAR_LANES) if 2 * cluster.latency >= FAR_S else DEFAULT_NUM_LANES
+    if exchange.streaming:
+        return min(most, FAR_LANES_OF_SUMS)
+    if not exchange.elementwise or _narrowness(exchange, cluster) > WIDE:
+        return most
+    bucket_bytes = fitting_bucket_bytes(_ELEMENT_BYTES * model.num_elements, chunks)
+    held_bytes = cluster.bandwidth / 8 * cluster.latency if math.isfinite(cluster.bandwidth) else 0.0
+    return min(most, lanes_of_wide(bucket_bytes, cluster.ranks, held_bytes))
 
 
 def _narrowness(exchange: Exchange, cluster: Cluster) -> float:

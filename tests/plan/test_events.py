@@ -28,6 +28,30 @@ def test_tasks_share_a_link_evenly() -> None:
     assert (late.end, long.end) == (3.0, 4.0)
 
 
+def test_tasks_take_turns_on_a_link() -> None:
+    simulation, link = Simulation(), Resource("link", capacity=10.0, in_turn=True)
+    start = simulation.add(DELAY, 1.0)
+    long, short = simulation.add(link, 30.0), simulation.add(link, 10.0)
+    late = simulation.add(link, 10.0, [start])
+    simulation.run()
+    assert (long.end, short.end, late.end) == (3.0, 4.0, 5.0)
+
+
+def test_turns_hide_what_lanes_wait_for() -> None:
+    """Two chains of sending and waiting: sharing evenly they send and wait together."""
+
+    def seconds(in_turn: bool) -> float:
+        simulation, link = Simulation(), Resource("link", capacity=1.0, in_turn=in_turn)
+        for _ in range(2):
+            last = simulation.add(DELAY, 0.0)
+            for _ in range(4):
+                last = simulation.add(DELAY, 1.0, [simulation.add(link, 1.0, [last])])
+        return simulation.run()
+
+    assert seconds(in_turn=False) == 12.0
+    assert seconds(in_turn=True) == 9.0
+
+
 def test_a_task_uses_one_core_at_most() -> None:
     simulation, cpu = Simulation(), Resource("CPU", capacity=2.0, each=1.0)
     ends = [simulation.add(cpu, 1.0) for _ in range(4)]
