@@ -204,7 +204,7 @@ def growth(processes: list[Process], after: float) -> dict[str, float]:
     """Return by how much what a survivor holds has grown from before the first fault to its end, at most of all.
 
     Of the ranks, and of their launchers under `launcher_...`. `keys_per_change`: of the store in which groups met last,
-    from the first half of the changes to the second, for each change of the members; not if there were few.
+    from the first half of the changes to the second with as many members, for each change; not if there were few.
     """
     found: dict[str, float] = {}
     for prefix, looks in _looks(processes):
@@ -218,10 +218,15 @@ def growth(processes: list[Process], after: float) -> dict[str, float]:
     same = keys_of_last_store(processes)
     first, second = same[: len(same) // 2], same[len(same) // 2 :]
     if len(same) >= _LEAST_LOOKS and second[-1][0] > first[0][0]:
-        # Those of the groups in use and of the last ones are there, and of weights on their way: compare the most.
-        most = [max(keys for _, keys in half) for half in (first, second)]
-        changes = statistics.fmean(epoch for epoch, _ in second) - statistics.fmean(epoch for epoch, _ in first)
-        found["keys_per_change"] = (most[1] - most[0]) / changes
+        # Those of the groups in use and of the last ones are there, some for each member, and of weights on their way:
+        # compare the most with as many members.
+        most: list[dict[int, int]] = [{}, {}]
+        for half, found_keys in zip((first, second), most, strict=True):
+            for _, members, keys in half:
+                found_keys[members] = max(keys, found_keys.get(members, 0))
+        changes = statistics.fmean(look[0] for look in second) - statistics.fmean(look[0] for look in first)
+        if both := most[0].keys() & most[1].keys():
+            found["keys_per_change"] = max(most[1][members] - most[0][members] for members in both) / changes
     return found
 
 
@@ -253,10 +258,10 @@ def new_threads(processes: list[Process], after: float) -> dict[str, int]:
     return most
 
 
-def keys_of_last_store(processes: list[Process]) -> list[tuple[int, int]]:
-    """Return epochs and numbers of keys of the store in which groups met last."""
+def keys_of_last_store(processes: list[Process]) -> list[tuple[int, int, int]]:
+    """Return epochs, numbers of members and of keys of the store in which groups met last."""
     keys = sorted((k for process in processes for k in process.keys), key=lambda each: each["epoch"])
-    return [(each["epoch"], each["keys"]) for each in keys if each["store"] == keys[-1]["store"]]
+    return [(each["epoch"], each["members"], each["keys"]) for each in keys if each["store"] == keys[-1]["store"]]
 
 
 def _beside_undisturbed(

@@ -80,7 +80,7 @@ def _count_keys(journal: Journal, seat: RemoteSeat) -> None:
             store = TCPStore(
                 host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
             )  # fmt: skip
-            journal.write(keys=store.num_keys(), store=view.store, epoch=view.epoch)
+            journal.write(keys=store.num_keys(), store=view.store, epoch=view.epoch, members=len(view.members))
         except (OSError, RuntimeError):
             return
 

@@ -166,9 +166,12 @@ def test_time_without_training_and_growth() -> None:
     found[2].resources.append({**later, "resources": {**held, "threads": 8}})
     assert chaos.new_threads(found, 12.0) == {"a": 1, "others": 2}
     found[2].resources = found[3].resources = []
-    found[0].keys = [{"keys": 10, "store": "a", "epoch": 2}, {"keys": 50, "store": "a", "epoch": 4}]
+    looks = [{"store": "a", "members": 4, "epoch": 2 + at // 4 * 2, "keys": 10 + 20 * (at // 4 * 2)} for at in range(8)]
+    found[0].keys = [looks[0], looks[-1]]
     assert "keys_per_change" not in chaos.growth(found, 12.0)  # two looks say nothing
-    found[0].keys = [{"keys": 10 + 20 * (at // 4 * 2), "store": "a", "epoch": 2 + at // 4 * 2} for at in range(8)]
+    found[0].keys = [{**look, "members": 4 + look["epoch"]} for look in looks]
+    assert "keys_per_change" not in chaos.growth(found, 12.0)  # more members have more keys
+    found[0].keys = looks
     grown = chaos.growth(found, 12.0)
     assert grown["sockets"] == 10 and grown["launcher_sockets"] == 0 and grown["keys_per_change"] == 20
     assert report.leaks(grown) == ["sockets +10", "keys_per_change +20"]
