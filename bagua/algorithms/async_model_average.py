@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, BackgroundLane, Context, Exactness, Gate, LostStep, Payload, Ticket
 from bagua.algorithms.delayed_moments import DelayedMoments
+from bagua.algorithms.feedback import fit_feedback
 from bagua.algorithms.gradient_allreduce import GradientAllReduce
 from bagua.algorithms.mean_moments import check_mean_moments
 from bagua.algorithms.nodes import fit_hierarchy
@@ -28,7 +29,8 @@ from bagua.exchanges import Exchange, mix
 
 __all__ = ["AsyncModelAverage"]
 
-_CODEC = "minmax_uint8"
+_CODEC = "int4"
+_CODEC_OF_MOMENTS = "minmax_uint8"  # with 4 bits the noise costs more than the moments gain
 _LOOK_S = 0.1  # between two looks at whether the lane still lives
 
 
@@ -63,9 +65,10 @@ class AsyncModelAverage(Algorithm):
         sync_interval_ms: pause between the end of a round and the next snapshot, which is taken at the end of a step.
             None means 0: a round follows the other.
         warmup_steps: training steps of gradient all-reduce before that.
-        codec: of rounds; None means "minmax_uint8". With few bits rounds take less time on a slow network, so replicas
-            stay closer together. A lossy codec sends changes since the last mean; with "identity" the weights are
-            averaged themselves.
+        codec: of rounds; None means "int4", or with `mean_moments` "minmax_uint8". With few bits rounds take less time
+            on a slow network, so replicas stay closer together. A lossy codec sends changes since the last mean, and
+            a biased one of less than 8 bits feeds errors back into the next round, but not with `mean_moments`; with
+            "identity" the weights are averaged themselves.
         hierarchical: sum within each node first. None does so where nodes have several ranks and the codec is not
             linear: their ranks would share the node's link.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
@@ -81,7 +84,8 @@ class AsyncModelAverage(Algorithm):
             group's timeout; `math.inf` never raises. No effect with `fault_tolerant`.
 
     Bytes: 2 (R-1)/R times the encoded weights per round; `bytes_per_rank` assumes a round in every step. Memory: two
-        copies of the weights, three with a lossy codec, and six more with `mean_moments`.
+        copies of the weights, three with a lossy codec, one and 1/R more with error feedback, six more with
+        `mean_moments`.
     Source: Bagua 0.9's asynchronous model average (its documentation).
     Differs: no lock, so no wait for a round either; rounds that a rank cannot join are called off instead of
         blocking; `abort` and `resume` are not barriers; warm-up counts training steps only.
@@ -124,7 +128,8 @@ class AsyncModelAverage(Algorithm):
 
     @property
     def _codec(self) -> Codec:
-        return codecs.get(_CODEC if self.codec is None else self.codec)
+        default = _CODEC_OF_MOMENTS if self.mean_moments else _CODEC
+        return codecs.get(default if self.codec is None else self.codec)
 
     @property
     def payload(self) -> Payload:
@@ -139,7 +144,9 @@ class AsyncModelAverage(Algorithm):
     @cached_property
     def exchange(self) -> Exchange:
         """The mean of all ranks."""
-        return mix("complete", self._codec, hierarchical=bool(self.hierarchical))
+        # What is fed back would be taken for gradients where moments are inferred.
+        feedback = not self.mean_moments and fit_feedback(None, self._codec)
+        return mix("complete", self._codec, hierarchical=bool(self.hierarchical), error_feedback=feedback)
 
     @cached_property
     def _first(self) -> Exchange:

@@ -13,6 +13,7 @@ from torch import nn
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Context, Exactness, Payload
 from bagua.algorithms.delayed_moments import DelayedMoments
+from bagua.algorithms.feedback import fit_feedback
 from bagua.algorithms.second_moment import check_scalable, rescale_second_moments, set_up_second_moments
 from bagua.exchanges import Exchange, mix
 
@@ -48,8 +49,9 @@ class DelayedAverage(Algorithm):
 
     @cached_property
     def exchange(self) -> Exchange:
-        """The mean of all ranks."""
-        return mix("complete", self.codec)
+        """The mean of all ranks, with error feedback where `async` has it."""
+        feedback = not self.mean_moments and fit_feedback(None, codecs.get(self.codec))
+        return mix("complete", self.codec, error_feedback=feedback)
 
     @property
     def _sends_changes(self) -> bool:
