@@ -30,7 +30,7 @@ from bagua.exchanges import Exchange, mix
 __all__ = ["AsyncModelAverage"]
 
 _CODEC = "int4"
-_CODEC_OF_MOMENTS = "minmax_uint8"  # with 4 bits the noise costs more than the moments gain
+_CODEC_OF_MOMENTS = "minmax_uint8"  # what is inferred from 4 bits is noisier
 _LOOK_S = 0.1  # between two looks at whether the lane still lives
 
 

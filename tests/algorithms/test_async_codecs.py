@@ -45,6 +45,43 @@ def test_replicas_come_together(codec: str | None, nodes: list[int] | None) -> N
     assert apart < 1e-5 and max(moved for moved, _ in found) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("options", "feedback", "exact"),
+    [({}, True, True), ({"codec": "int4"}, True, True), ({"codec": "eden:bits=2"}, False, False)],
+)
+def test_what_few_bits_lose_is_sent_later(options: dict[str, Any], feedback: bool, exact: bool) -> None:
+    """Ranks that rest at different weights: with error feedback they meet at the mean, else nearby."""
+    size = 2
+    algorithm = AsyncModelAverage(**options)
+    assert ("error feedback" in algorithm.exchange.name) == feedback
+    rested = events(size)
+
+    def rank_main(team: Team) -> tuple[np.ndarray, np.ndarray]:
+        run = Run(team, Quadratic, algorithm)
+        bagua.pause(run.model)
+        run.optimizer.param_groups[0]["lr"] = 0.0
+        with torch.no_grad():
+            for param in run.model.parameters():
+                param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(team.rank)))
+        before = run.x()
+        bagua.resume(run.model)
+        run.train_rounds(12, rested)
+        bagua.pause(run.model)
+        return before, run.x()
+
+    found = run_teams(size, rank_main)
+    mean = np.mean([before for before, _ in found], axis=0)
+    apart = max(float(np.abs(x - mean).max()) for _, x in found)
+    assert (apart < 1e-4) == exact, apart
+
+
+def test_corrected_moments_have_codecs_of_their_own() -> None:
+    """8 bits by default, and no feedback: it would be taken for gradients."""
+    assert AsyncModelAverage(mean_moments=True).exchange.name == "scatter_gather[minmax_uint8]"
+    assert AsyncModelAverage(mean_moments=True, codec="int4").exchange.name == "scatter_gather[int4]"
+    assert AsyncModelAverage().exchange.name == "scatter_gather[int4, error feedback]"
+
+
 def test_the_codec_is_checked() -> None:
     with pytest.raises(ValueError, match="codec 'sign': what it does not send of a change would be lost"):
         AsyncModelAverage(codec="sign")
