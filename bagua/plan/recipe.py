@@ -35,10 +35,11 @@ _INTERVAL = 8
 _ELEMENT_BYTES = 4
 _TORCH = ("ddp", "ddp_fp16", "ddp_bf16", "ddp_powersgd", "post_local_sgd")
 _POWER_RANK = 8
+_BUILTIN = {row.name for row in bagua.algorithms.available(builtin_only=True)}
 _PASSES_OF_OVERLAP = 3  # of `low_precision_decentralized`: a copy, a difference, a sum
 DEFAULT_NAMES = (
     *_TORCH,
-    *(name for name, each in contenders.available().items() if each.family == "bagua"),
+    *(name for name, each in contenders.available().items() if each.family == "bagua" and each.algorithm in _BUILTIN),
 )
 
 

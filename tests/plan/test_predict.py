@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -73,6 +75,14 @@ def test_buckets_hold_every_element_once_in_the_order_of_the_backward_pass() -> 
             assert sum(bucket.numel for bucket in recipe.buckets) == model.num_elements
             layers = [bucket.layer for bucket in recipe.buckets]
             assert layers == sorted(layers)
+
+
+@pytest.mark.process
+def test_what_is_planned_by_default_does_not_depend_on_imports() -> None:
+    """Other packages register algorithms; a name of one that is gone again could not be looked up."""
+    code = "import bagua.contrib; from bagua.plan.recipe import DEFAULT_NAMES; print(*DEFAULT_NAMES)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert found.split() == list(DEFAULT_NAMES) and "decoupled_diloco" not in found.split()
 
 
 def test_16384_ranks() -> None:
