@@ -62,7 +62,13 @@ class Plan:
 def plans(args: argparse.Namespace) -> list[Plan]:
     """Return what is measured, in this order."""
     names = args.algorithm or algorithms()
-    base = Settings(step_ms=args.step_ms, seed=args.seed, detect_s=args.detect_s, torchft=args.torchft)
+    base = Settings(
+        step_ms=args.step_ms,
+        seed=args.seed,
+        detect_s=args.detect_s,
+        torchft=args.torchft,
+        stage_steps=args.stage_steps,
+    )
 
     def of(**changes: Any) -> Settings:
         return Settings(**{**asdict(base), **changes})
@@ -119,6 +125,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--jobs", type=int, default=0, help="with --round: at most so many now, the others in later calls"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and times of faults (%(default)s)")
+    parser.add_argument(
+        "--stage-steps",
+        type=int,
+        default=200,
+        metavar="N",
+        help="of a training for which optimizers with two stages choose the first, a fifth (%(default)s)",
+    )
     parser.add_argument("--step-ms", type=float, default=100.0, help="emulated compute of a step (%(default)s)")
     parser.add_argument("--detect-s", type=float, default=2.0, help="silence that counts as a loss (%(default)s)")
     parser.add_argument("--limit", type=float, default=180.0, metavar="S", help="for whatever is awaited (%(default)s)")

@@ -15,6 +15,7 @@ from benchmarks.faults.systems import Settings
 __all__ = ["LOSSES_EVERY", "Rounds", "combine", "missing"]
 
 LOSSES_EVERY = 100  # steps; a round ends after a multiple of it, so that one undisturbed training is beside all
+_BEFORE = {"stage_steps": 200}  # what rows of before do not say
 _SUMS = ("faults", "chaos_s", "lost_s", "exchanges", "exchanges_below_90", "compared", "unequal", "splits", "steps")
 
 
@@ -43,7 +44,7 @@ class Rounds:
     @property
     def facts(self) -> dict[str, Any]:
         """By which the rows of a file that belong to it are known."""
-        names = ("algorithm", "hosts", "step_ms", "bandwidth", "table")
+        names = ("algorithm", "hosts", "step_ms", "bandwidth", "table", "stage_steps")
         facts: dict[str, Any] = {name: getattr(self.settings, name) for name in names}
         return {**facts, "per_hour": self.per_hour, "of_each": self.of_each}
 
@@ -86,7 +87,7 @@ class Rounds:
         return self._mine(found["chaos"])[0]
 
     def _mine(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [row for row in rows if all(row.get(key) == value for key, value in self.facts.items())]
+        return [row for row in rows if all({**_BEFORE, **row}.get(key) == value for key, value in self.facts.items())]
 
     def _losses(self, found: dict[str, Any]) -> dict[str, float] | None:
         """Of the training without faults, by the number of steps; None if there is none that is long enough."""

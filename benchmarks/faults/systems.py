@@ -36,6 +36,7 @@ class Settings:
         seed: of weights, data and links.
         torchft: folder with torchft and its dependencies, or "" if it is installed.
         losses_every: steps between two losses that a rank writes down; 0 for none but at the end. Of Bagua's ranks.
+        stage_steps: the length of a training for which optimizers with two stages choose that of the first, a fifth.
     """
 
     system: str = "bagua"
@@ -48,6 +49,7 @@ class Settings:
     seed: int = 0
     torchft: str = ""
     losses_every: int = 0
+    stage_steps: int = 200
 
     @property
     def label(self) -> str:
@@ -125,5 +127,5 @@ def command(settings: Settings, hosts: Sequence[Host], index: int, folder: Path)
     return [
         *(sys.executable, *launcher, "-m", module, "--folder", str(folder), "--algorithm", settings.algorithm),
         *("--seed", str(settings.seed), "--step-ms", str(settings.step_ms), "--table", str(settings.table)),
-        *("--losses-every", str(settings.losses_every)),
+        *("--losses-every", str(settings.losses_every), "--stage-steps", str(settings.stage_steps)),
     ]

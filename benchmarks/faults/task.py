@@ -21,7 +21,6 @@ __all__ = ["CharModel", "Task", "configuration_of", "longest_interval", "parse",
 _LENGTH = 16  # characters of a window
 _RATES = {"sgd": 0.4, "adam": 0.01, "lamb": 0.03}  # as in benchmarks.convergence
 _DECAY = 1e-4
-_NOMINAL_STEPS = 200  # by which optimizers with two stages choose the length of the first
 _LONG_RUN = 10_000  # steps, for an algorithm whose options depend on them
 
 
@@ -35,6 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step-ms", type=float, default=0.0, help="emulated compute of a step")
     parser.add_argument("--losses-every", type=int, default=0, help="steps between two losses written down; 0: none")
+    parser.add_argument("--stage-steps", type=int, default=200, help="for which optimizers choose their stages")
     parser.add_argument("--commit-every", type=int, default=10, help="steps, for systems that restart")
     return parser.parse_args()
 
@@ -80,7 +80,7 @@ class Task:
         self.model = CharModel(args.table)
         kind = self.configuration.optimizer or self.configuration.family
         rate = _RATES[self.configuration.family]
-        self.optimizer = make_optimizer(kind, self.model.parameters(), rate, _NOMINAL_STEPS)
+        self.optimizer = make_optimizer(kind, self.model.parameters(), rate, args.stage_steps)
         if args.table:  # a step then changes each weight and each momentum: nothing is spared in an arrival
             for group in self.optimizer.param_groups:
                 group["weight_decay"] = _DECAY
@@ -133,7 +133,7 @@ def longest_interval(algorithm: str) -> int:
     """Return the longest number of steps from one exchange of an algorithm to the next."""
     configuration = configuration_of(algorithm)
     kind = configuration.optimizer or configuration.family
-    optimizer = make_optimizer(kind, [nn.Parameter(torch.zeros(1))], _RATES[configuration.family], _NOMINAL_STEPS)
+    optimizer = make_optimizer(kind, [nn.Parameter(torch.zeros(1))], _RATES[configuration.family], 1)
     local = [group.get("local_step_clipper", 1) for group in optimizer.param_groups]  # of 0/1 Adam
     return max(interval_of(configuration.make(_LONG_RUN)), *local)
 

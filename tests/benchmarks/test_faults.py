@@ -237,7 +237,7 @@ def test_targets() -> None:
 
 
 def test_a_fault_can_be_chosen_for_every_algorithm() -> None:
-    args = {"step_ms": 1.0, "seed": 0, "detect_s": 2.0, "torchft": "", "quick": False}
+    args = {"step_ms": 1.0, "stage_steps": 200, "seed": 0, "detect_s": 2.0, "torchft": "", "quick": False}
     chosen = program.plans(Namespace(**args, algorithm=["bytegrad", "diloco"], only=["slow", "loss"]))
     assert [(each.settings.algorithm, each.faults) for each in chosen] == [
         ("bytegrad", ("slow", "loss")), ("diloco", ("slow", "loss")),
@@ -256,6 +256,7 @@ def test_a_system_that_cannot_run_is_in_the_table() -> None:
 def test_every_algorithm_with_a_rule_is_measured() -> None:
     with_rule = {each.name for each in bagua.algorithms.available() if bagua.algorithms.get(each.name).lost_step}
     args = {"algorithm": None, "step_ms": 1.0, "seed": 0, "detect_s": 2.0, "torchft": "", "only": None}
+    args["stage_steps"] = 200
     full = program.plans(Namespace(**args, quick=False))
     assert {each.settings.algorithm for each in full if each.part == "chaos"} == with_rule
     killed = {
@@ -280,6 +281,20 @@ def test_what_is_there_is_printed_and_not_measured_again(
     words = ["--only", "tour", "--algorithm", "bytegrad", "--fault", "kill-rank", "--quick", "--json", str(file)]
     assert program.main(words) == 0
     assert json.loads(file.read_text())["rows"] == [there]
+
+
+def test_stages_are_a_part_of_what_is_run(tmp_path: Path) -> None:
+    """A file of before says nothing of the stages: they were those of 200 steps."""
+    settings = systems.Settings(algorithm="qadam", hosts=8)
+    before = rounds.Rounds(settings, 40, 40, 900.0).facts
+    del before["stage_steps"]
+    found = {"chaos": [before]}
+    assert rounds.Rounds(settings, 40, 40, 900.0).row(found) == before
+    longer = rounds.Rounds(replace(settings, stage_steps=1000), 40, 40, 900.0)
+    with pytest.raises(IndexError):
+        longer.row(found)
+    words = systems.command(replace(settings, stage_steps=1000), [SimpleNamespace(address="10.0.0.1")], 0, tmp_path)
+    assert words[words.index("--stage-steps") + 1] == "1000"
 
 
 def round_of(seed: int, **other: Any) -> dict[str, Any]:
