@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import bounds
+from tests import again, bounds
 from tests.fork_server import ForkServer
 from tests.rank_pool import RankPool
 from tests.tiers import assign_tier, holds_no_unit_test, install_guard, running, tier_of, wants_unit_tests_only
@@ -23,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep unit tests from starting processes, end tests that wait without end, and outlive the loss of a worker."""
     install_guard()
     config.pluginmanager.register(bounds)
+    config.pluginmanager.register(again)
     if config.pluginmanager.hasplugin("xdist"):
         config.pluginmanager.register(import_module("tests.scheduling"))
 

@@ -18,6 +18,8 @@ from bagua.engine.reducer.bucketing import (
     PART_BYTES,
     WIDE,
     Entry,
+    check_bucket_bytes,
+    check_num_lanes,
     chunks_of,
     fitting_bucket_bytes,
     lanes_of_wide,
@@ -90,7 +92,7 @@ def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
     """Return the recipe of a contender of `bagua bench`: an algorithm with options, or one of torch's own.
 
     Raises:
-        ValueError: there is no such contender.
+        ValueError: there is no such contender, or its `bucket_bytes` or `num_lanes` is wrong.
         UnknownCourseError: it is another library's, or has no single exchange of a known kind.
     """
     contender = contenders.get(name)
@@ -103,12 +105,21 @@ def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
     nodes = tuple(tuple(range(h * cluster.devices, (h + 1) * cluster.devices)) for h in range(cluster.hosts))
     algorithm, _ = algorithm.for_nodes(nodes)
     delay = int(getattr(algorithm, "delay", 0) or 0)
+    options = contender.options
+    given_bytes, given_lanes = options.get("bucket_bytes"), options.get("num_lanes")
     try:
-        chunks = chunks_of(algorithm, nodes)
-        buckets = _buckets(model, lambda shapes: _exchange(algorithm, shapes), cluster, chunks)
+        bucket_bytes = None if given_bytes is None else check_bucket_bytes(given_bytes)
+    except TypeError as error:  # on the command line a wrong value, as a string
+        raise ValueError(str(error)) from error
+    try:
+        if bucket_bytes is None:
+            bucket_bytes = fitting_bucket_bytes(_ELEMENT_BYTES * model.num_elements, chunks_of(algorithm, nodes))
+        buckets = _buckets(model, lambda shapes: _exchange(algorithm, shapes), cluster, bucket_bytes)
     except TypeError as error:  # an algorithm with several exchanges has no `exchange`
         raise UnknownCourseError(f"algorithms: how {name!r} spends a step is not known: {error}") from error
-    lanes = _lanes(buckets[0].exchange, model, cluster, chunks)
+    lanes = _lanes(buckets[0].exchange, bucket_bytes, cluster)
+    if given_lanes is not None:
+        lanes = check_num_lanes("num_lanes", given_lanes)
     every = max(int(getattr(algorithm, "communication_interval", 0) or 0) or traffic.every, 1)
     moment = Moment.AFTER if every > 1 and delay == 0 and hasattr(algorithm, "delay") else traffic.moment
     momenta = contender.optimizer in contenders.ADAMS
@@ -133,16 +144,16 @@ def _matrices(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
     return tuple((shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape)) for shape in shapes)
 
 
-def _lanes(exchange: Exchange, model: Model, cluster: Cluster, chunks: int) -> int:
+def _lanes(exchange: Exchange, bucket_bytes: int, cluster: Cluster) -> int:
     """Lanes that share the buckets over the native transport, by the rules of `bagua.distribute`."""
-    most = max(DEFAULT_NUM_LANES, FAR_LANES) if 2 * cluster.latency >= FAR_S else DEFAULT_NUM_LANES
-    if exchange.streaming:
-        return min(most, FAR_LANES_OF_SUMS)
-    if not exchange.elementwise or _narrowness(exchange, cluster) > WIDE:
-        return most
-    bucket_bytes = fitting_bucket_bytes(_ELEMENT_BYTES * model.num_elements, chunks)
-    held_bytes = cluster.bandwidth / 8 * cluster.latency if math.isfinite(cluster.bandwidth) else 0.0
-    return min(most, lanes_of_wide(bucket_bytes, cluster.ranks, held_bytes))
+    far = 2 * cluster.latency >= FAR_S
+    lanes = max(DEFAULT_NUM_LANES, FAR_LANES) if far else DEFAULT_NUM_LANES
+    if far and exchange.streaming:
+        lanes = min(lanes, FAR_LANES_OF_SUMS)
+    if exchange.elementwise and _narrowness(exchange, cluster) <= WIDE:
+        held_bytes = cluster.bandwidth / 8 * cluster.latency if math.isfinite(cluster.bandwidth) else 0.0
+        lanes = min(lanes, lanes_of_wide(bucket_bytes, cluster.ranks, held_bytes))
+    return lanes
 
 
 def _narrowness(exchange: Exchange, cluster: Cluster) -> float:
@@ -155,7 +166,7 @@ def _narrowness(exchange: Exchange, cluster: Cluster) -> float:
 
 
 def _buckets(
-    model: Model, exchange: Callable[[Sequence[tuple[int, ...]]], Exchange], cluster: Cluster, chunks: int
+    model: Model, exchange: Callable[[Sequence[tuple[int, ...]]], Exchange], cluster: Cluster, bucket_bytes: int
 ) -> tuple[Bucket, ...]:
     """As the engine forms them: parameters in the order of their gradients, large buckets in parts."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -165,7 +176,6 @@ def _buckets(
             shapes[f"{position}.{k}"], layer_of[f"{position}.{k}"] = shape, position
     entries = [Entry(name, _ELEMENT_BYTES * math.prod(shape), "float32") for name, shape in shapes.items()]
     sums = exchange(list(shapes.values())).streaming
-    bucket_bytes = fitting_bucket_bytes(_ELEMENT_BYTES * model.num_elements, chunks)
     plan = make_plan(entries, bucket_bytes, early=sums)
     found: list[Bucket] = []
     part_bytes: dict[int, int] = {}  # by the exchange, which most buckets share

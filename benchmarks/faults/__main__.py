@@ -29,7 +29,7 @@ from bagua.bench.machine import describe_machine, now
 from bagua.lab import LabError
 from benchmarks.faults import report
 from benchmarks.faults.chaos import ANCHOR_PER_HOUR, chaos
-from benchmarks.faults.rounds import Rounds
+from benchmarks.faults.rounds import BEFORE, Rounds
 from benchmarks.faults.scenarios import SCENARIOS
 from benchmarks.faults.systems import SYSTEMS, Settings, algorithms, why_not
 from benchmarks.faults.tour import tour
@@ -62,13 +62,7 @@ class Plan:
 def plans(args: argparse.Namespace) -> list[Plan]:
     """Return what is measured, in this order."""
     names = args.algorithm or algorithms()
-    base = Settings(
-        step_ms=args.step_ms,
-        seed=args.seed,
-        detect_s=args.detect_s,
-        torchft=args.torchft,
-        stage_steps=args.stage_steps,
-    )
+    base = Settings(step_ms=args.step_ms, seed=args.seed, detect_s=args.detect_s, torchft=args.torchft)
 
     def of(**changes: Any) -> Settings:
         return Settings(**{**asdict(base), **changes})
@@ -81,7 +75,8 @@ def plans(args: argparse.Namespace) -> list[Plan]:
         made.append(Plan("arrival", of(algorithm=first, table=_STATE_ROWS, bandwidth=_STATE_LINK), ("kill-host",)))
     made += [Plan("peers", of(system=each), _QUICK[:1] if args.quick else _RESTARTING) for each in SYSTEMS[1:]]
     hosts = 4 if args.quick else 8
-    made += [Plan("chaos", of(algorithm=name, hosts=hosts)) for name in (names[:1] if args.quick else names)]
+    in_chaos = names[:1] if args.quick else names
+    made += [Plan("chaos", of(algorithm=name, hosts=hosts, stage_steps=args.stage_steps)) for name in in_chaos]
     if args.only is None:
         return made
     chosen = tuple(name for name in args.only if name in SCENARIOS)
@@ -130,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         default=200,
         metavar="N",
-        help="of a training for which optimizers with two stages choose the first, a fifth (%(default)s)",
+        help="of a chaos run: optimizers with two stages make a fifth of so many steps in the first (%(default)s)",
     )
     parser.add_argument("--step-ms", type=float, default=100.0, help="emulated compute of a step (%(default)s)")
     parser.add_argument("--detect-s", type=float, default=2.0, help="silence that counts as a loss (%(default)s)")
@@ -194,11 +189,12 @@ def _measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
                 _tell(began, rounds.row(found), report.chaos_misses)
             continue
         if not plan.faults:
-            if not _has(found["chaos"], algorithm=settings.algorithm, hosts=settings.hosts, faults=args.faults):
+            there = {"algorithm": settings.algorithm, "hosts": settings.hosts, "stage_steps": settings.stage_steps}
+            if not _has(found["chaos"], **there, faults=args.faults):
                 row, timeline = chaos(
                     settings, args.faults, args.per_hour, args.seed, args.limit, 5.0 if args.quick else 15.0
                 )
-                found["chaos"].append({**row, **mark, **_when()})
+                found["chaos"].append({**row, **mark, "stage_steps": settings.stage_steps, **_when()})
                 found["timelines"].append(timeline)
                 _tell(began, found["chaos"][-1], report.chaos_misses)
                 keep()
@@ -216,7 +212,7 @@ def _measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def _has(rows: Sequence[dict[str, Any]], **facts: Any) -> bool:
-    return any(all(row.get(key) == value for key, value in facts.items()) for row in rows)
+    return any(all({**BEFORE, **row}.get(key) == value for key, value in facts.items()) for row in rows)
 
 
 def _when() -> dict[str, Any]:

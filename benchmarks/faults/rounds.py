@@ -12,10 +12,10 @@ from benchmarks.faults.chaos import ANCHOR_PER_HOUR, chaos, undisturbed
 from benchmarks.faults.job import Job, Stuck
 from benchmarks.faults.systems import Settings
 
-__all__ = ["LOSSES_EVERY", "Rounds", "combine", "missing"]
+__all__ = ["BEFORE", "LOSSES_EVERY", "Rounds", "combine", "missing"]
 
 LOSSES_EVERY = 100  # steps; a round ends after a multiple of it, so that one undisturbed training is beside all
-_BEFORE = {"stage_steps": 200}  # what rows of before do not say
+BEFORE = {"stage_steps": 200}  # what rows of before do not say
 _SUMS = ("faults", "chaos_s", "lost_s", "exchanges", "exchanges_below_90", "compared", "unequal", "splits", "steps")
 
 
@@ -87,7 +87,7 @@ class Rounds:
         return self._mine(found["chaos"])[0]
 
     def _mine(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [row for row in rows if all({**_BEFORE, **row}.get(key) == value for key, value in self.facts.items())]
+        return [row for row in rows if all({**BEFORE, **row}.get(key) == value for key, value in self.facts.items())]
 
     def _losses(self, found: dict[str, Any]) -> dict[str, float] | None:
         """Of the training without faults, by the number of steps; None if there is none that is long enough."""

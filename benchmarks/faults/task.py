@@ -133,7 +133,7 @@ def longest_interval(algorithm: str) -> int:
     """Return the longest number of steps from one exchange of an algorithm to the next."""
     configuration = configuration_of(algorithm)
     kind = configuration.optimizer or configuration.family
-    optimizer = make_optimizer(kind, [nn.Parameter(torch.zeros(1))], _RATES[configuration.family], 1)
+    optimizer = make_optimizer(kind, [nn.Parameter(torch.zeros(1))], _RATES[configuration.family], steps=1)
     local = [group.get("local_step_clipper", 1) for group in optimizer.param_groups]  # of 0/1 Adam
     return max(interval_of(configuration.make(_LONG_RUN)), *local)
 

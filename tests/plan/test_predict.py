@@ -103,7 +103,7 @@ def test_measured_tables() -> None:
     assert plan.summary(cells)[plan.FITTED_GROUP]["within_tolerance"] > 0.95
 
 
-def test_far_away_on_links_that_were_not_looked_at() -> None:
+def test_far_away_on_a_link_that_nothing_was_chosen_on() -> None:
     """No step of the wide-area table for judging is off by more than 15 %, with either congestion control."""
     cells = list(plan.cells_of("2026-11-25-pace/wan_judged.json"))
     assert len(cells) == 12 and {cell["condition"] for cell in cells} == {"80mbit/30ms", "80mbit/30ms/tcpreno"}
@@ -119,6 +119,19 @@ def test_lanes_far_away(name: str, near: int, far: int) -> None:
     model = load_model("25m")
     assert recipe_of(name, model, Cluster(4, bandwidth=1e8, latency=1e-3)).lanes == near
     assert recipe_of(name, model, Cluster(4, bandwidth=5e8, latency=0.05)).lanes == far
+
+
+def test_buckets_and_lanes_that_are_given_count() -> None:
+    model, cluster = load_model("25m"), Cluster(4, bandwidth=1e9, latency=1e-3)
+    default, small = (recipe_of(name, model, cluster) for name in ("bytegrad", "bytegrad:bucket_bytes=1048576"))
+    assert len(small.buckets) > len(default.buckets)
+    assert recipe_of("gradient_allreduce:num_lanes=1", model, cluster).lanes == 1
+    workload = Workload.of(model, 0.3)
+    one, all_lanes = (predict(f"bytegrad{text}", workload, cluster).step_s for text in (":num_lanes=1", ""))
+    assert one > all_lanes
+    for options, message in (("num_lanes=0", "num_lanes: expected"), ("bucket_bytes=0", "bucket_bytes: expected")):
+        with pytest.raises(ValueError, match=message):
+            predict(f"bytegrad:{options}", workload, cluster)
 
 
 def test_copies_of_an_exchange_beside_the_next_step() -> None:

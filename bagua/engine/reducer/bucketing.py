@@ -19,6 +19,7 @@ __all__ = [
     "WIDE",
     "Entry",
     "Plan",
+    "check_bucket_bytes",
     "check_num_lanes",
     "chunks_of",
     "default_bucket_bytes",
@@ -133,6 +134,20 @@ def lanes_of_wide(bucket_bytes: int, size: int, held_bytes: float) -> int:
     """
     sent = min(bucket_bytes, PART_BYTES) * _WIDE_BITS / 32 * 2 * max(size - 1, 1) / size
     return max(LANES_OF_WIDE, 1 + math.ceil(4 * held_bytes / sent))
+
+
+def check_bucket_bytes(value: int) -> int:
+    """Return `value` if it is a size of buckets.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is not positive.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"bucket_bytes: expected an int, got {type(value).__name__}")
+    if value <= 0:
+        raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {value}")
+    return value
 
 
 def check_num_lanes(name: str, value: int) -> int:

@@ -20,6 +20,7 @@ from bagua.engine.buffers import check_broadcast
 from bagua.engine.config import EngineConfig
 from bagua.engine.guard import Guard
 from bagua.engine.reducer.bucketing import (
+    check_bucket_bytes,
     check_num_lanes,
     chunks_of,
     default_num_lanes,
@@ -81,7 +82,7 @@ class Request:
         """
         chosen = self.algorithm = get_or_auto(registry, algorithm, options)
         if self.bucket_bytes is not None:
-            _check_bucket_bytes(self.bucket_bytes)
+            check_bucket_bytes(self.bucket_bytes)
         self.chooses_lanes = self.num_lanes is None and not lanes_are_given()
         self.num_lanes = default_num_lanes() if self.num_lanes is None else check_num_lanes("num_lanes", self.num_lanes)
         if not isinstance(self.guard, Guard | None):
@@ -179,10 +180,3 @@ class Request:
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             tunes_hierarchy=tunes_hierarchy,
         )
-
-
-def _check_bucket_bytes(bucket_bytes: int) -> None:
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
-        raise TypeError(f"bucket_bytes: expected an int, got {type(bucket_bytes).__name__}")
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")
