@@ -137,7 +137,7 @@ class Case:
 KNOWN = {
     case.name: case
     for case in (
-        Case("async", slack=0.15),  # 4 bits: up to a fourteenth of the largest change of a block
+        Case("async", slack=0.05),
         Case("bytegrad", slack=0.05),
         Case("diloco", options={"communication_interval": 2}),
         Case("local_sgd", options={"communication_interval": 2}),

@@ -111,7 +111,8 @@ def freeze_later(case: Case) -> str | None:
     optimizer.zero_grad()
     model.branches[1].requires_grad_(False)
     owed = "what its error feedback still owes them"
-    debt = {"diloco": "its outer momentum", "sparse_loco": owed, "zero_one_adam": owed}.get(case.name)
+    debts = {"async": owed, "diloco": "its outer momentum", "sparse_loco": owed, "zero_one_adam": owed}
+    debt = debts.get(case.name)
     remark = f"after another `distribute()`: {debt} would move them on" if debt else None
     if remark:
         case.distribute(model, optimizer)
