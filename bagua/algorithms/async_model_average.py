@@ -22,7 +22,13 @@ from bagua.algorithms.mean_moments import check_mean_moments
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.options import check_corrections, check_keeps_changes, shown
 from bagua.algorithms.registry import register
-from bagua.algorithms.second_moment import check_scalable, fit_scaling, rescale_second_moments, set_up_second_moments
+from bagua.algorithms.second_moment import (
+    check_scalable,
+    fit_scaling,
+    fits_adam,
+    rescale_second_moments,
+    set_up_second_moments,
+)
 from bagua.algorithms.warmup import Warmup
 from bagua.codecs import Codec
 from bagua.exchanges import Exchange, mix
@@ -30,7 +36,7 @@ from bagua.exchanges import Exchange, mix
 __all__ = ["AsyncModelAverage"]
 
 _CODEC = "int4"
-_CODEC_OF_MOMENTS = "minmax_uint8"  # what is inferred from 4 bits is noisier
+_MANY, _BITS = 1 << 20, 4  # with fewer bits what is inferred of moments is mostly noise of the codec
 _LOOK_S = 0.1  # between two looks at whether the lane still lives
 
 
@@ -59,32 +65,34 @@ class AsyncModelAverage(Algorithm):
     the same steps everywhere.
 
     Reports, in `bagua.stats(module).extra`: "round_s", seconds from a snapshot to its mean, of each round;
-    "staleness_steps", steps that this rank made between taking the snapshot and adding the difference.
+    "staleness_steps", steps that this rank made between taking the snapshot and adding the difference;
+    "corrected", with `mean_moments`, the part of the weights whose moments were corrected.
 
     Args:
         sync_interval_ms: pause between the end of a round and the next snapshot, which is taken at the end of a step.
             None means 0: a round follows the other.
         warmup_steps: training steps of gradient all-reduce before that.
-        codec: of rounds; None means "int4", or with `mean_moments` "minmax_uint8". With few bits rounds take less time
-            on a slow network, so replicas stay closer together. A lossy codec sends changes since the last mean, and
-            a biased one of less than 8 bits feeds errors back into the next round, but not with `mean_moments`; with
-            "identity" the weights are averaged themselves.
+        codec: of rounds; None means "int4". With few bits rounds take less time on a slow network, so replicas stay
+            closer together. A lossy codec sends changes since the last mean, and a biased one of less than 8 bits
+            feeds errors back into the next round, but not with `mean_moments`; with "identity" the weights are
+            averaged themselves.
         hierarchical: sum within each node first. None does so where nodes have several ranks and the codec is not
             linear: their ranks would share the node's link.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
             mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
             and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with `torch.optim.Adam` and
-            `AdamW` without amsgrad and weights of at least 32 bits; a notice says so.
+            `AdamW` without amsgrad and weights of at least 32 bits, in place of `mean_moments`; a notice says so.
         mean_moments: when a mean has come, set both moments of Adam to those of the mean gradients, which it shows.
             Done after rounds of at most two steps whose mean comes at the next step, so only where the network is fast
             beside a step. Nothing is exchanged for it. For `torch.optim.Adam` and `AdamW` without amsgrad, and weights
-            of at least 32 bits. None means False.
+            of at least 32 bits. None: with these, unless `sync_interval_ms`, a codec of less than 4 bits or
+            `scale_second_moment` is given; a notice says so.
         max_alone_s: after so many seconds without a round because a rank failed, exited abnormally or does not
             respond, the next `optimizer.step` raises `CommunicationError` and names the rank. None is the process
             group's timeout; `math.inf` never raises. No effect with `fault_tolerant`.
 
     Bytes: 2 (R-1)/R times the encoded weights per round; `bytes_per_rank` assumes a round in every step. Memory: two
-        copies of the weights, three with a lossy codec, one and 1/R more with error feedback, six more with
+        copies of the weights, three with a lossy codec, one and 1/R more with error feedback, three more with
         `mean_moments`.
     Source: Bagua 0.9's asynchronous model average (its documentation).
     Differs: no lock, so no wait for a round either; rounds that a rank cannot join are called off instead of
@@ -128,8 +136,7 @@ class AsyncModelAverage(Algorithm):
 
     @property
     def _codec(self) -> Codec:
-        default = _CODEC_OF_MOMENTS if self.mean_moments else _CODEC
-        return codecs.get(default if self.codec is None else self.codec)
+        return codecs.get(_CODEC if self.codec is None else self.codec)
 
     @property
     def payload(self) -> Payload:
@@ -157,6 +164,12 @@ class AsyncModelAverage(Algorithm):
         """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
         return fit_hierarchy(self, nodes, default=not self._codec.linear)
 
+    def for_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
+        """Resolve `mean_moments`."""
+        bits = 8 * self._codec.wire_bytes(_MANY) / _MANY
+        left_open = self.mean_moments is None and self.scale_second_moment is False and not self.sync_interval_ms
+        return replace(self, mean_moments=True) if left_open and bits >= _BITS and fits_adam(optimizers) else self
+
     def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """An optimizer must have moments where they are to be corrected."""
         if self.mean_moments:
@@ -177,6 +190,7 @@ class AsyncModelAverage(Algorithm):
             rounds = ctx.keep("rounds", _Rounds)
             rounds.lane = ctx.background_lane()
             if self.mean_moments:
+                ctx.notice(f"{self.name}: moments of Adam are set to those of mean gradients (mean_moments)")
                 rounds.moments = DelayedMoments(ctx)
                 if ctx.fault_tolerant:  # the ranks may hold different weights
                     rounds.moments.call_off()
@@ -211,9 +225,8 @@ class AsyncModelAverage(Algorithm):
         if not (ctx.paused or ctx.fault_tolerant):
             lane.gate.give_up_after(lane.timeout_s if self.max_alone_s is None else self.max_alone_s)
         if rounds.pending is None and self._due(rounds) and not (lane.gate.over or rounds.broken or ctx.paused):
-            rounds.pending = self._begin(ctx, lane.gate, lane)
-            if rounds.moments is not None:
-                rounds.moments.close(ctx)
+            number = 0 if rounds.moments is None else rounds.moments.close(ctx)
+            rounds.pending = self._begin(ctx, lane.gate, lane, number)
         if rounds.moments is not None:
             rounds.moments.note_weights(ctx)
 
@@ -248,9 +261,9 @@ class AsyncModelAverage(Algorithm):
     def _due(self, rounds: _Rounds) -> bool:
         return time.monotonic() >= rounds.ended + (self.sync_interval_ms or 0) / 1000
 
-    def _begin(self, ctx: Context, gate: Gate, lane: BackgroundLane) -> _Round:
+    def _begin(self, ctx: Context, gate: Gate, lane: BackgroundLane, number: int) -> _Round:
         whole = ctx.keep("rounds", _Rounds).whole
-        this = _Round(ctx.step, time.monotonic())
+        this = _Round(ctx.step, time.monotonic(), number)
         copies = [(bucket.flat, ctx.scratch("snapshot", bucket)) for bucket in ctx.buckets]
         if copies[0][0].device.type != "cpu":
             _take(this, copies)  # only enqueued, in front of the next step
@@ -277,6 +290,7 @@ class _Round:
 
     step: int
     began: float
+    number: int = 0  # of `DelayedMoments.close`, then the sum over all ranks
     ended: float = 0.0
     tickets: list[Ticket] = field(default_factory=list)
     on: bool = False  # every rank takes part; written by the lane, read once the tickets are done
@@ -321,7 +335,9 @@ def _enter(this: _Round, copies: Sequence[tuple[Tensor, Tensor]], gate: Gate) ->
     """On the lane, before the first exchange: beside the passes of a step, which only read the weights."""
     if not this.taken.is_set():
         _take(this, copies)
-    return gate.enter(this.unwanted.is_set)
+    entered = gate.enter(this.unwanted.is_set, this.number)
+    this.number = gate.total
+    return entered
 
 
 def _join(this: _Round, enter: Callable[[], bool] | None, snapshot: Tensor, mean: Tensor, base: Tensor | None) -> bool:
@@ -369,7 +385,8 @@ def _take_over(ctx: Context, rounds: _Rounds) -> None:
     for ticket in this.tickets:
         ctx.wait(ticket)  # done already; it keeps the books
     if rounds.moments is not None:
-        rounds.moments.infer(ctx, differences, [ctx.scratch("snapshot", bucket) for bucket in ctx.buckets])
+        snapshots = [ctx.scratch("snapshot", bucket) for bucket in ctx.buckets]
+        ctx.report("corrected", rounds.moments.infer(ctx, differences, snapshots, this.number))
     for bucket, difference in zip(ctx.buckets, differences, strict=True):
         bucket.flat.add_(difference)
     rounds.ended, rounds.whole = this.ended, False

@@ -15,10 +15,12 @@ __all__ = [
     "corrects_moments",
     "fit_mean_moments",
     "fit_scaling",
+    "fits_adam",
     "rescale_second_moments",
     "set_up_second_moments",
 ]
 
+_WIDE = (torch.float32, torch.float64)
 EVERY = 8  # training steps between two corrections; the momentum of Adam reaches back about as far
 
 
@@ -65,11 +67,17 @@ def corrects_moments(ctx: Context) -> bool:
 
     Not with amsgrad, and not for weights of 16 bits, whose moments are too coarse to tell what was added.
     """
-    adam = all(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in ctx.optimizers)
-    wide = all(bucket.flat.dtype in (torch.float32, torch.float64) for bucket in ctx.buckets)
-    if not (ctx.groups.size > 1 and ctx.optimizers and adam and wide):
+    wide = all(bucket.flat.dtype in _WIDE for bucket in ctx.buckets)
+    return ctx.groups.size > 1 and wide and fits_adam(ctx.optimizers)
+
+
+def fits_adam(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether there are optimizers, and each is Adam or AdamW of torch, without amsgrad, with wide weights."""
+    adam = all(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in optimizers)
+    groups = [group for each in optimizers for group in each.param_groups]
+    if not (groups and adam) or any(group["amsgrad"] for group in groups):
         return False
-    return not any(group["amsgrad"] for each in ctx.optimizers for group in each.param_groups)
+    return all(param.dtype in _WIDE for group in groups for param in group["params"])
 
 
 def _fit(wanted: bool | None, ctx: Context, told: str) -> bool:

@@ -90,13 +90,19 @@ class Gate(Protocol):
         """Raise `CommunicationError` if no round took place for so long because a rank is gone or does not respond."""
         ...
 
-    def enter(self, give_up: Callable[[], bool]) -> bool:
+    @property
+    def total(self) -> int:
+        """Sum of what the ranks have brought to the last round that took place; on the lane's thread."""
+        ...
+
+    def enter(self, give_up: Callable[[], bool], number: int = 0) -> bool:
         """Wait, in `before` of a launch, until all ranks have entered this round; returns whether they did.
 
         False if a rank gave up or has left, and then on all ranks.
 
         Args:
             give_up: polled; true cancels the round, unless all ranks have entered.
+            number: what this rank brings, from 0 to less than 2^47 over all ranks; `total` is the sum.
         """
         ...
 

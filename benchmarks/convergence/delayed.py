@@ -103,13 +103,14 @@ class DelayedAverage(Algorithm):
                     mean.copy_(ctx.scratch("base", bucket).add_(mean))
                 mean.sub_(ctx.scratch("snapshot", bucket))
             if moments is not None:
-                moments.infer(ctx, means, [ctx.scratch("snapshot", bucket) for bucket in ctx.buckets])
+                made = ctx.groups.world.size * ctx.keep("number", lambda: [0])[0]
+                moments.infer(ctx, means, [ctx.scratch("snapshot", bucket) for bucket in ctx.buckets], made)
             for bucket, difference in zip(ctx.buckets, means, strict=True):
                 bucket.flat.add_(difference)
         if ctx.step % self.every == 0:
             for bucket in ctx.buckets:
                 ctx.scratch("snapshot", bucket).copy_(bucket.flat)
             if moments is not None:
-                moments.close(ctx)
+                ctx.keep("number", lambda: [0])[0] = moments.close(ctx)
         if moments is not None:
             moments.note_weights(ctx)

@@ -11,11 +11,13 @@ import torch
 
 import bagua
 from bagua import codecs
-from bagua.algorithms import AsyncModelAverage, delayed_moments
+from bagua.algorithms import AsyncModelAverage
 from bagua.algorithms.async_model_average import _Round, _Rounds
 from bagua.comm.team import Team
+from bagua.engine.hooks import attachments
+from benchmarks.convergence.delayed import DelayedAverage
 from tests.algorithms.async_run import Run, events, together
-from tests.algorithms.quadratic import N, Quadratic
+from tests.algorithms.quadratic import Quadratic
 from tests.rank_threads import run_teams
 
 
@@ -75,11 +77,50 @@ def test_what_few_bits_lose_is_sent_later(options: dict[str, Any], feedback: boo
     assert (apart < 1e-4) == exact, apart
 
 
-def test_corrected_moments_have_codecs_of_their_own() -> None:
-    """8 bits by default, and no feedback: it would be taken for gradients."""
-    assert AsyncModelAverage(mean_moments=True).exchange.name == "scatter_gather[minmax_uint8]"
-    assert AsyncModelAverage(mean_moments=True, codec="int4").exchange.name == "scatter_gather[int4]"
+def test_errors_are_not_fed_back_where_moments_are_corrected() -> None:
+    """What is fed back would be taken for gradients."""
+    assert AsyncModelAverage(mean_moments=True).exchange.name == "scatter_gather[int4]"
+    assert AsyncModelAverage(mean_moments=True, codec="minmax_uint8").exchange.name == "scatter_gather[minmax_uint8]"
     assert AsyncModelAverage().exchange.name == "scatter_gather[int4, error feedback]"
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizer", "on"),
+    [
+        ({}, torch.optim.AdamW, True),
+        ({}, torch.optim.Adam, True),
+        ({"codec": "minmax_uint8"}, torch.optim.AdamW, True),
+        ({"sync_interval_ms": 0}, torch.optim.AdamW, True),
+        ({"warmup_steps": 3}, torch.optim.AdamW, True),
+        ({}, torch.optim.SGD, None),
+        ({}, torch.optim.Adamax, None),
+        ({}, lambda params, lr: torch.optim.AdamW(params, lr=lr, amsgrad=True), None),
+        ({"codec": "eden:bits=2"}, torch.optim.AdamW, None),
+        ({"sync_interval_ms": 500}, torch.optim.AdamW, None),
+        ({"scale_second_moment": True}, torch.optim.AdamW, None),
+        ({"scale_second_moment": None}, torch.optim.AdamW, None),
+        ({"mean_moments": False}, torch.optim.AdamW, False),
+    ],
+)
+def test_moments_are_corrected_by_default_where_the_optimizer_shows_them(
+    options: dict[str, Any], optimizer: Any, on: bool | None
+) -> None:
+    model = Quadratic()
+    fitted = AsyncModelAverage(**options).for_optimizers([optimizer(model.parameters(), lr=0.1)])
+    assert isinstance(fitted, AsyncModelAverage) and fitted.mean_moments is on
+    short = AsyncModelAverage(**options).for_optimizers([optimizer(model.bfloat16().parameters(), lr=0.1)])
+    assert short == AsyncModelAverage(**options), "moments of 16 bits are too coarse"
+
+
+def test_a_notice_tells_of_corrected_moments() -> None:
+    def rank_main(team: Team) -> list[str]:
+        run = Run(team, Quadratic, AsyncModelAverage(), torch.optim.AdamW)
+        return [str(notice) for notice in bagua.stats(run.model).notices]
+
+    for notices in run_teams(2, rank_main):
+        assert any(
+            "async: moments of Adam are set to those of mean gradients (mean_moments)" in each for each in notices
+        )
 
 
 def test_the_codec_is_checked() -> None:
@@ -97,24 +138,32 @@ def test_bytes() -> None:
     assert "codec" not in repr(AsyncModelAverage()), "a checkpoint of before has none"
 
 
-def test_mean_moments_of_real_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which means come early enough depends on time, so the limits are wide here."""
-    monkeypatch.setattr(delayed_moments, "_LONGEST", 1000)
-    monkeypatch.setattr(delayed_moments, "_LATEST", 1000)
-    last, applied = events(2), []
-    apply = delayed_moments._Formulas.apply
-    monkeypatch.setattr(delayed_moments._Formulas, "apply", lambda *args: applied.append(1) or apply(*args))
+def test_mean_moments_of_real_rounds() -> None:
+    """Ranks that wait for each mean after one step do what rounds of fixed length do."""
+    size, rounds = 2, 6
+    meet = together(size)
 
-    def rank_main(team: Team) -> torch.Tensor:
-        run = Run(team, Quadratic, AsyncModelAverage(mean_moments=True), torch.optim.AdamW)
-        run.train_rounds(6, last)
-        bagua.pause(run.model)
+    def rank_main(team: Team, algorithm: Any) -> tuple[list[torch.Tensor], bagua.Stats]:
+        run = Run(team, Quadratic, algorithm, torch.optim.AdamW)
+        for _ in range(rounds):
+            run.train()
+            meet()
+            if (pending := attachments[run.model].engine.context.keep("rounds", _Rounds).pending) is not None:
+                for ticket in pending.tickets:
+                    ticket.wait()
+        run.train()
+        state = [run.optimizer.state[each] for each in run.model.parameters()]
+        found = [each.clone() for each in (*run.model.parameters(), *(s["exp_avg"] for s in state))]
+        found += [s["exp_avg_sq"].clone() for s in state]
+        stats = bagua.stats(run.model)
         bagua.detach(run.model)
-        return torch.cat([run.optimizer.state[each]["exp_avg_sq"].reshape(-1) for each in run.model.parameters()])
+        return [each.detach() for each in found], stats
 
-    for moments in run_teams(2, rank_main):
-        assert moments.numel() == N and bool((moments >= 0).all()) and bool(moments.isfinite().all())
-    assert len(applied) >= 2 * 6
+    real = run_teams(size, rank_main, AsyncModelAverage(codec="minmax_uint8"))
+    fixed = run_teams(size, rank_main, DelayedAverage(codec="minmax_uint8", mean_moments=True))
+    for (ours, stats), (want, _) in zip(real, fixed, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(ours, want, strict=True))
+        assert (stats.extra["corrected"].count, stats.extra["corrected"].mean) == (rounds, 1.0)
 
 
 def test_mean_moments_need_adam() -> None:
@@ -130,7 +179,7 @@ def test_mean_moments_need_adam() -> None:
 def test_a_load_forgets_a_round_but_not_that_all_ranks_know_its_mean(on: bool) -> None:
     """The first round of a fault-tolerant job sends the weights themselves; the others have taken it over."""
     algorithm = AsyncModelAverage()
-    ticket = SimpleNamespace(done=True, error=None, wait=lambda: None)
+    ticket: Any = SimpleNamespace(done=True, error=None, wait=lambda: None)
     rounds = _Rounds(pending=_Round(0, 0.0, tickets=[ticket], on=on), whole=True)
     context: Any = SimpleNamespace(keep=lambda name, make: rounds)
     algorithm.on_load(context)

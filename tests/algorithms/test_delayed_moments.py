@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -12,55 +13,34 @@ from torch import nn
 
 import bagua
 from bagua.algorithms import AsyncModelAverage, delayed_moments, round_moments
+from bagua.algorithms.async_model_average import _Rounds
 from bagua.comm.team import Team
+from bagua.engine.hooks import attachments
 from benchmarks.convergence.delayed import DelayedAverage
 from tests.algorithms.quadratic import Quadratic, follow, start, targets
 from tests.algorithms.test_round_moments import B1, B2, DECAY, EPS, LR, STEPS, TOLERANCE, adamw, second_moment
 from tests.rank_threads import run_teams
 
-CASES = [(1, 1), (1, 2), (2, 2), (2, 3), (1, 4), (3, 4)]
 
-
-@pytest.fixture
-def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The formulas hold for any round."""
-    monkeypatch.setattr(delayed_moments, "_LONGEST", 9)
-    monkeypatch.setattr(delayed_moments, "_LATEST", 9)
-
-
-def oracle(size: int, delay: int, every: int, inferred: bool = True) -> np.ndarray:
-    """Weights after each step, [STEPS, size, N]. The rank's own average gradient is made of its gradients."""
+def oracle(size: int, inferred: bool = True) -> np.ndarray:
+    """Weights after each step, [STEPS, size, N]. There is a snapshot after each, whose mean comes a step later."""
     x = np.tile(start(), (size, 1))
     m, v, seen = np.zeros_like(x), np.zeros_like(x), []
-    since, rates = [], []  # the snapshot: gradients, and l of each step
-    v_0, correction, closed = v.copy(), np.zeros_like(x), None
-    lag, waits = 0.0, False
+    snapshot, g_s, moved = x, np.zeros_like(x), 0.0
     for step in range(STEPS):
         g = x - targets(size, step)
         m, v = B1 * m + (1 - B1) * g, B2 * v + (1 - B2) * g**2
         rate, divisor = LR / (1 - B1 ** (step + 1)), np.sqrt(v / (1 - B2 ** (step + 1))) + EPS
         x = x * (1 - LR * DECAY) - rate * m / divisor
-        since, rates = [*since, g], [*rates, rate]
-        if waits:
-            lag += rate * B1 ** len(since)
-        if closed is not None and step >= delay and (step - delay) % every == 0:
-            snapshot, v_s, divisor_s, gradients, moved, lag_of_it = closed
-            mean, steps, late = snapshot.mean(0), len(gradients), len(since)
+        if step:
+            mean = snapshot.mean(0)
+            x = x + mean - snapshot
             if inferred:
-                weights = np.array([1 - B1 ** (steps - j) for j in range(steps)])
-                own = np.einsum("k,krn->rn", weights / weights.sum(), np.stack(gradients))
-                apart = (divisor_s * (snapshot - mean) - lag_of_it * correction) / moved
-                spread = (weights**2).sum() / weights.sum() ** 2
-                mix = (1 - spread) / (size - spread)
-                added = (v_s - B2**steps * v_0) / (1 - B2**steps)
-                v_0 = B2**steps * v_0 + (1 - B2**steps) * ((1 - mix) * (own + apart) ** 2 + mix * added)
-                correction = (1 - B1**steps) * apart
-                m, v = m + B1**late * correction, v + B2**late * (v_0 - v_s)
-            x, waits = x + mean - snapshot, False
-        if step % every == 0:
-            moved = sum(each * (1 - B1 ** (j + 1)) for j, each in enumerate(rates))
-            closed = x.copy(), v.copy(), np.sqrt(v / (1 - B2 ** (step + 1))) + EPS, since, moved, lag
-            since, rates, lag, waits = [], [], 0.0, True
+                all_g = g_s + divisor * (snapshot - mean) / moved
+                lacks = (1 - B1) * (all_g - g_s)
+                m, v = m + B1 * lacks, v + B2 * (1 - B2) * (all_g**2 - g_s**2)
+                x = x - rate * B1 * lacks / divisor  # what the weights have moved without it
+        snapshot, g_s, moved = x, g, rate * (1 - B1)
         seen.append(x)
     return np.stack(seen)
 
@@ -70,28 +50,27 @@ def delayed(delay: int, every: int, means: bool = True) -> DelayedAverage:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.usefixtures("unlimited")
-@pytest.mark.parametrize(("delay", "every"), CASES)
-def test_is_the_oracles(size: int, delay: int, every: int) -> None:
-    want = oracle(size, delay, every)
-    results = run_teams(size, partial(follow, bucket_bytes=8), delayed(delay, every), STEPS, adamw)
+def test_is_the_oracles(size: int) -> None:
+    want = oracle(size)
+    results = run_teams(size, partial(follow, bucket_bytes=8), delayed(1, 1), STEPS, adamw)
     assert max(np.abs(result[0] - want[:, rank]).max() for rank, result in enumerate(results)) < TOLERANCE
-    assert np.abs(want - oracle(size, delay, every, inferred=False)).max() > 50 * TOLERANCE
+    assert np.abs(want - oracle(size, inferred=False)).max() > 50 * TOLERANCE
 
 
-@pytest.mark.parametrize(("delay", "every", "longest"), [(2, 2, 2), (2, 3, 2), (1, 2, 0)])
-def test_after_long_rounds_or_late_means_nothing_is_inferred(
-    delay: int, every: int, longest: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("delay", "every"), [(1, 2), (2, 2), (2, 3)])
+def test_from_rounds_of_several_steps_nothing_is_inferred(
+    delay: int, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delayed_moments, "_LONGEST", longest)
-    for ours, plain in zip(*(run_teams(3, masked, delayed(delay, every, on)) for on in (True, False)), strict=True):
-        assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    applied, apply = [], delayed_moments._Formulas.apply
+    monkeypatch.setattr(delayed_moments._Formulas, "apply", lambda *args: applied.append(1) or apply(*args))
+    run_teams(3, masked, delayed(delay, every))
+    assert len(applied) == 3 * 2, "of 3 ranks and 2 parameters, after the first round, which has one step"
 
 
 def test_large_parameters_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_moments, "_BLOCK", 8)
-    want = oracle(3, 1, 2)
-    for rank, result in enumerate(run_teams(3, follow, delayed(1, 2), STEPS, adamw)):
+    want = oracle(3)
+    for rank, result in enumerate(run_teams(3, follow, delayed(1, 1), STEPS, adamw)):
         assert np.abs(result[0] - want[:, rank]).max() < TOLERANCE
 
 
@@ -106,10 +85,13 @@ class Line(nn.Module):
         return self.w @ g
 
 
-def constant(team: Team, algorithm: Any) -> list[tuple[np.ndarray, np.ndarray, int]]:
+def constant(team: Team, algorithm: Any, every: int = 1) -> list[tuple[np.ndarray, np.ndarray, int]]:
     """Both moments after each step, and its number, where each rank's gradient is always the same.
 
     A large epsilon makes D the same on all ranks.
+
+    Args:
+        every: there is a gradient in one of so many steps.
     """
     model, found = Line(), []
     own = torch.optim.Adam(model.parameters(), lr=1.0, betas=(B1, B2), eps=1e6)
@@ -117,6 +99,8 @@ def constant(team: Team, algorithm: Any) -> list[tuple[np.ndarray, np.ndarray, i
     for step in range(15):
         own.zero_grad()
         model(gradient(team.rank)).backward()
+        if step % every:
+            model.w.grad = None
         own.step()
         state = own.state[model.w]
         found.append((state["exp_avg"].double().numpy().copy(), state["exp_avg_sq"].double().numpy().copy(), step))
@@ -128,25 +112,58 @@ def gradient(rank: int) -> torch.Tensor:
     return torch.randn(7, generator=torch.Generator().manual_seed(rank)) + 1.0
 
 
-@pytest.mark.usefixtures("unlimited")
-@pytest.mark.parametrize(("delay", "every"), CASES)
-def test_the_momentum_is_that_of_the_mean_gradient_up_to_the_last_snapshot(delay: int, every: int) -> None:
-    """Exactly, whatever the delay: what the formulas leave out is zero here. Since then it is the rank's own."""
+def test_the_momentum_is_that_of_the_mean_gradient_up_to_the_last_snapshot() -> None:
+    """Exactly: what the formulas leave out is zero here. Since then it is the rank's own."""
     size = 3
     mean = torch.stack([gradient(rank) for rank in range(size)]).mean(0).double().numpy()
-    for rank, found in enumerate(run_teams(size, constant, delayed(delay, every))):
+    for rank, found in enumerate(run_teams(size, constant, delayed(1, 1))):
         g = gradient(rank).double().numpy()
         for m, _, step in found:
-            arrived = (step - delay) // every * every  # of the last snapshot whose mean is there
-            t = step - arrived if arrived >= 0 else step + 1
-            want = (B1**t - B1 ** (step + 1)) * mean + (1 - B1**t) * g
-            assert np.abs(m - want).max() < 2e-3 * np.abs(g - mean).max(), (step, t)
+            want = (B1 - B1 ** (step + 1)) * mean + (1 - B1) * g
+            assert np.abs(m - want).max() < 2e-3 * np.abs(g - mean).max(), step
+
+
+def test_weights_are_where_the_mean_gradient_leads() -> None:
+    """When a mean has come, only the rank's own last step is left of what sets the ranks apart."""
+    size, apart = 3, []
+    for means in (True, False):
+        found = [found[-1].item() for found in run_teams(size, walk, delayed(1, 1, means))]
+        apart.append(max(found) - min(found))
+    grads = [gradient(rank)[0].item() for rank in range(size)]
+    # Without a correction the momentum holds nearly all of the rank's own gradient.
+    assert apart[0] == pytest.approx((1 - B1) / (1 - B1**15) * (max(grads) - min(grads)) / 1e6, rel=0.05)
+    assert apart[1] > 5 * apart[0]
+
+
+def walk(team: Team, algorithm: Any) -> torch.Tensor:
+    """The first weight after each step of `constant`."""
+    model, found = Line(), []
+    own = torch.optim.Adam(model.parameters(), lr=1.0, betas=(B1, B2), eps=1e6)
+    bagua.distribute(model, own, algorithm, process_group=team)
+    for _ in range(15):
+        own.zero_grad()
+        model(gradient(team.rank)).backward()
+        own.step()
+        found.append(model.w.detach()[0].clone())
+    bagua.detach(model)
+    return torch.stack(found)
+
+
+def test_a_parameter_that_rests_while_the_mean_comes_has_exactly_the_moments_of_mean_gradients() -> None:
+    """It makes a step every other time, before a snapshot."""
+    size = 3
+    mean = torch.stack([gradient(rank) for rank in range(size)]).mean(0).double().numpy()
+    for found in run_teams(size, partial(constant, every=2), delayed(1, 2)):
+        for m, v, step in found[1::2]:
+            made = step // 2 + 1
+            assert np.allclose(m, (1 - B1**made) * mean, rtol=2e-3)
+            assert np.allclose(v, (1 - B2**made) * mean**2, rtol=5e-3)
 
 
 def test_second_moments_are_those_of_mean_gradients() -> None:
     exact = np.mean(run_teams(4, second_moment, "gradient_allreduce"))
-    assert abs(np.mean(run_teams(4, second_moment, delayed(1, 2))) / exact - 1) < 0.15
-    assert np.mean(run_teams(4, second_moment, delayed(1, 2, False))) / exact > 1.4
+    assert abs(np.mean(run_teams(4, second_moment, delayed(1, 1))) / exact - 1) < 0.15
+    assert np.mean(run_teams(4, second_moment, delayed(1, 1, False))) / exact > 1.4
 
 
 def masked(team: Team, algorithm: Any) -> dict[str, torch.Tensor]:
@@ -164,7 +181,7 @@ def masked(team: Team, algorithm: Any) -> dict[str, torch.Tensor]:
 
 
 def test_a_parameter_that_something_else_changes_keeps_its_own_moments() -> None:
-    for ours, plain in zip(*(run_teams(3, masked, delayed(1, 2, each)) for each in (True, False)), strict=True):
+    for ours, plain in zip(*(run_teams(3, masked, delayed(1, 1, each)) for each in (True, False)), strict=True):
         assert torch.equal(ours["w"], plain["w"]) and not torch.equal(ours["b"], plain["b"])
 
 
@@ -174,3 +191,51 @@ def test_it_contradicts_the_estimate() -> None:
     assert repr(AsyncModelAverage()) == repr(AsyncModelAverage(mean_moments=None)) and "mean" not in repr(
         AsyncModelAverage()
     )
+
+
+def test_a_rank_that_made_more_steps_has_moved_further() -> None:
+    """Rank 1 is ahead by two steps when rank 0 begins the second round, so it makes three steps in the third one."""
+    size, barrier = 2, threading.Barrier(2, timeout=30)
+    g = [gradient(rank).double().numpy() for rank in range(size)]
+
+    def rank_main(team: Team) -> tuple[np.ndarray, float]:
+        model = Line()
+        own = torch.optim.Adam(model.parameters(), lr=1.0, betas=(B1, B2), eps=1e6)
+        zeros = [torch.zeros(7), torch.zeros(7)]  # of a training in which corrections of the bias are over
+        own.state[model.w] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (torch.tensor(1e3), *zeros), strict=True))
+        bagua.distribute(model, own, AsyncModelAverage(codec="identity"), process_group=team)
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                own.zero_grad()
+                model(gradient(team.rank)).backward()
+                own.step()
+
+        def meet() -> None:
+            barrier.wait()
+            pending = attachments[model].engine.context.keep("rounds", _Rounds).pending
+            assert pending is not None
+            for ticket in pending.tickets:
+                ticket.wait()
+            barrier.wait()
+
+        train(1)
+        meet()
+        train(3 if team.rank else 0)
+        barrier.wait()
+        train(0 if team.rank else 1)
+        meet()
+        train(1)
+        meet()
+        train(1)
+        found = own.state[model.w]["exp_avg"].double().numpy(), bagua.stats(model).extra["corrected"].mean
+        bagua.detach(model)  # it completes another round
+        return found
+
+    (m, all_rounds), (_, some_rounds) = run_teams(size, rank_main)
+    whole = [1 - B1, sum(1 - B1**k for k in (1, 2, 3))]
+    in_third = (whole[0] * g[0] + whole[1] * g[1]) / sum(whole)
+    mean = (g[0] + g[1]) / 2
+    want = B1**2 * (1 - B1**2) * mean + B1 * (1 - B1) * in_third + (1 - B1) * g[0]
+    assert np.abs(m - want).max() < 5e-3 * np.abs(g[0] - g[1]).max()
+    assert all_rounds == 1 and some_rounds < 1, "nothing is inferred from its own round of three steps"

@@ -12,6 +12,7 @@ from bagua.errors import CommunicationError
 __all__ = ["GO", "LEFT", "LOST", "OFF", "PAUSE_S", "Gate"]
 
 PAUSE_S = (0.0005, 0.05)  # first and longest sleep between two looks into the store
+_COUNT = 1 << 16  # more than there are ranks
 _GRACE_S = 3.0  # to find out who is missing, once this rank gives up
 GO, OFF, LEFT, LOST, _ENDED = b"go", b"off", b"left ", b"lost ", b"ended"
 
@@ -35,6 +36,7 @@ class Gate:
         remark: why, or who is late; "" if there is nothing to say.
         urgent: whether `remark` is a warning; a rank that exited normally is not.
         waited_s: seconds spent in `enter`.
+        total: sum of what the ranks have brought to the last round that took place.
         closing: set when this rank's lane is to end.
         failing: an exception ends this rank.
     """
@@ -44,6 +46,7 @@ class Gate:
         self.remark = ""
         self.urgent = False
         self.waited_s = 0.0
+        self.total = 0
         self.closing = threading.Event()
         self.failing = False
         self._alone_since: float | None = None  # no round has taken place since then, though no rank cancelled one
@@ -53,19 +56,20 @@ class Gate:
         self._inside = False  # a round has been entered and has no verdict
         self._oldest = 0  # first round whose keys are still in the store
 
-    def enter(self, give_up: Callable[[], bool]) -> bool:
+    def enter(self, give_up: Callable[[], bool], number: int = 0) -> bool:
         """Wait for the next round; returns whether it takes place. If it does, every rank must take part.
 
         Args:
             give_up: polled; true cancels the round, unless all ranks have entered.
+            number: what this rank brings, from 0 to less than 2^47 over all ranks; `total` is the sum.
         """
         if self.over:
             return False
-        number, self._next = self._next, self._next + 1
+        at, self._next = self._next, self._next + 1
         started = time.perf_counter()
         self._alone_since, self._inside = time.monotonic(), True
         try:
-            verdict = self._verdict(number, give_up)
+            verdict = self._verdict(at, give_up, number)
         except CommunicationError as error:
             self._end(str(error), True)
             return False
@@ -78,7 +82,10 @@ class Gate:
         self._alone_since = None
         if verdict.startswith(LEFT):
             self._end(f"rank {int(verdict[len(LEFT) :])} has left", False)
-        return verdict == GO
+        if not verdict.startswith(GO):
+            return False
+        self.total = int(verdict[len(GO) :])
+        return True
 
     def leave(self) -> None:
         """Cancel all further rounds for every rank. Called by the lane's own thread when it ends."""
@@ -132,9 +139,9 @@ class Gate:
     def _farewell(self) -> bytes:
         return (LOST if self.failing else LEFT) + str(self._rank).encode()
 
-    def _verdict(self, number: int, give_up: Callable[[], bool]) -> bytes:
-        last = self._store.add(f"{self._prefix}/{number}/entered", 1) == self._size
-        verdict = self._decide(number, GO) if last else b""
+    def _verdict(self, number: int, give_up: Callable[[], bool], brought: int) -> bytes:
+        total, entered = divmod(self._store.add(f"{self._prefix}/{number}/entered", 1 + _COUNT * brought), _COUNT)
+        verdict = self._decide(number, GO + str(total).encode()) if entered == self._size else b""
         self._come_to(number)
         return verdict or self._await_verdict(number, give_up)
 

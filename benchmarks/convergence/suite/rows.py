@@ -48,6 +48,7 @@ SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("diloco:communication_interval=64:codec=identity", ("sgd", "adamw", "muon")),
     ("diloco:communication_interval=8", ("adamw",)),
     ("diloco:communication_interval=8:scale_second_moment=True", ("adamw",)),
+    ("async:mean_moments=False", ("adamw",)),
     ("decentralized:mean_moments=False", ("adamw",)),
     ("decentralized:mean_moments=False:scale_second_moment=True", ("adamw",)),
     ("low_precision_decentralized:scale_second_moment=True", ("adamw",)),
