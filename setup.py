@@ -74,7 +74,7 @@ def sources(folder: str, ending: str) -> list[str]:
 CSRC = "bagua/codecs/csrc"
 MESH = "bagua/comm/csrc"
 NET = "bagua/net/csrc"
-KERNELS = ("denoise", "eden", "int4", "mean", "minmax_uint8", "running_scale", "sign", "top_k")
+KERNELS = ("denoise", "eden", "int4", "late_moments", "mean", "minmax_uint8", "running_scale", "sign", "top_k")
 LIBRARIES = [
     Library(
         name="bagua.codecs._native",

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bagua.algorithms.base import Bucket, Context
-from bagua.algorithms.mean_moments import Slot, slots_of, sums_of_bits
+from bagua.algorithms.mean_moments import Slot, slots_of, sum_of_bits, sums_of_bits
 from bagua.algorithms.round_moments import in_blocks
+from bagua.codecs import backends
 
 __all__ = ["DelayedMoments"]
 
 # Of D: what the gradient of a round may be off by, because weights are rounded.
 _ERROR = 0.2
+_FP32 = torch.float32
 _LONGEST = 3  # steps of any rank in a round, and of this rank until the mean of a round has come
+_GAIN = 0.5  # the part of a correction that is made where all ranks made several steps: more is less stable
 _BITS = 15  # for the number of ranks that made so many steps
 
 
@@ -26,12 +29,12 @@ class _Closed:
     """Of a round whose mean is awaited.
 
     Attributes:
-        size: S, what the weights moved in its step for a gradient of one, times D.
-        spoiled: nothing is to be inferred.
+        size: S, what the weights moved in its steps for a gradient of one, times D.
+        steps: H; 0: nothing is to be inferred.
     """
 
     size: float
-    spoiled: bool
+    steps: int
 
 
 @dataclass
@@ -41,7 +44,7 @@ class _Part:
     Attributes:
         count: steps of its optimizer.
         steps: since the snapshot.
-        rate: l of the last step.
+        size: S, what the weights have moved since the snapshot for a gradient of one, times D.
         lag: L, what the weights have moved since the snapshot for a momentum of one at the snapshot, times D.
         spoiled: there are other steps in it than were recorded.
         closed: the round before.
@@ -49,10 +52,10 @@ class _Part:
 
     count: int = 0
     steps: int = 0
-    rate: float = 0.0
+    size: float = 0.0
     lag: float = 0.0
     spoiled: bool = False
-    closed: _Closed = _Closed(0.0, True)
+    closed: _Closed = _Closed(0.0, 0)
 
 
 class DelayedMoments:
@@ -105,17 +108,29 @@ class DelayedMoments:
                     first.copy_(held[param].state["exp_avg"])
         flags = [torch.zeros(len(bucket.params), dtype=torch.bool, device=bucket.flat.device) for bucket in ctx.buckets]
         self._changed, self._closed = flags, [each.clone() for each in flags]
+        # Where something else has changed a parameter, sums of each; else one sum of a bucket, which costs less.
+        self._apart = [bucket.flat.device.type != "cpu" for bucket in ctx.buckets]
         self._sums: list[Tensor] = []
         self.note_weights(ctx)
 
     def note_weights(self, ctx: Context) -> None:
         """At the end of a step: the weights are as the optimizer and the averages have left them."""
-        self._sums = [sums_of_bits(bucket) for bucket in ctx.buckets]
+        self._sums = [
+            sums_of_bits(bucket) if apart else sum_of_bits(bucket.flat)
+            for bucket, apart in zip(ctx.buckets, self._apart, strict=True)
+        ]
 
     def look_for_changes(self, ctx: Context) -> None:
-        """Before the optimizers' steps: note parameters that something else has changed, as a clamp or a mask."""
-        for bucket, changed, sums in zip(ctx.buckets, self._changed, self._sums, strict=True):
-            changed.logical_or_(sums != sums_of_bits(bucket))
+        """Before the optimizers' steps: note parameters that something else has changed, as a clamp or a mask.
+
+        The first time it is all of the bucket on a CPU.
+        """
+        for i, (bucket, changed, sums) in enumerate(zip(ctx.buckets, self._changed, self._sums, strict=True)):
+            if self._apart[i]:
+                changed.logical_or_(sums != sums_of_bits(bucket))
+            elif sums != sum_of_bits(bucket.flat):
+                changed.fill_(True)
+                self._apart[i] = True
 
     def record(self, ctx: Context) -> None:
         """After the optimizers' steps: keep what the weights have moved for a momentum of one."""
@@ -129,8 +144,9 @@ class DelayedMoments:
                 part.spoiled |= slot.step != part.count + 1
                 part.count, part.steps = slot.step, part.steps + 1
                 beta1 = slot.group["betas"][0]
-                part.rate = float(slot.group["lr"]) / (1 - beta1**part.count)
-                part.lag += part.rate * beta1**part.steps
+                rate = float(slot.group["lr"]) / (1 - beta1**part.count)
+                part.size += rate * (1 - beta1**part.steps)
+                part.lag += rate * beta1**part.steps
 
     @torch.no_grad()
     def close(self, ctx: Context) -> int:
@@ -147,15 +163,13 @@ class DelayedMoments:
             views = _views(ctx, bucket)
             for param, part, own, first in zip(bucket.params, self._parts[bucket.index], *views, strict=True):
                 slot = held.get(param)
-                spoiled = part.spoiled or not self.synced or part.steps != 1 or not part.rate or slot is None
-                part.steps, part.lag, part.spoiled = 0, 0.0, False
-                part.closed = _Closed(0.0, True)
+                known = self.synced and not part.spoiled and part.size and part.steps <= _LONGEST
+                part.closed = _Closed(part.size, part.steps) if known else _Closed(0.0, 0)
                 if slot is not None:
                     m, beta1 = slot.state["exp_avg"], slot.group["betas"][0]
-                    if not spoiled:
-                        part.closed = _Closed(part.rate * (1 - beta1), False)
-                        torch.sub(m, first, alpha=beta1, out=own)
+                    torch.sub(m, first, alpha=beta1**part.steps, out=own)
                     first.copy_(m)
+                part.steps, part.size, part.lag, part.spoiled = 0, 0.0, 0.0, False
         return 1 << _BITS * (steps - 1) if self.synced and 0 < steps <= _LONGEST else 0
 
     def call_off(self) -> None:
@@ -163,7 +177,7 @@ class DelayedMoments:
         self.synced = False
         for parts in self._parts.values():
             for part in parts:
-                part.closed = _Closed(0.0, True)
+                part.closed = _Closed(0.0, 0)
 
     @torch.no_grad()
     def infer(self, ctx: Context, differences: Sequence[Tensor], snapshots: Sequence[Tensor], made: int) -> float:
@@ -181,39 +195,43 @@ class DelayedMoments:
         """
         self.synced, corrected = True, 0
         held, size = slots_of(ctx), ctx.groups.world.size
-        means = [(made >> _BITS * steps & (1 << _BITS) - 1) / size for steps in range(_LONGEST)]
-        if alike := 1.0 in means:  # then a parameter with one step has one everywhere
-            means = [1.0, *[0.0] * (_LONGEST - 1)]
-        known = alike or (sum(means) == 1 and self._steps_closed == 1)
+        counts = [made >> _BITS * steps & (1 << _BITS) - 1 for steps in range(_LONGEST)]
+        known, alike, means = sum(counts) == size, size in counts, [count / size for count in counts]
+        formulas: dict[tuple[Any, ...], _Formulas] = {}  # parameters of a group mostly have the same
         arrived = zip(ctx.buckets, differences, snapshots, self._closed, strict=True)
         for bucket, difference, snapshot, changed in arrived:
             views = (*_views(ctx, bucket), list(bucket.split(difference)), list(bucket.split(snapshot)))
-            unchanged = ~changed  # stays on the device
+            unchanged = (~changed).tolist() if changed.device.type == "cpu" else ~changed  # which stays on the device
             for i, (param, part) in enumerate(zip(bucket.params, self._parts[bucket.index], strict=True)):
                 slot, closed = held.get(param), part.closed
-                part.closed = _Closed(0.0, True)
-                if not known or slot is None or closed.spoiled or part.spoiled or part.steps > _LONGEST:
+                part.closed = _Closed(0.0, 0)
+                known_here = alike or (known and self._steps_closed == closed.steps)
+                if not known_here or slot is None or not closed.steps or part.spoiled or part.steps > _LONGEST:
                     continue
                 if not param.numel():
                     continue
-                formulas = _Formulas.of(slot, part, closed.size, means, torch.finfo(param.dtype).eps)
-                for block in in_blocks(slot.state["exp_avg"], slot.state["exp_avg_sq"], *(each[i] for each in views)):
-                    formulas.apply(block, unchanged[i])
+                key = (id(slot.group), part.count, part.steps, part.lag, closed, param.dtype)
+                if key not in formulas:
+                    made_by = [float(steps == closed.steps) for steps in range(1, _LONGEST + 1)] if alike else means
+                    formulas[key] = _Formulas.of(slot, part, closed, made_by, size, torch.finfo(param.dtype).eps)
+                tensors = slot.state["exp_avg"], slot.state["exp_avg_sq"], *(each[i] for each in views)
+                formulas[key].apply(tensors, unchanged[i])
                 corrected += param.numel()
         return corrected / sum(param.numel() for bucket in ctx.buckets for param in bucket.params)
 
 
 class _Formulas(NamedTuple):
-    """The formulas of `DelayedMoments` with the numbers of one parameter.
+    """The formulas of `DelayedMoments` with the numbers of one parameter. Compiled code has them in this order.
 
     Attributes:
         scale, shift: D / S is the root of `scale` v, plus `shift`.
-        share: 1 - b1.
-        whole, own, momentum: 1 - b1 over the mean of W; what G - g has of (1 - b1) g, and of m at the snapshot.
-        left1: b1^t.
-        added: b2^t (1 - b2).
-        late_by: L / S.
+        share: 1 - b1^H.
+        whole, own, momentum: what G - g has of D / S (s_r - mean), of `share` g, and of m at the snapshot.
+        added: what v has more for a larger square of the gradient.
+        least: the least part of v that stays.
         largest: weights of which the differences are not mostly rounding.
+        to_momentum, change, late: what is added of G - g to m and to that of the snapshot, and of the weights' own
+            part of it to the difference.
     """
 
     scale: float
@@ -222,66 +240,83 @@ class _Formulas(NamedTuple):
     whole: float
     own: float
     momentum: float
-    left1: float
     added: float
-    late_by: float
+    least: float
     largest: float
+    to_momentum: float
+    change: float
+    late: float
 
     @classmethod
-    def of(cls, slot: Slot, part: _Part, moved: float, means: Sequence[float], eps: float) -> _Formulas:
+    def of(cls, slot: Slot, part: _Part, closed: _Closed, means: Sequence[float], size: int, eps: float) -> _Formulas:
         """Those of the round whose mean has come, `part.steps` steps after its snapshot.
 
         Args:
             slot, part: of the parameter.
-            moved: S.
+            closed: the round.
             means: parts of the ranks that made one step, two, and so on.
+            size: R.
             eps: of the weights.
         """
         beta1, beta2 = slot.group["betas"]
-        drifts = [sum(beta1**k for k in range(1, steps + 1)) for steps in range(1, len(means) + 1)]
+        steps, moved = closed.steps, closed.size
+        drifts = [sum(beta1**k for k in range(1, each + 1)) for each in range(1, len(means) + 1)]
         mean_drift = sum(ranks * drift for ranks, drift in zip(means, drifts, strict=True))
-        mean_whole = sum(ranks * steps for steps, ranks in enumerate(means, 1)) - mean_drift
-        momentum = (beta1 - mean_drift) / mean_whole / beta1  # m_0 is m at the snapshot, less the own share, over b1
+        mean_whole = sum(ranks * each for each, ranks in enumerate(means, 1)) - mean_drift
+        drift, whole, share = drifts[steps - 1], steps - drifts[steps - 1], 1 - beta1**steps
+        momentum = (drift - mean_drift) / mean_whole / beta1**steps  # m_0 is m at the snapshot less own, over b1^H
+        spread = sum((1 - beta1**k) ** 2 for k in range(1, steps + 1)) / whole**2
+        change = share * (_GAIN if means[0] == 0.0 else 1.0)
         return cls(
             scale=1 / (1 - beta2**part.count) / moved**2,
             shift=slot.group["eps"] / moved,
-            share=1 - beta1,
-            whole=(1 - beta1) / mean_whole,
-            own=1 / mean_whole - 1 / (1 - beta1) - momentum,
+            share=share,
+            whole=whole / mean_whole,
+            own=(whole / mean_whole - 1) / share - momentum,
             momentum=momentum,
-            left1=beta1**part.steps,
-            added=beta2**part.steps * (1 - beta2),
-            late_by=part.lag / moved,
+            added=beta2**part.steps * (1 - beta2) * steps / spread,
+            least=0.0 if means[0] == 1.0 else 1 / size,
             largest=moved * _ERROR / eps,
+            to_momentum=beta1**part.steps * change,
+            change=change,
+            late=change * part.lag / moved,
         )
 
-    def apply(self, block: tuple[Tensor, ...], unchanged: Tensor) -> None:
+    def apply(self, tensors: Sequence[Tensor], unchanged: Tensor | bool) -> None:
         """Correct m and v, and the difference.
 
         Args:
-            block: parts of m and v, of (1 - b1) g, of m at the snapshot, of mean - s_r and of s_r.
+            tensors: m and v, m at the snapshot less what was left of m_0, m at the snapshot, mean - s_r and s_r.
             unchanged: whether only the optimizer has changed the parameter.
         """
-        m, v, own, first, difference, snapshot = block
+        m = tensors[0]
+        if unchanged is False:
+            return
+        kernel = backends.kernels(m.device).correct_late
+        if kernel is not None and all(each.stride() == m.stride() and each.dtype is _FP32 for each in tensors):
+            kernel(tensors, self)
+            return
+        for block in in_blocks(*tensors):
+            self._apply(*block, torch.as_tensor(unchanged, device=m.device))
+
+    def _apply(
+        self, m: Tensor, v: Tensor, own: Tensor, first: Tensor, difference: Tensor, snapshot: Tensor, unchanged: Tensor
+    ) -> None:
+        exact = (snapshot.abs() <= self.largest).logical_and_(unchanged)
         ahead = torch.mul(v, self.scale).sqrt_().add_(self.shift)  # D / S
-        apart = torch.mul(ahead, difference).neg_()
-        if self.whole != 1:
-            apart.mul_(self.whole).add_(own, alpha=self.own).add_(first, alpha=self.momentum)
+        apart = torch.mul(ahead, difference).mul_(-self.whole)
+        if self.momentum:
+            apart.add_(own, alpha=self.own).add_(first, alpha=self.momentum)
         gradient = own.div(self.share)
         gradients = torch.add(gradient, apart)
-        # Not below zero, by rounding, where nothing but g has come since the snapshot.
         mean_v = torch.addcmul(v, gradient, gradient, value=-self.added).clamp_(min=0.0)
         mean_v.addcmul_(gradients, gradients, value=self.added)
-        if v.device.type == "cpu" and unchanged and snapshot.abs().max() <= self.largest:  # mostly
-            v.copy_(mean_v)
-        else:
-            exact = (snapshot.abs() <= self.largest).logical_and_(unchanged)
-            v.copy_(torch.where(exact, mean_v, v))
-            apart.mul_(exact)
-        m.add_(apart, alpha=self.left1 * self.share)
-        first.add_(apart, alpha=self.share)
-        if self.late_by:
-            difference.addcdiv_(apart, ahead, value=-self.share * self.late_by)
+        torch.maximum(mean_v, v * self.least, out=mean_v)
+        v.copy_(torch.where(exact, mean_v, v))
+        apart = torch.where(exact, apart, 0.0)
+        m.add_(apart, alpha=self.to_momentum)
+        first.add_(apart, alpha=self.change)
+        difference.addcdiv_(apart, ahead, value=-self.late)
 
 
 def _views(ctx: Context, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:

@@ -21,6 +21,7 @@ __all__ = [
     "record_steps",
     "set_up_mean_moments",
     "slots_of",
+    "sum_of_bits",
     "sums_of_bits",
 ]
 
@@ -146,12 +147,13 @@ def sums_of_bits(bucket: Bucket) -> Tensor:
     """
     parts, start = [], 0
     for param in bucket.params:  # as they lie: a parameter in channels_last has no flat view
-        parts.append(_sum_of_bits(bucket.flat[start : start + param.numel()]))
+        parts.append(sum_of_bits(bucket.flat[start : start + param.numel()]))
         start += param.numel()
     return torch.stack(parts)
 
 
-def _sum_of_bits(x_N: Tensor) -> Tensor:
+def sum_of_bits(x_N: Tensor) -> Tensor:
+    """The sum of the bits of a contiguous tensor of 32-bit or 64-bit numbers, as integers that wrap."""
     # In words of 64 bits: sums of 32-bit integers take 25 times as long on a CPU.
     if x_N.element_size() == 8:
         return x_N.view(torch.int64).sum()

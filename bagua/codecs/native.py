@@ -21,6 +21,7 @@ __all__ = [
     "ISAS",
     "LIBRARY",
     "STREAM_AWAY_FROM",
+    "NativeCorrectLate",
     "NativeDenoise",
     "NativeKernels",
     "NativeLerp",
@@ -32,7 +33,7 @@ __all__ = [
 
 LIBRARY = Path(__file__).with_name("_native.so")
 ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
-_ABI = 8
+_ABI = 9
 _BLOCK_CODECS = ("eden1", "eden2", "eden3", "eden4", "int4", "minmax_uint8", "sign")
 _SCRATCH = 2048  # elements, as in blocks.h
 _SAMPLE = 1 << 14  # as in top_k.cpp
@@ -301,6 +302,26 @@ class NativeDenoise:
         self._denoise(start, magnitude, g_N.shape[0], share, ctypes.addressof(table), len(moments))
 
 
+class _LateMoments(ctypes.Structure):
+    """As bagua_late_moments in abi.h."""
+
+    _fields_ = (("tensors", ctypes.c_void_p * 6), ("numbers", ctypes.c_float * 12))
+
+
+class NativeCorrectLate:
+    """What corrects moments with an average that is late, of one instruction set."""
+
+    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+        self._correct = _function(library, f"correct_late_{isa}", "ps")
+
+    def __call__(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
+        """One pass over the tensors of `bagua_late_moments`."""
+        entry = _LateMoments()
+        entry.tensors[:] = [tensor.data_ptr() for tensor in tensors]
+        entry.numbers[:] = numbers
+        self._correct(ctypes.addressof(entry), tensors[0].numel())
+
+
 @functools.cache
 def native_backends() -> tuple[dict[str, Backend], str]:
     """The compiled kernels that this CPU runs, slowest first; if there are none, why."""
@@ -329,4 +350,5 @@ def _backend(library: ctypes.CDLL, isa: str) -> Backend:
         top_k=NativeTopK(library, isa),
         running_scale=NativeRunningScale(library, isa),
         denoise=NativeDenoise(library, isa),
+        correct_late=NativeCorrectLate(library, isa),
     )

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define BAGUA_CODECS_ABI 8
+#define BAGUA_CODECS_ABI 9
 
 #define BAGUA_JOIN2(a, b) a##_##b
 #define BAGUA_JOIN(a, b) BAGUA_JOIN2(a, b)
@@ -117,4 +117,21 @@ struct bagua_moments {
 // all scales are 1. The moments are in the order of their elements. Nothing may overlap.
 BAGUA_API void BAGUA_FN(bagua_denoise)(const float* g, float* magnitude, int64_t n, float share,
                                        const bagua_moments* moments, int64_t count);
+
+// The numbers of a parameter, as _Formulas in algorithms/delayed_moments.py.
+struct bagua_late_numbers {
+  float scale, shift, share, whole, own, momentum, added, least, largest, to_momentum, change, late;
+};
+
+// Adam's moments, what the rank's own gradients have left in the first one, that at the snapshot, the mean of the
+// snapshots minus the own one, and that, of n elements each. Nothing may overlap.
+struct bagua_late_moments {
+  float *first, *second;
+  const float* own;
+  float *at_snapshot, *difference;
+  const float* snapshot;
+  bagua_late_numbers numbers;
+};
+
+BAGUA_API void BAGUA_FN(bagua_correct_late)(const bagua_late_moments* moments, int64_t n);
 #endif

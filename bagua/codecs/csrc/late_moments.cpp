@@ -1,0 +1,60 @@
+// Corrects Adam's moments with an average of weights that has arrived late; algorithms/delayed_moments.py has the formulas
+// and does the same fp32 operations in the same order.
+#include "abi.h"
+#include "vec.h"
+
+namespace {
+
+inline float root(float x) { return __builtin_sqrtf(x); }
+
+inline VF root(VF x) {
+#if defined(__AVX512F__)
+  return (VF)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+  return (VF)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE2__)
+  return (VF)_mm_sqrt_ps((__m128)x);
+#else
+  for (int k = 0; k < W; ++k) x[k] = root(x[k]);
+  return x;
+#endif
+}
+
+inline float get(const float* p, float) { return *p; }
+inline VF get(const float* p, VF) { return load(p); }
+inline void put(float* p, float x) { *p = x; }
+inline void put(float* p, VF x) { store(p, x); }
+
+// NaN where `x` is.
+template <typename T>
+inline T at_least(T x, T low) {
+  return x < low ? low : x;
+}
+
+// One element, or a vector of them.
+template <typename T>
+inline void correct(const bagua_late_moments& a, int64_t i, T zero) {
+  const bagua_late_numbers& k = a.numbers;
+  const T m = get(a.first + i, zero), v = get(a.second + i, zero), own = get(a.own + i, zero);
+  const T at_snapshot = get(a.at_snapshot + i, zero), difference = get(a.difference + i, zero);
+  const T x = get(a.snapshot + i, zero), size = x < zero ? -x : x;
+  const T ahead = root(v * k.scale) + k.shift;
+  T apart = (zero - ahead * difference) * k.whole + own * k.own + at_snapshot * k.momentum;
+  const T g = own / (zero + k.share), mean_g = g + apart;
+  T mean_v = at_least(v - g * g * k.added, zero) + mean_g * mean_g * k.added;
+  mean_v = at_least(mean_v, v * k.least);
+  const auto exact = size <= zero + k.largest;
+  apart = exact ? apart : zero;
+  put(a.second + i, exact ? mean_v : v);
+  put(a.first + i, m + apart * k.to_momentum);
+  put(a.at_snapshot + i, at_snapshot + apart * k.change);
+  put(a.difference + i, difference - apart / ahead * k.late);
+}
+
+}  // namespace
+
+void BAGUA_FN(bagua_correct_late)(const bagua_late_moments* moments, int64_t n) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) correct(*moments, i, VF{});
+  for (; i < n; ++i) correct(*moments, i, 0.0f);
+}
