@@ -83,16 +83,16 @@ class AsyncModelAverage(Algorithm):
             and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with `torch.optim.Adam` and
             `AdamW` without amsgrad and weights of at least 32 bits, in place of `mean_moments`; a notice says so.
         mean_moments: when a mean has come, set both moments of Adam to those of the mean gradients, which it shows.
-            Done after rounds of at most two steps whose mean comes at the next step, so only where the network is fast
-            beside a step. Nothing is exchanged for it. For `torch.optim.Adam` and `AdamW` without amsgrad, and weights
-            of at least 32 bits. None: with these, unless `sync_interval_ms`, a codec of less than 4 bits or
-            `scale_second_moment` is given; a notice says so.
+            Exact after rounds of one step, where the network is fast beside a step, and estimated after 2 and 3 steps;
+            after longer rounds nothing is done. Nothing is exchanged for it. For `torch.optim.Adam` and `AdamW` without
+            amsgrad, and weights of at least 32 bits. None: with these, unless `sync_interval_ms`, a codec of less than
+            4 bits or `scale_second_moment` is given; a notice says so.
         max_alone_s: after so many seconds without a round because a rank failed, exited abnormally or does not
             respond, the next `optimizer.step` raises `CommunicationError` and names the rank. None is the process
             group's timeout; `math.inf` never raises. No effect with `fault_tolerant`.
 
     Bytes: 2 (R-1)/R times the encoded weights per round; `bytes_per_rank` assumes a round in every step. Memory: two
-        copies of the weights, three with a lossy codec, one and 1/R more with error feedback, three more with
+        copies of the weights, three with a lossy codec, one and 1/R more with error feedback, two more with
         `mean_moments`.
     Source: Bagua 0.9's asynchronous model average (its documentation).
     Differs: no lock, so no wait for a round either; rounds that a rank cannot join are called off instead of

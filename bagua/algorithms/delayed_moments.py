@@ -63,8 +63,8 @@ class DelayedMoments:
 
     Every rank begins a round with a snapshot of its weights s_r. Once the mean has come, the rank adds mean - s_r, and
     the next round begins. So in effect each round begins at the mean of the snapshots, and what differs at the next one
-    is what the rank's own steps have moved (`infer_round`; G, D and l are as there, g the gradient of this rank). After
-    a round of one step that shows the mean momentum, and with it the mean gradient:
+    is what the rank's own steps have moved (`infer_round`; D and l are as there, g the gradient of this rank). After a
+    round of one step that shows the mean momentum, and with it the mean gradient:
 
         G = g + D (s_r - mean) / (l (1 - b1))
 
@@ -76,14 +76,19 @@ class DelayedMoments:
 
         x += mean - s_r - L d / D,    L = sum_(j <= t) l_j b1^j
 
-    Ranks whose mean came late make more than one step in a round, and have moved further with the momentum m_0 that
-    they began with. With B = b1 + ... + b1^H and W = sum_(k <= H) (1 - b1^k) after H steps, and bars over means of the
-    ranks, a rank with H = 1 has
+    This is exact if the D are equal. It is an estimate for ranks that made H > 1 steps in a round because a mean came
+    late, and in rounds in which ranks made different numbers of steps: those with more have moved further with the
+    momentum m_0 that all began with. So they tell each other the numbers. With B = b1 + ... + b1^H,
+    W = sum_(k <= H) w_k, w_k = 1 - b1^k, and bars over means of the ranks,
 
+        g = (m_s - b1^H m_0) / (1 - b1^H),    d = (1 - b1^H) (G - g)
         G = (W g + D (s_r - mean) / l - (mean of B - B) m_0) / mean of W
+        v += b2^t (1 - b2) H / K (G^2 - g^2),    K = sum w^2 / W^2
 
-    So they tell each other these numbers. A rank infers nothing from a round in which it made more than one step, no
-    rank from one in which another made more than 3. After `call_off` the first mean shows nothing.
+    m_s is the momentum at the snapshot; K is the part of a gradient's variance that g has. v keeps at least 1/R of
+    itself then, and if all ranks made several steps half of d is added: all of it is less stable. From a round in which
+    a rank made more than 3 steps none infers anything, and a rank nothing if the mean comes after more than 3. After
+    `call_off` the first mean shows nothing.
 
     Bytes: none. Memory: two tensors of the size of the weights.
     Source: docs/design/0018-rounds-with-adam.md, averages that arrive late.
@@ -286,7 +291,7 @@ class _Formulas(NamedTuple):
         """Correct m and v, and the difference.
 
         Args:
-            tensors: m and v, m at the snapshot less what was left of m_0, m at the snapshot, mean - s_r and s_r.
+            tensors: m and v, `share` g, m at the snapshot, mean - s_r and s_r.
             unchanged: whether only the optimizer has changed the parameter.
         """
         m = tensors[0]
@@ -297,11 +302,11 @@ class _Formulas(NamedTuple):
             kernel(tensors, self)
             return
         for block in in_blocks(*tensors):
-            self._apply(*block, torch.as_tensor(unchanged, device=m.device))
+            self.apply_torch(block, torch.as_tensor(unchanged, device=m.device))
 
-    def _apply(
-        self, m: Tensor, v: Tensor, own: Tensor, first: Tensor, difference: Tensor, snapshot: Tensor, unchanged: Tensor
-    ) -> None:
+    def apply_torch(self, tensors: Sequence[Tensor], unchanged: Tensor) -> None:
+        """As `apply`, in torch's operations."""
+        m, v, own, first, difference, snapshot = tensors
         exact = (snapshot.abs() <= self.largest).logical_and_(unchanged)
         ahead = torch.mul(v, self.scale).sqrt_().add_(self.shift)  # D / S
         apart = torch.mul(ahead, difference).mul_(-self.whole)
@@ -320,6 +325,6 @@ class _Formulas(NamedTuple):
 
 
 def _views(ctx: Context, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
-    """By parameter: (1 - b1) g of the closed round, and m at the snapshot."""
+    """By parameter: (1 - b1^H) g of the closed round, and m at the snapshot, corrected."""
     own, first = (list(bucket.split(ctx.scratch(name, bucket))) for name in ("own", "first"))
     return own, first

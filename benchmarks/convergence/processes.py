@@ -23,21 +23,26 @@ from benchmarks.convergence.training import Job, Outcome, Recorder, Schedule
 __all__ = ["run_in_processes"]
 
 
-def run_in_processes(jobs: Sequence[Job]) -> list[Outcome]:
-    """Run all jobs, one after another, in one set of processes."""
+def run_in_processes(jobs: Sequence[Job], step_s: float = 0.0) -> list[Outcome]:
+    """Run all jobs, one after another, in one set of processes.
+
+    Args:
+        jobs: what to run.
+        step_s: seconds that the passes of a step take at least.
+    """
     if not jobs:
         return []
     with TemporaryDirectory() as folder:
         answer = Path(folder) / "outcomes.json"
-        run_ranks(_rank_main, RANKS, jobs, answer)
+        run_ranks(_rank_main, RANKS, jobs, answer, step_s)
         outcomes = [Outcome(**each) for each in json.loads(answer.read_text())]
     return outcomes
 
 
-def _rank_main(rank: int, jobs: Sequence[Job], answer: Path) -> None:
+def _rank_main(rank: int, jobs: Sequence[Job], answer: Path, step_s: float) -> None:
     outcomes: list[Outcome] = []
     for job in jobs:
-        outcome = _train(job.configuration, job.make_task(), job.seed, rank)
+        outcome = _train(job.configuration, job.make_task(), job.seed, rank, step_s)
         if outcome is not None:
             outcomes.append(outcome)
             print(f"  {job.task}, {job.configuration.name}, seed {job.seed}: {outcome.seconds:.1f} s", flush=True)
@@ -45,7 +50,7 @@ def _rank_main(rank: int, jobs: Sequence[Job], answer: Path) -> None:
         answer.write_text(json.dumps([asdict(each) for each in outcomes]))
 
 
-def _train(configuration: Configuration, task: Task, seed: int, rank: int) -> Outcome | None:
+def _train(configuration: Configuration, task: Task, seed: int, rank: int, step_s: float) -> Outcome | None:
     """Train one job; rank 0 returns what came of it."""
     dist.barrier()
     started = time.perf_counter()
@@ -69,7 +74,9 @@ def _train(configuration: Configuration, task: Task, seed: int, rank: int) -> Ou
         recorder.look(step, module, bytes_sent(step))
         for each in optimizers:
             each.zero_grad()
+        begun = time.perf_counter()
         task.loss(trained, rank, step).backward()
+        time.sleep(max(0.0, step_s - (time.perf_counter() - begun)))
         for each in optimizers:
             each.step()
     recorder.keep(module, bytes_sent(task.steps))

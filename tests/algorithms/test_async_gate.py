@@ -44,26 +44,23 @@ def test_gate_verdicts_are_unanimous(giving_up: float) -> None:
     assert members[0].store.num_keys() < 3 * meetings
 
 
-@pytest.mark.parametrize("giving_up", [0.0, 0.3])
-def test_ranks_know_the_sum_of_what_they_bring_to_a_meeting(giving_up: float) -> None:
-    """Also after meetings that were called off."""
+def test_ranks_know_the_sum_of_what_they_bring_to_a_meeting() -> None:
+    """Also after meetings that one called off, unless all were there."""
     size, meetings = 3, 40
-    rng = [np.random.default_rng(rank) for rank in range(size)]
     most = [(1 << 47) // size, 0, (1 << 47) // size - 1]
 
     def rank_main(team: Team) -> list[int | None]:
         gate, seen = Gate(team.store, "gate", team.rank, team.size, PATIENCE_S), []
         for meeting in range(meetings):
-            patience = rng[team.rank].random() * 0.004 if rng[team.rank].random() < giving_up else 99
-            end = time.monotonic() + patience
+            impatient = team.rank == 1 and meeting % 3 == 1
             brought = meeting * (team.rank + 1) if meeting % 2 else most[team.rank]
-            seen.append(gate.total if gate.enter(lambda end=end: time.monotonic() > end, brought) else None)
+            seen.append(gate.total if gate.enter(lambda impatient=impatient: impatient, brought) else None)
         return seen
 
     for seen in _run(teams(size), rank_main, (), 30):
-        want = [6 * meeting if meeting % 2 else sum(most) for meeting in range(meetings)]
-        assert all(found in (None, expected) for found, expected in zip(seen, want, strict=True))
-        assert any(found is not None for found in seen) and (giving_up > 0) == (None in seen)
+        for meeting, found in enumerate(seen):
+            want = 6 * meeting if meeting % 2 else sum(most)
+            assert found == want or (found is None and meeting % 3 == 1), meeting
 
 
 def test_gate_is_over_when_a_rank_leaves_or_the_store_is_gone() -> None:

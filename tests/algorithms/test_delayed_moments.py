@@ -258,12 +258,12 @@ def test_a_rank_that_made_more_steps_has_moved_further() -> None:
     assert all_rounds == some_rounds == 1
 
 
-@pytest.mark.parametrize("means", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.5, 0.25, 0.25)])
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("means", "steps"),
+    [((1.0, 0.0, 0.0), 1), ((0.0, 1.0, 0.0), 2), *(((0.5, 0.25, 0.25), steps) for steps in (1, 2, 3))],
+)
 def test_compiled_code_computes_the_same(means: tuple[float, ...], steps: int) -> None:
     """To a few roundings, with weights that are too large and numbers that are not finite."""
-    if means[steps - 1] == 0.0:
-        pytest.skip("no rank made so many steps")
     kernels = [each.correct_late for each in native.native_backends()[0].values() if each.correct_late is not None]
     if not kernels:
         pytest.skip("no compiled code")
@@ -278,7 +278,7 @@ def test_compiled_code_computes_the_same(means: tuple[float, ...], steps: int) -
     tensors[5][10:20] = 1e9
     tensors[4][30] = torch.nan
     want = [each.clone() for each in tensors]
-    formulas._apply(*want, torch.tensor(True))
+    formulas.apply_torch(want, torch.tensor(True))
     for kernel in kernels:
         got = [each.clone() for each in tensors]
         kernel(got, formulas)

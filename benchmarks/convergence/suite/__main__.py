@@ -57,6 +57,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tasks", type=_words, metavar="NAMES", default=list(SUITE), help=f"of {','.join(SUITE)}")
     add("--seeds", type=_words, metavar="NUMBERS", help=f"below {JUDGING} to tune, others to judge (100,101,102)")
     add("--rate", type=float, metavar="F", default=1.0, help="factor of all learning rates, for tuning only")
+    add(
+        "--step-ms",
+        type=float,
+        metavar="M",
+        default=0.0,
+        help="in processes a step takes at least so long: rounds of async should fit in a step, as of a real model",
+    )
     add("--workers", type=int, default=2, help="processes for simulated runs (default: %(default)s)")
     return parser
 
@@ -94,9 +101,9 @@ def jobs_of(
     ]
 
 
-def _settings(tasks: Sequence[str], steps: int, rate: float) -> dict[str, Any]:
+def _settings(tasks: Sequence[str], steps: int, rate: float, step_ms: float) -> dict[str, Any]:
     """What all runs of a file have in common."""
-    found: dict[str, Any] = {"steps": steps, "ranks": RANKS, "tasks": {}}
+    found: dict[str, Any] = {"steps": steps, "ranks": RANKS, "step_ms": step_ms, "tasks": {}}
     for name in tasks:
         task = make_suite_task(name, 0, 1, rate)
         parameters = sum(param.numel() for param in task.model().parameters())
@@ -111,17 +118,18 @@ def read_runs(path: Path, settings: dict[str, Any]) -> list[Outcome]:
         ValueError: they were made with other settings.
     """
     report = json.loads(path.read_text())
-    for key in ("steps", "ranks"):
-        if report["settings"][key] != settings[key]:
-            raise ValueError(f"--resume: {path} has {key} {report['settings'][key]}, not {settings[key]}")
+    found = {"step_ms": 0.0, **report["settings"]}
+    for key in ("steps", "ranks", "step_ms"):
+        if found[key] != settings[key]:
+            raise ValueError(f"--resume: {path} has {key} {found[key]}, not {settings[key]}")
     for name in {each["task"] for each in report["runs"]}:
         if report["settings"]["tasks"][name] != settings["tasks"].get(name):
             raise ValueError(f"--resume: {path} has another task {name!r}: {report['settings']['tasks'][name]}")
     return [outcome_of(run) for run in report["runs"] if not run["error"]]
 
 
-def run(jobs: Sequence[Job], workers: int, seconds: float) -> Iterator[Outcome]:
-    """Make the runs: simulated ones first, then those in processes, each seed for itself."""
+def run(jobs: Sequence[Job], workers: int, seconds: float, step_s: float = 0.0) -> Iterator[Outcome]:
+    """Make the runs: simulated ones first, then those in processes, each seed for itself, with steps of `step_s`."""
     started = time.perf_counter()
     simulated = [job for job in jobs if not job.configuration.processes]
     real = [job for job in jobs if job.configuration.processes]
@@ -131,7 +139,7 @@ def run(jobs: Sequence[Job], workers: int, seconds: float) -> Iterator[Outcome]:
         if time.perf_counter() - started > seconds:
             print("out of time, runs in processes are left out", flush=True)
             return
-        yield from run_in_processes([job for job in real if job.seed == seed])
+        yield from run_in_processes([job for job in real if job.seed == seed], step_s)
 
 
 def _writer(path: Path | None, quick: bool, settings: dict[str, Any], rows: Sequence[SuiteRow]) -> Callable[..., None]:
@@ -172,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("--resume: needs --json FILE")
         if not 0 < args.rate < math.inf or (args.rate != 1 and max(seeds) >= JUDGING):
             raise ValueError(f"--rate: expected a factor > 0, and 1 with seeds for judging, got {args.rate:g}")
-        settings = _settings(list(SUITE), steps, args.rate)
+        settings = _settings(list(SUITE), steps, args.rate, args.step_ms)
         outcomes = read_runs(args.json, settings) if args.resume and args.json.exists() else []
     except ValueError as error:
         parser.error(str(error))
@@ -187,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     print(f"{len(jobs)} runs, {len(have)} are there", flush=True)
     write = _writer(args.json, args.quick, settings, all_rows())
-    for outcome in run(jobs, args.workers, 60 * args.minutes):
+    for outcome in run(jobs, args.workers, 60 * args.minutes, args.step_ms / 1000):
         outcomes.append(outcome)
         write(outcomes, list(SUITE))
     write(outcomes, list(SUITE))  # without a run too: what is made of the runs may have changed
