@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,6 +100,7 @@ class DelayedMoments:
     def __init__(self, ctx: Context) -> None:
         self.synced = True  # the running round began at the mean of all ranks
         self._steps = self._steps_closed = 0  # of this rank in the running round, and in the closed one
+        self._split: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
         held = slots_of(ctx)
         self._parts: dict[int, list[_Part]] = {}
         for bucket in ctx.buckets:
@@ -165,7 +166,7 @@ class DelayedMoments:
         self._closed, self._changed = self._changed, self._closed
         for bucket, changed in zip(ctx.buckets, self._changed, strict=True):
             changed.zero_()
-            views = _views(ctx, bucket)
+            views = self._views_of(bucket, ctx.scratch("own", bucket), ctx.scratch("first", bucket))
             for param, part, own, first in zip(bucket.params, self._parts[bucket.index], *views, strict=True):
                 slot = held.get(param)
                 known = self.synced and not part.spoiled and part.size and part.steps <= _LONGEST
@@ -176,6 +177,16 @@ class DelayedMoments:
                     first.copy_(m)
                 part.steps, part.size, part.lag, part.spoiled = 0, 0.0, 0.0, False
         return 1 << _BITS * (steps - 1) if self.synced and 0 < steps <= _LONGEST else 0
+
+    def _views_of(self, bucket: Bucket, *flats: Tensor) -> list[list[Tensor]]:
+        """Parts of tensors that are mostly the same each time, by parameter: with many parameters it takes long."""
+        found = []
+        for flat in flats:
+            key = (bucket.index, flat.data_ptr())
+            if key not in self._split or self._split[key][0] is not flat:
+                self._split[key] = flat, list(bucket.split(flat))
+            found.append(self._split[key][1])
+        return found
 
     def call_off(self) -> None:
         """The snapshots are not averaged: the next round does not begin at a mean."""
@@ -205,7 +216,8 @@ class DelayedMoments:
         formulas: dict[tuple[Any, ...], _Formulas] = {}  # parameters of a group mostly have the same
         arrived = zip(ctx.buckets, differences, snapshots, self._closed, strict=True)
         for bucket, difference, snapshot, changed in arrived:
-            views = (*_views(ctx, bucket), list(bucket.split(difference)), list(bucket.split(snapshot)))
+            flats = ctx.scratch("own", bucket), ctx.scratch("first", bucket), difference, snapshot
+            views, kernel = self._views_of(bucket, *flats), backends.kernels(difference.device).correct_late
             unchanged = (~changed).tolist() if changed.device.type == "cpu" else ~changed  # which stays on the device
             for i, (param, part) in enumerate(zip(bucket.params, self._parts[bucket.index], strict=True)):
                 slot, closed = held.get(param), part.closed
@@ -220,7 +232,7 @@ class DelayedMoments:
                     made_by = [float(steps == closed.steps) for steps in range(1, _LONGEST + 1)] if alike else means
                     formulas[key] = _Formulas.of(slot, part, closed, made_by, size, torch.finfo(param.dtype).eps)
                 tensors = slot.state["exp_avg"], slot.state["exp_avg_sq"], *(each[i] for each in views)
-                formulas[key].apply(tensors, unchanged[i])
+                formulas[key].apply(tensors, unchanged[i], kernel)
                 corrected += param.numel()
         return corrected / sum(param.numel() for bucket in ctx.buckets for param in bucket.params)
 
@@ -287,18 +299,23 @@ class _Formulas(NamedTuple):
             late=change * part.lag / moved,
         )
 
-    def apply(self, tensors: Sequence[Tensor], unchanged: Tensor | bool) -> None:
+    def apply(
+        self,
+        tensors: Sequence[Tensor],
+        unchanged: Tensor | bool,
+        kernel: Callable[[Sequence[Tensor], Sequence[float]], None] | None,
+    ) -> None:
         """Correct m and v, and the difference.
 
         Args:
-            tensors: m and v, `share` g, m at the snapshot, mean - s_r and s_r.
+            tensors: m and v, `share` g, m at the snapshot, mean - s_r and s_r; the last four have the same strides.
             unchanged: whether only the optimizer has changed the parameter.
+            kernel: compiled code for dense fp32 tensors.
         """
-        m = tensors[0]
         if unchanged is False:
             return
-        kernel = backends.kernels(m.device).correct_late
-        if kernel is not None and all(each.stride() == m.stride() and each.dtype is _FP32 for each in tensors):
+        m, v, own = tensors[:3]
+        if kernel is not None and m.dtype is v.dtype is own.dtype is _FP32 and m.stride() == v.stride() == own.stride():
             kernel(tensors, self)
             return
         for block in in_blocks(*tensors):
@@ -322,9 +339,3 @@ class _Formulas(NamedTuple):
         m.add_(apart, alpha=self.to_momentum)
         first.add_(apart, alpha=self.change)
         difference.addcdiv_(apart, ahead, value=-self.late)
-
-
-def _views(ctx: Context, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
-    """By parameter: (1 - b1^H) g of the closed round, and m at the snapshot, corrected."""
-    own, first = (list(bucket.split(ctx.scratch(name, bucket))) for name in ("own", "first"))
-    return own, first
