@@ -19,6 +19,7 @@ __all__ = ["DelayedMoments"]
 # Of D: what the gradient of a round may be off by, because weights are rounded.
 _ERROR = 0.2
 _FP32 = torch.float32
+_TINY = 1e-30  # to divide by, where neither v nor eps is more than zero
 _LONGEST = 3  # steps of any rank in a round, and of this rank until the mean of a round has come
 _GAIN = 0.5  # the part of a correction that is made where all ranks made several steps: more is less stable
 _BITS = 15  # for the number of ranks that made so many steps
@@ -149,7 +150,7 @@ class DelayedMoments:
                     continue
                 part.spoiled |= slot.step != part.count + 1
                 part.count, part.steps = slot.step, part.steps + 1
-                beta1 = slot.group["betas"][0]
+                beta1 = float(slot.group["betas"][0])
                 rate = float(slot.group["lr"]) / (1 - beta1**part.count)
                 part.size += rate * (1 - beta1**part.steps)
                 part.lag += rate * beta1**part.steps
@@ -172,7 +173,7 @@ class DelayedMoments:
                 known = self.synced and not part.spoiled and part.size and part.steps <= _LONGEST
                 part.closed = _Closed(part.size, part.steps) if known else _Closed(0.0, 0)
                 if slot is not None:
-                    m, beta1 = slot.state["exp_avg"], slot.group["betas"][0]
+                    m, beta1 = slot.state["exp_avg"], float(slot.group["betas"][0])
                     torch.sub(m, first, alpha=beta1**part.steps, out=own)
                     first.copy_(m)
                 part.steps, part.size, part.lag, part.spoiled = 0, 0.0, 0.0, False
@@ -275,18 +276,19 @@ class _Formulas(NamedTuple):
             size: R.
             eps: of the weights.
         """
-        beta1, beta2 = slot.group["betas"]
+        beta1, beta2 = map(float, slot.group["betas"])
         steps, moved = closed.steps, closed.size
         drifts = [sum(beta1**k for k in range(1, each + 1)) for each in range(1, len(means) + 1)]
         mean_drift = sum(ranks * drift for ranks, drift in zip(means, drifts, strict=True))
         mean_whole = sum(ranks * each for each, ranks in enumerate(means, 1)) - mean_drift
         drift, whole, share = drifts[steps - 1], steps - drifts[steps - 1], 1 - beta1**steps
-        momentum = (drift - mean_drift) / mean_whole / beta1**steps  # m_0 is m at the snapshot less own, over b1^H
+        # m_0 is m at the snapshot less own, over b1^H.
+        momentum = (drift - mean_drift) / mean_whole / beta1**steps if beta1 else 0.0
         spread = sum((1 - beta1**k) ** 2 for k in range(1, steps + 1)) / whole**2
         change = share * (_GAIN if means[0] == 0.0 else 1.0)
         return cls(
             scale=1 / (1 - beta2**part.count) / moved**2,
-            shift=slot.group["eps"] / moved,
+            shift=max(slot.group["eps"] / moved, _TINY),
             share=share,
             whole=whole / mean_whole,
             own=(whole / mean_whole - 1) / share - momentum,
