@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -275,7 +276,8 @@ def test_steps_that_are_exact_count_in_the_time() -> None:
 def test_a_file_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     made: list[str] = []
 
-    def run(jobs: Sequence[Job], workers: int, seconds: float) -> Iterator[Outcome]:
+    def run(jobs: Sequence[Job], workers: int, seconds: float, step_s: float) -> Iterator[Outcome]:
+        assert step_s == 0
         for job in jobs:
             made.append(job.configuration.name)
             yield simulate(job.configuration, job.make_task(), job.seed)
@@ -301,6 +303,18 @@ def test_a_file_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     with pytest.raises(SystemExit):
         suite.main([*common, "--resume"])
     assert "has steps 4, not 5" in capsys.readouterr().err
+    monkeypatch.setattr(suite, "QUICK_STEPS", 4)
+    with pytest.raises(SystemExit):
+        suite.main([*common, "--resume", "--step-ms", "150"])
+    assert "has step_ms 0.0, not 150.0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_steps_of_processes_take_as_long_as_asked_for() -> None:
+    row = Configuration("async, sgd", "sgd", "async", processes=True)
+    job = Job("regression", row, 1, partial(make_suite_task, "regression", 1, 10))
+    (outcome,) = suite.run_in_processes([job], 0.1)
+    assert outcome.seconds >= 1.0 and not outcome.error
 
 
 def test_tables_and_figures_of_a_file(tmp_path: Path) -> None:
