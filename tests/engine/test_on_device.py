@@ -18,6 +18,7 @@ from bagua.exchanges import AllReduce, DifferenceGossip, Exchange, Gossip, Power
 from bagua.interop import ddp_hook
 from bagua.optim import fuse
 from bagua.topologies import Ring
+from benchmarks.convergence.delayed import DelayedAverage
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_threads
 
@@ -119,10 +120,44 @@ def test_a_fused_optimizer_on_buckets(pool: RankPool, device: torch.device) -> N
     assert all(torch.equal(a, b) for a, b in zip(plain, fused, strict=True))
 
 
-def rounds(device: torch.device) -> float:
+def corrected(algorithm: Any, device: torch.device) -> list[Tensor]:
+    """On a rank: weights and moments of AdamW after eight steps."""
+    model = model_on(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    bagua.distribute(model, optimizer, algorithm, bucket_bytes=1500)
+    for step in range(8):
+        optimizer.zero_grad()
+        model(batch(step, device)).square().mean().backward()
+        optimizer.step()
+    states = [optimizer.state[param] for param in model.parameters()]
+    found = [each[name].cpu() for name in ("exp_avg", "exp_avg_sq") for each in states] + values(model)
+    bagua.detach(model)
+    return found
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "decentralized",
+        algorithms.LocalSGD(codec="identity"),
+        DelayedAverage(mean_moments=True),
+        DelayedAverage(2, 2, mean_moments=True),
+    ],
+    ids=["gossip", "rounds", "late", "later"],
+)
+def test_moments_of_mean_gradients(pool: RankPool, algorithm: Any, device: torch.device) -> None:
+    """What an average shows of them is the same on a GPU."""
+    found, on_cpu = (pool.run(2, corrected, algorithm, where) for where in (device, torch.device("cpu")))
+    for ours, want in zip(found, on_cpu, strict=True):
+        assert all(bool(each.isfinite().all()) for each in ours)
+        for a, b in zip(ours, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.02, atol=1e-4)
+
+
+def rounds(device: torch.device, kind: type[torch.optim.Optimizer]) -> float:
     """On a rank: how often async averaged."""
     model = model_on(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
     bagua.distribute(model, optimizer, "async", sync_interval_ms=0)
     count, step = 0.0, 0
     while count < 1 and step < 100_000:  # all ranks take part in a round, so each of them sees its end
@@ -135,8 +170,9 @@ def rounds(device: torch.device) -> float:
     return count
 
 
-def test_async(pool: RankPool, device: torch.device) -> None:
-    assert all(count >= 1 for count in pool.run(2, rounds, device))
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_async(pool: RankPool, kind: type[torch.optim.Optimizer], device: torch.device) -> None:
+    assert all(count >= 1 for count in pool.run(2, rounds, device, kind))
 
 
 def normalised(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
