@@ -169,3 +169,31 @@ def test_one_rank_lacks_the_last_step_of_the_warm_up(monkeypatch: pytest.MonkeyP
     script = lose(monkeypatch, store, name, 2, beyond, switch.last, after=beyond)
     first, second = sorted(script.members.reports[0].values())
     assert first == switch.steps - 1 and second >= switch.steps, "the test shows something"
+
+
+class Averaging(Script):
+    """Ranks train on until some rounds were over in the groups that they have without the lost one."""
+
+    def goes_on(self, model: nn.Module) -> bool:
+        """As `Script.goes_on`."""
+        stats = bagua.stats(model)
+        over = stats.extra["corrected"].count if "corrected" in stats.extra else 0
+        if any(change.lost for change in stats.membership):
+            self.here.until = getattr(self.here, "until", over + 5)
+        return over < getattr(self.here, "until", math.inf) and stats.steps < 100_000
+
+
+def test_moments_of_background_rounds_are_corrected_after_a_loss(monkeypatch: pytest.MonkeyPatch, store: str) -> None:
+    made = []
+
+    def adamw(params: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.AdamW(params, lr=0.001))
+        return made[-1]
+
+    _, ends = run(monkeypatch, store, AsyncModelAverage(), 2, 3, None, adamw, Averaging)
+    assert len(ends) == SIZE - 1
+    for end in ends:
+        assert end["steps"] < 100_000 and bool(end["weights"].isfinite().all())
+    for optimizer in made:
+        (state,) = optimizer.state.values()
+        assert bool(state["exp_avg"].isfinite().all()) and bool((state["exp_avg_sq"] >= 0).all())
