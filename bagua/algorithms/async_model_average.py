@@ -28,6 +28,7 @@ from bagua.algorithms.second_moment import (
     fits_adam,
     rescale_second_moments,
     set_up_second_moments,
+    told_of_mean_moments,
 )
 from bagua.algorithms.warmup import Warmup
 from bagua.codecs import Codec
@@ -190,7 +191,7 @@ class AsyncModelAverage(Algorithm):
             rounds = ctx.keep("rounds", _Rounds)
             rounds.lane = ctx.background_lane()
             if self.mean_moments:
-                ctx.notice(f"{self.name}: moments of Adam are set to those of mean gradients (mean_moments)")
+                ctx.notice(told_of_mean_moments(self.name))
                 rounds.moments = DelayedMoments(ctx)
                 if ctx.fault_tolerant:  # the ranks may hold different weights
                     rounds.moments.call_off()

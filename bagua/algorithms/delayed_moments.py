@@ -20,6 +20,7 @@ __all__ = ["DelayedMoments"]
 _ERROR = 0.2
 _FP32 = torch.float32
 _TINY = 1e-30  # to divide by, where neither v nor eps is more than zero
+_SMALLEST = 1e-15  # S, as of a schedule that ends near zero: 1 / S^2 must be finite in fp32
 _LONGEST = 3  # steps of any rank in a round, and of this rank until the mean of a round has come
 _GAIN = 0.5  # the part of a correction that is made where all ranks made several steps: more is less stable
 _BITS = 15  # for the number of ranks that made so many steps
@@ -170,7 +171,7 @@ class DelayedMoments:
             views = self._views_of(bucket, ctx.scratch("own", bucket), ctx.scratch("first", bucket))
             for param, part, own, first in zip(bucket.params, self._parts[bucket.index], *views, strict=True):
                 slot = held.get(param)
-                known = self.synced and not part.spoiled and part.size and part.steps <= _LONGEST
+                known = self.synced and not part.spoiled and part.size >= _SMALLEST and part.steps <= _LONGEST
                 part.closed = _Closed(part.size, part.steps) if known else _Closed(0.0, 0)
                 if slot is not None:
                     m, beta1 = slot.state["exp_avg"], float(slot.group["betas"][0])

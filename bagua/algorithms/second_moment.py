@@ -18,6 +18,7 @@ __all__ = [
     "fits_adam",
     "rescale_second_moments",
     "set_up_second_moments",
+    "told_of_mean_moments",
 ]
 
 _WIDE = (torch.float32, torch.float64)
@@ -58,8 +59,12 @@ def fit_mean_moments(wanted: bool | None, ctx: Context, name: str) -> bool:
         ctx: of the algorithm, in `setup` or later.
         name: of the algorithm, for the notice.
     """
-    told = f"{name}: moments of Adam are set to those of mean gradients (mean_moments)"
-    return ctx.keep("means", lambda: _fit(wanted, ctx, told))
+    return ctx.keep("means", lambda: _fit(wanted, ctx, told_of_mean_moments(name)))
+
+
+def told_of_mean_moments(name: str) -> str:
+    """Return the notice of an algorithm that does it."""
+    return f"{name}: moments of Adam are set to those of mean gradients (mean_moments)"
 
 
 def corrects_moments(ctx: Context) -> bool:

@@ -307,6 +307,9 @@ def test_a_file_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     with pytest.raises(SystemExit):
         suite.main([*common, "--resume", "--step-ms", "150"])
     assert "has step_ms 0.0, not 150.0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        suite.main([*common, "--step-ms", "-1"])
+    assert "--step-ms: expected milliseconds >= 0, got -1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

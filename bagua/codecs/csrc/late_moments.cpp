@@ -1,5 +1,5 @@
-// Corrects Adam's moments with an average of weights that has arrived late; algorithms/delayed_moments.py has the formulas
-// and does the same fp32 operations in the same order.
+// Corrects Adam's moments with an average of weights that has arrived late; algorithms/delayed_moments.py has the
+// formulas. All instruction sets give the same bits; torch, which fuses some operations, the same up to rounding.
 #include "abi.h"
 #include "vec.h"
 

@@ -178,6 +178,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--tasks: {unknown[0]!r} is unknown; available: {', '.join(SUITE)}")
         if args.resume and args.json is None:
             raise ValueError("--resume: needs --json FILE")
+        if not 0 <= args.step_ms < math.inf:
+            raise ValueError(f"--step-ms: expected milliseconds >= 0, got {args.step_ms:g}")
         if not 0 < args.rate < math.inf or (args.rate != 1 and max(seeds) >= JUDGING):
             raise ValueError(f"--rate: expected a factor > 0, and 1 with seeds for judging, got {args.rate:g}")
         settings = _settings(list(SUITE), steps, args.rate, args.step_ms)
