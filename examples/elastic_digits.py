@@ -145,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if sampler.rank == 0:
                 right, size = accuracy_of(model, test), sampler.num_replicas
                 print(f"epoch {epoch + 1}/{args.epochs}  {size} ranks  test {right:.2%}", flush=True)
+        bagua.average_parameters(model)  # they may differ
         right = accuracy_of(model, test)
         journal.write(ended=True, accuracy=right)
     if sampler.rank == 0:

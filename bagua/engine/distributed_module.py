@@ -83,6 +83,9 @@ def average_parameters(module: nn.Module) -> None:
     For algorithms whose replicas differ, such as "local_sgd" and "async" ("zero_one_adam": during local steps). It has
     no effect if replicas are equal. Ranks may be at different steps. Buffers and optimizer state do not change.
 
+    With `fault_tolerant` a rank waits up to `max_blocked_s` for the others to call it. If one is lost meanwhile, the
+    ranks that are left average among themselves. It takes two more copies of the weights while it runs.
+
     Raises:
         ValueError: `module` is not distributed.
         CommunicationError: a rank did not call it within the group's timeout. The message names the rank, and no
@@ -92,7 +95,11 @@ def average_parameters(module: nn.Module) -> None:
         >>> bagua.average_parameters(model)
         >>> torch.save(model.state_dict(), path)
     """
-    attachment_of(module).engine.replicas.average()
+    attachment = attachment_of(module)
+    if attachment.average is None:
+        attachment.engine.replicas.average()
+    else:
+        attachment.average(module)
 
 
 def stats(module: nn.Module) -> Stats:

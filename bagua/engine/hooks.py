@@ -45,6 +45,7 @@ class Attachment:
         steps: whom these hooks call.
         replaced: optimizers in whose place others step now.
         before_step: called before a forward pass in training mode; it may put another attachment in place of this one.
+        average: called in place of `Replicas.average`; it may, too.
     """
 
     count: ClassVar[int] = 0
@@ -61,6 +62,7 @@ class Attachment:
         held = {id(param) for each in engine.optimizers for group in each.param_groups for param in group["params"]}
         self.stepped = (held & self.trained) or self.trained
         self.before_step: Callable[[nn.Module], None] | None = None
+        self.average: Callable[[nn.Module], None] | None = None
         Attachment.count += 1
         self.leaves = WeakIdKeyDictionary()  # hooks of outputs that live on
 

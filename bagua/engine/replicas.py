@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.engine.averaging import mean_optimizers, mean_tensors
 from bagua.engine.parts import ExchangeParts, TrainingParts
@@ -25,12 +27,16 @@ class Replicas:
 
     def average(self) -> None:
         """Make the weights equal to their mean, where they may differ. Collective."""
-        self._dispatcher.check_alive()
-        self._state.algorithm.on_pause(self._ctx)
-        if self.differ:
+        if self.settle():
             # Before the exchange, so that a rank that stays away is named and breaks nothing.
             self._team.all_gather_bytes("bagua.average_parameters()", b"")
-            self._average_weights()
+            self.exchange()
+
+    def settle(self) -> bool:
+        """End background communication before a mean is taken. Whether the ranks may hold different weights."""
+        self._dispatcher.check_alive()
+        self._state.algorithm.on_pause(self._ctx)
+        return self.differ
 
     def equalise_for(self, algorithm: Algorithm) -> None:
         """Average the replicas before switching to `algorithm`, so that no rank's updates are lost. Collective.
@@ -39,17 +45,23 @@ class Replicas:
         """
         self._state.algorithm.on_pause(self._ctx)
         if self.differ:
-            self._average_weights()
+            self.exchange()
             if algorithm.payload is Payload.GRAD:
                 params, device = self._inventory.parameters, self._inventory.device
                 with self._dispatcher.side_exchange("mean of optimizer state") as group:
                     mean_optimizers(self._optimizers.alive, params, self._team, group, device)
 
-    def _average_weights(self) -> None:
+    def exchange(self) -> None:
+        """Make the weights equal to their mean. Collective; after a failure they are neither their own nor the mean."""
         state, dispatcher, states = self._state, self._dispatcher, self._memory.states
         if state.algorithm.payload is Payload.GRAD:
+            params, device = list(self._inventory.parameters.values()), self._inventory.device
+            if self._ctx.fault_tolerant:  # what runs on a lane ends when a rank is lost
+                dispatcher.submit(partial(mean_tensors, params, self._ctx.groups.world, device), "mean of the weights")
+                dispatcher.wait()
+                return
             with dispatcher.side_exchange("mean of the weights") as group:
-                mean_tensors(list(self._inventory.parameters.values()), group, self._inventory.device)
+                mean_tensors(params, group, device)
             return
         exchange, known = AllReduce(), set(states)
         for bucket in state.buckets:

@@ -279,7 +279,8 @@ def _beside_undisturbed(
         there = mean_loss(job.journals.update())
     if not here or not there:
         return {}
-    return {**here, "undisturbed_loss": there["loss"], "loss_ratio": here["loss"] / there["loss"]}
+    calm = {f"undisturbed_{key}": value for key, value in there.items()}
+    return {**here, **calm, "loss_ratio": here["loss"] / there["loss"]}
 
 
 def undisturbed(settings: Settings) -> Settings:
@@ -291,9 +292,13 @@ def undisturbed(settings: Settings) -> Settings:
 
 
 def mean_loss(processes: Sequence[Process]) -> dict[str, float]:
-    """Return "loss": of the ranks that came to the end, their mean; nothing if none did."""
-    found = [process.finished["loss"] for process in processes if process.finished]
-    return {"loss": statistics.fmean(found)} if found else {}
+    """Return "loss" and "own_loss" of the ranks that came to the end, their means; nothing if none did.
+
+    The first is of the weights that `bagua.average_parameters` gives, as a user would save them, the second of each
+    rank's own before it: where ranks count steps on their own, those behind made their last ones alone.
+    """
+    ends = [process.finished for process in processes if process.finished]
+    return {key: statistics.fmean(end[key] for end in ends) for key in ("loss", "own_loss")} if ends else {}
 
 
 def _timeline(job: Job, processes: list[Process], done: list[Fault], began: float, end: float) -> dict[str, Any]:

@@ -61,9 +61,14 @@ class Journal:
             launcher = {"launcher": resources(str(os.getppid())), "launcher_pid": os.getppid()}
             self.write(resources=resources("self"), **launcher, at=now, names=names)
 
-    def finished(self, step: int, loss: float) -> None:
-        """The job has ended by itself."""
-        self.write(finished=time.monotonic(), at_step=step, loss=loss)
+    def finished(self, step: int, loss: float, own_loss: float | None = None) -> None:
+        """The job has ended by itself.
+
+        Args:
+            loss: of the mean of the replicas, where they differ.
+            own_loss: of this rank's own weights before it; None: the same.
+        """
+        self.write(finished=time.monotonic(), at_step=step, loss=loss, own_loss=loss if own_loss is None else own_loss)
 
 
 def resources(pid: str) -> dict[str, int]:

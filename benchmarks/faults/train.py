@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 
 import bagua
@@ -49,9 +50,11 @@ def main() -> None:
             digest=task.digest(),
         )
         if args.losses_every and after.steps > during.steps and after.steps % args.losses_every == 0:
-            journal.write(held_out=task.held_out_loss(), after=after.steps)
+            journal.write(held_out=_loss_of_mean(task), after=after.steps)
     journal.write(state_bytes=state_bytes(task))
-    journal.finished(bagua.stats(model).steps, task.held_out_loss())
+    own = task.held_out_loss()
+    bagua.average_parameters(model)
+    journal.finished(bagua.stats(model).steps, task.held_out_loss(), own)
 
 
 def went_on(change: Any, began: float) -> float:
@@ -61,6 +64,18 @@ def went_on(change: Any, began: float) -> float:
         began: when the step began that has just ended.
     """
     return max(began, time.monotonic() - (time.time() - change.time))
+
+
+@torch.no_grad()
+def _loss_of_mean(task: Task) -> float:
+    """As a user who saves the model would get it. The rank keeps its own weights."""
+    params = list(task.model.parameters())
+    own = [param.clone() for param in params]
+    bagua.average_parameters(task.model)
+    loss = task.held_out_loss()
+    for param, value in zip(params, own, strict=True):
+        param.copy_(value)
+    return loss
 
 
 def _facts(change: Any) -> dict[str, Any]:

@@ -31,9 +31,9 @@ def position_of(manager: RecoveryManager, engine: Engine) -> dict[str, Any]:
     """What the ranks tell each other of their place in training, as plain data.
 
     Keys: "round": exchanges that count; "step": steps completed; "ending": the optimizers have made one more, whose
-    exchange is to be repeated; "attempts": steps begun; "newcomer", "replicated": see `RecoveryManager`; "lost_step":
-    the rule of the algorithm in force; "loss_scale": see `LossScale`; "kept": name, bucket, shape and type of each of
-    `kept_tensors`.
+    exchange is to be repeated; "attempts": steps begun; "means", "newcomer", "replicated": see `RecoveryManager`;
+    "lost_step": the rule of the algorithm in force; "loss_scale": see `LossScale`; "kept": name, bucket, shape and type
+    of each of `kept_tensors`.
     """
     rule = _in_force(engine).lost_step
     return {
@@ -41,6 +41,7 @@ def position_of(manager: RecoveryManager, engine: Engine) -> dict[str, Any]:
         "step": engine.step,
         "ending": engine.tracker.ending,
         "attempts": manager.attempts,
+        "means": manager.means,
         "newcomer": manager.newcomer,
         "replicated": manager.replicated,
         "lost_step": None if rule is None else rule.value,

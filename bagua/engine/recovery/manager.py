@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -57,6 +57,8 @@ class RecoveryManager:
         round: exchanges that count, as the agent knows them: those of gradients, or at the end of a step.
         attempts: steps that this rank has begun, lost ones included.
         to_skip: steps that this rank skips because others have already begun as many more.
+        means: of the replicas, that this rank has taken between two steps; a newcomer as many as the others.
+        means_of_others: the most of any rank, itself included, when groups were opened last.
         newcomer: this rank has no weights of the job: it has just started, or was left out of an epoch.
         replicated: this rank holds the weights that the job begins with, or later ones; while False it has its own.
         changes: of the membership, newest last.
@@ -77,6 +79,7 @@ class RecoveryManager:
         self.lost = ""
         self.dropped = False
         self.round = self.attempts = self.to_skip = 0
+        self.means = self.means_of_others = 0
         self.newcomer = False
         self.replicated = True
         self.changes: tuple[MembershipChange, ...] = ()
@@ -294,6 +297,12 @@ class RecoveryManager:
         if not self._granted(lambda: self.seat.weights_fetched(view.epoch, step)):
             raise CommunicationError(f"the weights of step {step} came too late for group {self.group}")
         self._fetched = True
+
+    def hear_of_means(self, counts: Sequence[int]) -> None:
+        """The ranks have told each other how many means of the replicas they have taken."""
+        self.means_of_others = max(counts)
+        if self.newcomer:
+            self.means = self.means_of_others
 
     def may_begin(self, step: int) -> bool:
         """Whether step `step` can begin with the groups in use. Waits while the next epoch is being decided.

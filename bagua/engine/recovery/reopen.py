@@ -25,6 +25,7 @@ from bagua.engine.recovery.carry_errors import carry_errors
 from bagua.engine.recovery.catch_up import catch_up, go_on_without, kept_tensors, position_of
 from bagua.engine.recovery.leading import align, begun, who_leads
 from bagua.engine.recovery.manager import RecoveryManager
+from bagua.engine.recovery.mean import average_replicas
 from bagua.engine.recovery.next_lanes import NextLanes
 from bagua.engine.recovery.old_keys import delete_old_groups
 from bagua.engine.recovery.opening import Opening
@@ -45,7 +46,9 @@ _log = logging.getLogger("bagua")
 
 def follow_membership(module: nn.Module, attachment: Attachment, manager: RecoveryManager) -> None:
     """From now on each step of `module` begins with the agreement of the host's agent, or with new groups."""
-    attachment.before_step = partial(_before_step, manager, Arrivals(manager))
+    arrivals = Arrivals(manager)
+    attachment.before_step = partial(_before_step, manager, arrivals)
+    attachment.average = partial(average_replicas, manager, partial(_await_groups, manager, arrivals))
     manager.recover = partial(_recover_within_step, manager, weakref.ref(module))
     weakref.finalize(module, _module_is_gone, weakref.ref(manager)).atexit = False
 
@@ -132,6 +135,24 @@ def _before_free_step(manager: RecoveryManager, arrivals: Arrivals, module: nn.M
             manager.recovered(opened.before, engine.step, manager.waited_s + time.monotonic() - began)
 
 
+def _await_groups(manager: RecoveryManager, arrivals: Arrivals, module: nn.Module) -> None:
+    """Between two steps: return when groups are in use whose members have not changed.
+
+    Raises:
+        CommunicationError: training cannot go on.
+    """
+    while True:
+        if attachments[module].engine.state.lost_step is LostStep.FREE and not manager.lost:
+            _before_free_step(manager, arrivals, module)
+            if manager.opening is None:
+                return
+            time.sleep(_POLL_S)
+        elif manager.severed or manager.out_of_use or (manager.lost and not manager.to_skip):
+            _recover(manager, module)
+        else:
+            return
+
+
 def _recover_within_step(manager: RecoveryManager, ref: weakref.ref[nn.Module]) -> None:
     module = ref()
     assert module is not None, "its optimizer is in a step"
@@ -197,6 +218,7 @@ def _put_in_place(manager: RecoveryManager, module: nn.Module, engine: Engine, b
     attachment.engine.failures.give_up()
     attachments[module] = attach(module, engine, (), attachment.process_group, instead_of=attachment)
     attachments[module].before_step = attachment.before_step  # hosts that join are being served meanwhile
+    attachments[module].average = attachment.average
     attachment.engine.pool.forget_background()
     attachment.engine.close()
     manager.watch(engine.pool)
@@ -292,6 +314,7 @@ def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | Non
     messages = team.all_gather_bytes("opening the groups of a membership epoch", encode(mine))
     ranks: list[dict[str, Any]] = [decode(each) for each in messages]
     source, behind, without = who_leads(ranks)
+    manager.hear_of_means([each["means"] for each in ranks])
     if mine["fingerprint"] != ranks[source]["fingerprint"]:
         raise RankMismatchError(f"this rank trains another module than rank {source}, or with other options")
     for rank, each in enumerate(ranks):
