@@ -38,21 +38,26 @@ class Slot(NamedTuple):
         return int(self.state["step"])
 
 
-def check_mean_moments(params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def check_mean_moments(
+    params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer], option: str = "mean_moments"
+) -> None:
     """Check that the weights move as Adam moves them, and that their differences are exact enough.
+
+    Args:
+        option: that asks for it, for messages.
 
     Raises:
         ValueError: an optimizer is neither Adam nor AdamW, or is AMSGrad, or a parameter has 16 bits.
     """
     kinds = [type(optimizer).__name__ for optimizer in optimizers] or ["none"]
     if not all(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in optimizers) or not optimizers:
-        raise ValueError(f"mean_moments: needs torch.optim.Adam or AdamW, got {', '.join(kinds)}")
+        raise ValueError(f"{option}: needs torch.optim.Adam or AdamW, got {', '.join(kinds)}")
     if any(group["amsgrad"] for optimizer in optimizers for group in optimizer.param_groups):
-        raise ValueError("mean_moments: amsgrad keeps the largest second moment, which cannot be corrected")
+        raise ValueError(f"{option}: amsgrad keeps the largest second moment, which cannot be corrected")
     short = next((name for name, param in params.items() if param.element_size() < 4), None)
     if short is not None:
         raise ValueError(
-            f"mean_moments: the steps of {short!r}, a parameter of 16 bits, are rounded too coarsely to infer moments"
+            f"{option}: the steps of {short!r}, a parameter of 16 bits, are rounded too coarsely to infer moments"
         )
 
 

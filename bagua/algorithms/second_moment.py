@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from bagua.algorithms.base import Context
+from bagua.algorithms.mean_moments import Slot, slots_of
 
 __all__ = [
     "check_scalable",
@@ -18,6 +18,7 @@ __all__ = [
     "fits_adam",
     "rescale_second_moments",
     "set_up_second_moments",
+    "steps_of",
     "told_of_mean_moments",
 ]
 
@@ -98,10 +99,10 @@ def set_up_second_moments(ctx: Context) -> None:
     for bucket in ctx.buckets:
         seconds = bucket.split(ctx.tensor("second_moment", bucket).zero_())
         steps = ctx.tensor("adam_steps", bucket, torch.zeros(len(bucket.params), dtype=torch.int64))
-        steps.copy_(torch.tensor(_steps(held, bucket.params), dtype=torch.int64))
+        steps.copy_(torch.tensor(steps_of(held, bucket.params), dtype=torch.int64))
         for param, second in zip(bucket.params, seconds, strict=True):
             if param in held:
-                second.copy_(held[param][0]["exp_avg_sq"])
+                second.copy_(held[param].state["exp_avg_sq"])
 
 
 @torch.no_grad()
@@ -121,39 +122,34 @@ def rescale_second_moments(ctx: Context) -> None:
         return
     held = _slots(ctx)
     for bucket in ctx.buckets:
-        before, now = ctx.tensor("adam_steps", bucket), _steps(held, bucket.params)
+        before, now = ctx.tensor("adam_steps", bucket), steps_of(held, bucket.params)
         seconds = bucket.split(ctx.tensor("second_moment", bucket))
         for param, old, begun, step in zip(bucket.params, seconds, before.tolist(), now, strict=True):
             if param not in held:
                 continue
-            slot, beta2 = held[param]
-            v: Tensor = slot["exp_avg_sq"]
+            state, beta2 = held[param].state, float(held[param].group["betas"][1])
+            v: Tensor = state["exp_avg_sq"]
             if 0 < step - begun <= EVERY:
                 kept = beta2 ** (step - begun)
                 base = old * kept
                 added = v.sub(base).clamp_min_(0)
-                signal = slot["exp_avg"].square().mul_(1 - kept)
+                signal = state["exp_avg"].square().mul_(1 - kept)
                 torch.minimum(signal, added, out=signal)
                 v.copy_(base.add_(added, alpha=1 / size).add_(signal, alpha=1 - 1 / size))
             old.copy_(v)
         before.copy_(torch.tensor(now, dtype=torch.int64))
 
 
-def _slots(ctx: Context) -> dict[nn.Parameter, tuple[dict[str, Any], float]]:
-    """State and b2 of the parameters that have both of Adam's moments."""
-    found: dict[nn.Parameter, tuple[dict[str, Any], float]] = {}
-    for optimizer in ctx.optimizers:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                slot = optimizer.state.get(param, {})
-                if "betas" in group and {"step", "exp_avg", "exp_avg_sq"} <= slot.keys():
-                    found[param] = slot, float(group["betas"][1])
-    return found
+def _slots(ctx: Context) -> dict[nn.Parameter, Slot]:
+    """Of the parameters that have both of Adam's moments."""
+    names = {"step", "exp_avg_sq"}
+    held = slots_of(ctx).items()
+    return {param: slot for param, slot in held if "betas" in slot.group and slot.state.keys() >= names}
 
 
-def _steps(held: dict[nn.Parameter, tuple[dict[str, Any], float]], params: Sequence[nn.Parameter]) -> list[int]:
+def steps_of(held: Mapping[nn.Parameter, Slot], params: Sequence[nn.Parameter]) -> list[int]:
     """Steps of the parameters, 0 without state; one wait for the device instead of one per parameter."""
-    counts = [torch.as_tensor(held[param][0]["step"]) if param in held else torch.zeros(()) for param in params]
+    counts = [torch.as_tensor(held[param].state["step"]) if param in held else torch.zeros(()) for param in params]
     devices = {each.device for each in counts}
     if len(devices) == 1:
         return [int(each) for each in torch.stack([each.reshape(()).double() for each in counts]).tolist()]

@@ -52,6 +52,8 @@ SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("decentralized:mean_moments=False", ("adamw",)),
     ("decentralized:mean_moments=False:scale_second_moment=True", ("adamw",)),
     ("low_precision_decentralized:scale_second_moment=True", ("adamw",)),
+    ("low_precision_decentralized:gradient_interval=0", ("adamw",)),
+    ("decentralized:peer_selection_mode=shift_one:gradient_interval=0", ("adamw",)),
     ("sparse_loco:communication_interval=15", _BOTH),
     ("local_sgd@0.25", _BOTH),
     ("local_sgd:mean_moments=False", ("adamw",)),

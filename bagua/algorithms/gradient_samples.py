@@ -1,0 +1,188 @@
+"""Second moments of Adam where each rank steps with its own gradients: without the noise that a mean would not have.
+
+A local gradient is the true gradient plus the noise of a small batch, and Adam's v follows its square. Mean gradients
+of R ranks have 1/R of the variance of that noise, so with them v is smaller and steps are longer. How much smaller is
+measured here: every few steps the gradients are averaged, for nothing but the sums of squares of each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from bagua.algorithms.base import Bucket, Context
+from bagua.algorithms.mean_moments import Slot, check_mean_moments, slots_of
+from bagua.algorithms.second_moment import fits_adam, steps_of
+from bagua.exchanges import Exchange, mix
+
+__all__ = [
+    "OPTION",
+    "check_gradient_interval",
+    "check_gradient_samples",
+    "correct_second_moments",
+    "drop_samples",
+    "fit_gradient_interval",
+    "launch_samples",
+    "sample_exchange",
+    "set_up_samples",
+    "take_samples",
+]
+
+OPTION = "gradient_interval"
+_INTERVAL = 8
+_CODEC = "int4"  # its noise adds a few percent to the sums
+_RECENT = 0.2  # weight of the newest sample; 0.1 followed a GPT with a warm-up of the learning rate too slowly
+
+
+@dataclass(eq=False)
+class _Samples:
+    """What is not saved.
+
+    Attributes:
+        steps: of each parameter, as its optimizer counts, when its second moment was corrected last.
+        own: buckets whose gradients are being averaged, and this rank's own sums of squares, [P] each.
+    """
+
+    steps: dict[nn.Parameter, int] = field(default_factory=dict)
+    own: list[tuple[Bucket, Tensor]] = field(default_factory=list)
+
+
+def check_gradient_interval(interval: object, scale_second_moment: bool | None) -> None:
+    """Check the option.
+
+    Raises:
+        ValueError: it is neither a number of steps nor None, or second moments are scaled by an estimate, too.
+    """
+    if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 0):
+        raise ValueError(f"{OPTION}: expected a number of steps >= 0 or None, got {interval!r}")
+    if interval and scale_second_moment:
+        raise ValueError(f"{OPTION} and scale_second_moment contradict: the first needs no estimate")
+
+
+def fit_gradient_interval(interval: int | None, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Resolve `gradient_interval`: None becomes 8 with Adam and AdamW of torch, and 0 with others."""
+    return interval if interval is not None else _INTERVAL if fits_adam(optimizers) else 0
+
+
+def check_gradient_samples(
+    interval: int | None, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Check that there are second moments to be corrected.
+
+    Raises:
+        ValueError: an optimizer is neither Adam nor AdamW, or is AMSGrad, or a parameter has 16 bits.
+    """
+    if interval:
+        check_mean_moments(params, optimizers, OPTION)
+
+
+@lru_cache(maxsize=2)
+def sample_exchange(hierarchical: bool) -> Exchange:
+    """The mean over all ranks, in 4 bits."""
+    return mix("complete", _CODEC, hierarchical=hierarchical)
+
+
+def set_up_samples(ctx: Context, exchange: Exchange, name: str) -> None:
+    """Begin without a sample: nothing is corrected before the first one.
+
+    Args:
+        name: of the algorithm, for the notice.
+    """
+    if ctx.groups.size == 1:
+        return
+    ctx.notice(f"{name}: second moments of Adam are corrected to those of mean gradients ({OPTION})")
+    ctx.prepare(exchange)
+    for bucket in ctx.buckets:
+        ctx.tensor("squares", bucket, torch.zeros(3, len(bucket.params), device=bucket.flat.device))
+    drop_samples(ctx)
+
+
+@torch.no_grad()
+def correct_second_moments(ctx: Context) -> None:
+    """After the optimizers' steps, while the gradients are there: take a part of what they added to v back.
+
+    With f the sum of squares of a parameter's mean gradient, divided by that of this rank's own, from 1/R to 1:
+
+        v = b2 v_before + (1 - b2) f g^2
+    """
+    if ctx.groups.size == 1:
+        return
+    samples, held = ctx.keep("samples", _Samples), slots_of(ctx)
+    for bucket in ctx.buckets:
+        parts = _parts_of_noise(ctx, bucket)
+        for i, (param, step) in enumerate(zip(bucket.params, steps_of(held, bucket.params), strict=True)):
+            stepped, samples.steps[param] = step == samples.steps.get(param, -1) + 1, step
+            if stepped and param.grad is not None:
+                _take_back(held[param], param, parts[i])
+
+
+def launch_samples(ctx: Context, exchange: Exchange, interval: int) -> None:
+    """At the end of a step: begin to average the gradients of the buckets whose turn it is."""
+    if ctx.groups.size == 1:
+        return
+    samples = ctx.keep("samples", _Samples)
+    for bucket in ctx.buckets:
+        if ctx.step and (ctx.step + bucket.index) % interval:
+            continue
+        copy = ctx.scratch("gradient", bucket)
+        views = bucket.split(copy)
+        for view, param in zip(views, bucket.params, strict=True):
+            view.zero_() if param.grad is None else view.copy_(param.grad)
+        samples.own.append((bucket, _sums_of_squares(views)))
+        ctx.launch(exchange, bucket, copy)
+
+
+def take_samples(ctx: Context) -> None:
+    """At the end of a later step, or between two: wait for the means, and add them to what is known."""
+    samples = ctx.keep("samples", _Samples)
+    if not samples.own:
+        return
+    ctx.wait()
+    for bucket, own in samples.own:
+        known, mean = ctx.tensor("squares", bucket), _sums_of_squares(bucket.split(ctx.scratch("gradient", bucket)))
+        fresh = (own > 0) & own.isfinite() & mean.isfinite()  # an unused parameter has none, after an overflow no use
+        weight = torch.where(fresh, (1 / (known[2] + 1)).clamp_min(_RECENT), 0.0)
+        new = torch.where(fresh, torch.stack([mean, own]), 0.0)
+        known[:2].lerp_(new, weight)
+        known[2].add_(fresh)
+    samples.own.clear()
+
+
+def drop_samples(ctx: Context) -> None:
+    """The state of the optimizers is another one: forget the means in flight."""
+    samples, held = ctx.keep("samples", _Samples), slots_of(ctx)
+    samples.own.clear()
+    for bucket in ctx.buckets:
+        samples.steps.update(zip(bucket.params, steps_of(held, bucket.params), strict=True))
+
+
+def _parts_of_noise(ctx: Context, bucket: Bucket) -> Sequence[float] | Tensor:
+    """1 - f for each parameter: numbers on a CPU, elsewhere on the device, for which nothing waits."""
+    mean, own, count = ctx.tensor("squares", bucket)
+    parts = torch.where(count > 0, 1 - (mean / own).clamp(1 / ctx.groups.size, 1), 0.0)
+    return parts.tolist() if parts.device.type == "cpu" else parts
+
+
+def _sums_of_squares(views: Sequence[Tensor]) -> Tensor:
+    return torch.stack([torch.linalg.vector_norm(view, dtype=torch.float32) for view in views]).square_()
+
+
+def _take_back(slot: Slot, param: nn.Parameter, part: float | Tensor) -> None:
+    """Subtract `part` of what the optimizer has added to the second moment."""
+    gradient, group, v = param.grad, slot.group, slot.state["exp_avg_sq"]
+    assert gradient is not None
+    share = (1 - float(group["betas"][1])) * part
+    decays = bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay", False)
+    if decays:  # Adam adds it to the gradient, AdamW does not
+        sign = -1 if group.get("maximize", False) else 1
+        gradient = gradient.add(param, alpha=sign * float(group["weight_decay"]))
+    if isinstance(share, Tensor):
+        v.addcmul_(gradient * share, gradient, value=-1)
+    else:
+        v.addcmul_(gradient, gradient, value=-share)
+    if decays:
+        v.clamp_min_(0)  # the weights have moved since
