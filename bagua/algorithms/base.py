@@ -184,6 +184,16 @@ class Context(Protocol):
         """
         ...
 
+    def wait_for_payloads(self) -> None:
+        """Return when all that was launched on the default lane leaves its payload alone; `wait` waits for the rest.
+
+        That is sooner for an exchange with `final_early`, such as `bagua.exchanges.DifferenceGossip`.
+
+        Raises:
+            CommunicationError: an exchange failed before that.
+        """
+        self.wait()
+
     @property
     def fault_tolerant(self) -> bool:
         """Whether training goes on in other groups after a `CommunicationError`."""

@@ -149,7 +149,9 @@ class LowPrecisionDecentralized(Algorithm):
                 ctx.tensor("pending", bucket, torch.zeros(1, dtype=torch.int64))
 
     def on_step_end(self, ctx: Context) -> None:
-        """Gossip; the next forward pass needs the result, or with overlap the end of the next step."""
+        """Gossip. The next forward pass needs the weights, which are known once this rank's difference is encoded. What
+        the peers send is needed at the end of the next step, as is the result with overlap.
+        """
         if fit_scaling(self.scale_second_moment, ctx, self.name):
             rescale_second_moments(ctx)
         self._finish(ctx)
@@ -168,7 +170,7 @@ class LowPrecisionDecentralized(Algorithm):
             else:
                 ctx.launch(self.exchange, bucket)
         if not self.overlap:
-            ctx.wait()
+            ctx.wait_for_payloads()
 
     def on_pause(self, ctx: Context) -> None:
         """Complete the exchange in flight."""
@@ -198,9 +200,8 @@ class LowPrecisionDecentralized(Algorithm):
         step made meanwhile is kept.
         """
         take_samples(ctx)
+        ctx.wait()
         pending = [bucket for bucket in ctx.buckets if self.overlap and int(ctx.tensor("pending", bucket))]
-        if pending:
-            ctx.wait()
         for bucket in pending:
             bucket.flat.add_(ctx.tensor("mixed", bucket).sub_(ctx.tensor("snapshot", bucket)))
             ctx.tensor("pending", bucket).zero_()

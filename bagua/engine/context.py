@@ -101,6 +101,10 @@ class EngineContext:
         """Wait for one launch, or for all on the default lanes."""
         self._dispatcher.wait(ticket)
 
+    def wait_for_payloads(self) -> None:
+        """Wait until payloads are final."""
+        self._dispatcher.wait_for_payloads()
+
     @property
     def fault_tolerant(self) -> bool:
         """Whether training goes on after a lost rank."""

@@ -323,6 +323,9 @@ class Engine:
             if not self.failures.any:
                 self.tracker.end_backward()
                 self.dispatcher.wait()
+        except CommunicationError:
+            if self.failures.recovery is None:
+                raise  # else another rank has ended, or was lost, and no step of this one needs the exchange any more
         finally:
             self.binding.close_extra_lanes()
             self.binding.release_buckets()

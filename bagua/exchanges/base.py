@@ -57,6 +57,11 @@ class Exchange(ABC):
         return False
 
     @property
+    def final_early(self) -> bool:
+        """Whether `run` calls `groups.payload_is_final()` before its end, so that the payload can be used meanwhile."""
+        return False
+
+    @property
     def fed_back(self) -> tuple[str, ...]:
         """Names of the state's tensors with errors of this rank that are added to what it sends later.
 

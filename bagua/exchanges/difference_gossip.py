@@ -62,6 +62,11 @@ class DifferenceGossip(Exchange):
         """True."""
         return True
 
+    @property
+    def final_early(self) -> bool:
+        """True: what the peers send now changes the replicas, and the payload in the next exchange."""
+        return True
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """Replicas equal to `x_N`: right where all ranks hold the same values, else see `rebuild`."""
         peers = self.topology.peers(groups.rank, groups.size, 0)
@@ -89,6 +94,7 @@ class DifferenceGossip(Exchange):
         peers_PW = buffers.get("peers", (max(1, len(peers)), width), torch.uint8, x_N.device)
         # The replicas that peers hold of me must stay equal to `me`: it moves by what is decoded, not by d.
         codec.encode_difference(x_N, me_N, peers_PN, [weight for _, weight in peers], out=mine_1W)
+        groups.payload_is_final()
         swap(
             group,
             sends=[(peer, mine_1W[0]) for peer in self.topology.receivers(group.rank, group.size, 0)],

@@ -236,7 +236,9 @@ def test_half_precision_all_reduce(codec: str, bits: int) -> None:
 def test_bytes_per_step_are_what_available_says() -> None:
     for algorithm in (Decentralized(peer_selection_mode="shift_one"), LowPrecisionDecentralized(), LocalSGD()):
         for _, stats in run_teams(4, follow, algorithm, 16):
-            assert abs(stats.total.bytes_sent - 16 * algorithm.bytes_per_rank(N, 4)) <= 16
+            step = algorithm.bytes_per_rank(N, 4)
+            in_flight = step if isinstance(algorithm, LowPrecisionDecentralized) else 0  # the last one may be
+            assert -16 <= 16 * step - stats.total.bytes_sent <= in_flight + 16
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ def run(monkeypatch: pytest.MonkeyPatch, script: Averaging, algorithm: bagua.Alg
     return [end["weights"] for end in run_teams(SIZE, script.train, algorithm, make_optimizer) if end is not None]
 
 
-def all_equal(weights: torch.Tensor, value: float) -> bool:
-    return torch.allclose(weights, torch.full((SIZE,), value), atol=1e-3)
+def all_equal(weights: torch.Tensor, value: float, atol: float = 1e-3) -> bool:
+    return torch.allclose(weights, torch.full((SIZE,), value), atol=atol)
 
 
 @pytest.mark.parametrize("place", [0, 2])
@@ -127,7 +127,7 @@ def test_one_survivor_does_not_learn_that_the_mean_counts(
     """The other one is done, and trains on. It says so when the next groups are opened."""
     script = Averaging(store, 0, POINTS, POINTS, trains_on=True)
     first, second = run(monkeypatch, script, ALGORITHMS[name])
-    assert all_equal(first, 4.0) and all_equal(second, 4.0)
+    assert all_equal(first, 4.0, atol=0.02) and all_equal(second, 4.0, atol=0.02)  # a step of 8 bits of 4
 
 
 def test_equal_replicas_need_no_mean(monkeypatch: pytest.MonkeyPatch, store: str) -> None:

@@ -65,10 +65,15 @@ def train(team: Team, transport: str | None, system: str, steps: int = 4, qadam:
         x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * team.rank + step))
         model(x).square().mean().backward()
         optimizer.step()
-    total = bagua.stats(model).total
-    native = [lane.groups.native for lane in attachment_of(model).engine.pool.shared]
+    bagua.pause(model)  # what is in flight ends
+    lanes = attachment_of(model).engine.pool.shared
+    sent, launches = (
+        sum(meter.sent for lane in lanes for meter in lane.groups.meters),
+        bagua.stats(model).total.launches,
+    )
+    native = [lane.groups.native for lane in lanes]
     bagua.detach(model)
-    return [param.detach().clone() for param in model.parameters()], total.bytes_sent, total.launches, native
+    return [param.detach().clone() for param in model.parameters()], sent, launches, native
 
 
 @there

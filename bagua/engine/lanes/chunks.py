@@ -25,6 +25,7 @@ class Run:
         probe: measures the compression error, or None.
         key: bucket and part.
         source: where the elements of `x_N` are, if they are not there yet.
+        final: called when `x_N` is, before the end of the exchange.
     """
 
     exchange: Exchange
@@ -36,12 +37,14 @@ class Run:
     probe: Probe | None
     key: tuple[int, int]
     source: PayloadSource | None = None
+    final: Callable[[], None] | None = None
 
     def __call__(self) -> None:
         """Exchange."""
         if self.alone:
             return
         self.groups.begin(self.key[0])
+        self.groups.on_final = self.final if self.probe is None else None  # which compares payloads at the end
         if self.source is not None:
             self.exchange.run_from(self.source, self.state, self.groups, self.step)
         elif self.probe is None:

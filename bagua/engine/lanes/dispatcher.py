@@ -23,7 +23,7 @@ from bagua.engine.failures import Failures
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.chunks import InPieces, Run
 from bagua.engine.lanes.label import Label, span
-from bagua.engine.lanes.lane import BackgroundLane, JointTicket, Lane, Ticket
+from bagua.engine.lanes.lane import BackgroundLane, Final, JointTicket, Lane, Ticket
 from bagua.engine.lanes.pool import LanePool, narrowness
 from bagua.engine.lanes.spread import lanes_of_parts
 from bagua.engine.reducer.bucket import Bucket
@@ -31,6 +31,8 @@ from bagua.engine.reducer.bucketing import DEFAULT_NUM_LANES, PART_BYTES, last_p
 from bagua.engine.stats import Tally
 from bagua.engine.training_state import TrainingState
 from bagua.exchanges import AllReduce, ElementwiseHook, Exchange, Hierarchical
+
+_SOON_S = 0.02  # between two looks for a reason not to wait
 
 __all__ = ["Dispatcher", "fitting_part_bytes", "is_plain_sum"]
 
@@ -206,8 +208,12 @@ class Dispatcher:
             chosen = lanes[part]
             key = (own.index, part)
             piece = None if source is None else source.part(lo, hi)
-            run = Run(how, flat[lo:hi], states[(exchange, *key)], chosen.groups, now, alone, probe, key, piece)
-            tickets.append(chosen.submit(pieces.wrap(run), label))
+            final = Final(flat.device) if how.final_early and after is None else None
+            ready = None if final is None else final.set
+            run = Run(how, flat[lo:hi], states[(exchange, *key)], chosen.groups, now, alone, probe, key, piece, ready)
+            ticket = chosen.submit(pieces.wrap(run), label)
+            ticket.final = final
+            tickets.append(ticket)
         if lane is None:
             self._tickets += tickets
         return tickets[0] if len(tickets) == 1 else JointTicket(label, tickets)
@@ -246,6 +252,26 @@ class Dispatcher:
         for each in tickets:
             if each.error is not None:
                 self._failures.fail(each)
+
+    def wait_for_payloads(self) -> None:
+        """Wait until the payloads of all launches on the shared lanes are final; `wait` waits for the rest.
+
+        Raises:
+            CommunicationError: an exchange failed before that; names the ranks that did not respond.
+        """
+        started, first = time.perf_counter(), self._pool.shared[0]
+        with span("wait"):
+            for each in self._tickets:
+                final = each.final
+                while not (each.ends_within(self._failures.look_s) if final is None else _is_final(each, final)):
+                    self._failures.look_for_broken()
+                if final is None or not final.within(0.0):
+                    first.wait(each)
+                else:
+                    final.order()
+                if each.error is not None:
+                    self._failures.fail(each)
+        self._tally.waited([], time.perf_counter() - started)
 
     @contextmanager
     def side_exchange(self, what: str) -> Iterator[Group]:
@@ -300,6 +326,11 @@ class Dispatcher:
             self._failures.fail(ticket)
         if x.device.type == "cuda":
             torch.cuda.synchronize(x.device)
+
+
+def _is_final(ticket: Ticket, final: Final) -> bool:
+    """Waits for a moment. A job that has failed, or was not run, is done and not final."""
+    return final.within(0.0) or ticket.done or final.within(_SOON_S)
 
 
 def fitting_part_bytes(algorithm: Algorithm, size: int) -> int:
