@@ -176,6 +176,17 @@ class Context(Protocol):
         """
         ...
 
+    def launch_early(self, exchange: Exchange, buckets: Sequence[Bucket]) -> None:
+        """Queue `exchange` for each of `buckets` on the default lane, and return when these may be used and changed.
+
+        With an exchange of two phases, such as `bagua.exchanges.DifferenceGossip`, that is before what the peers send
+        has come: call `wait` before the next launch.
+
+        Raises:
+            CommunicationError: an exchange failed before that.
+        """
+        ...
+
     def wait(self, ticket: Ticket | None = None) -> None:
         """Return when the launch behind `ticket` is done, or all that was launched on the default lane.
 
@@ -183,16 +194,6 @@ class Context(Protocol):
             CommunicationError: an exchange failed in the lane.
         """
         ...
-
-    def wait_for_payloads(self) -> None:
-        """Return when all that was launched on the default lane leaves its payload alone; `wait` waits for the rest.
-
-        That is sooner for an exchange with `final_early`, such as `bagua.exchanges.DifferenceGossip`.
-
-        Raises:
-            CommunicationError: an exchange failed before that.
-        """
-        self.wait()
 
     @property
     def fault_tolerant(self) -> bool:

@@ -43,7 +43,8 @@ class LowPrecisionDecentralized(Algorithm):
 
     Every rank keeps a replica of itself and of each neighbour and sends only the quantised difference between
     where it wants to be and its own replica (`bagua.exchanges.DifferenceGossip`), so quantisation errors do not
-    add up. With one neighbour (two ranks) that one has weight 2/3.
+    add up. The new weights follow from the replicas of the step before, so only encoding is waited for: what is sent
+    changes the replicas, beside the next step. With one neighbour (two ranks) that one has weight 2/3.
 
     Args:
         hierarchical: exact average within a node, the ring joins nodes. None (default) does so where there are
@@ -51,8 +52,8 @@ class LowPrecisionDecentralized(Algorithm):
         communication_interval: gossip after the first step and every so many steps from there.
         codec: any lossy, non-linear codec.
         topology: any topology with fixed peers.
-        overlap: exchange during the next forward and backward pass. The exchange launched at the end of step t is
-            waited for, and applied as a difference, at the end of step t + 1:
+        overlap: encode during the next forward and backward pass, too. The exchange launched at the end of step t is
+            applied as a difference at the end of step t + 1:
 
                 s = x_t;  me += Q((s - me) + sum_j w_j (y_j - me));  x_{t+1} = x_t - lr g(x_t) + (me - s)
 
@@ -164,13 +165,11 @@ class LowPrecisionDecentralized(Algorithm):
     def _exchange(self, ctx: Context) -> None:
         if ctx.step % self.communication_interval:
             return
-        for bucket in ctx.buckets:
-            if self.overlap:
-                self._begin(ctx, bucket)
-            else:
-                ctx.launch(self.exchange, bucket)
         if not self.overlap:
-            ctx.wait_for_payloads()
+            ctx.launch_early(self.exchange, ctx.buckets)
+            return
+        for bucket in ctx.buckets:
+            self._begin(ctx, bucket)
 
     def on_pause(self, ctx: Context) -> None:
         """Complete the exchange in flight."""

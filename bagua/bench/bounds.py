@@ -34,6 +34,7 @@ class Moment(Enum):
 
     GRADIENT = "from the end of the forward pass, before the optimizer step"
     PARAMETER = "from the start of the step, before the optimizer step"
+    STEP = "from the start of the step to its end"
     AFTER = "between the optimizer step and the next forward pass"
     BACKGROUND = "nobody waits"
 
@@ -99,15 +100,10 @@ def gossip(num_elements: int, ranks: int, bits: float = 32) -> Traffic:
     return Traffic(0 if alone else num_elements * bits / 8, 0 if alone else 1, Moment.PARAMETER)
 
 
-def difference_gossip(num_elements: int, ranks: int, bits: float = 8, overlap: bool = False) -> Traffic:
-    """Quantised differences of weights, to both neighbours on a ring. W = 2 N with 8 bits, H = 1.
-
-    Args:
-        overlap: hidden behind the next step, instead of made between two steps.
-    """
+def difference_gossip(num_elements: int, ranks: int, bits: float = 8) -> Traffic:
+    """Quantised differences of weights to both neighbours on a ring, beside a step. W = 2 N with 8 bits, H = 1."""
     neighbours = min(2, ranks - 1)
-    moment = Moment.PARAMETER if overlap else Moment.AFTER
-    return Traffic(neighbours * num_elements * bits / 8, 1 if ranks > 1 else 0, moment)
+    return Traffic(neighbours * num_elements * bits / 8, 1 if ranks > 1 else 0, Moment.STEP)
 
 
 def background(num_elements: int, ranks: int, bits: float = 32) -> Traffic:
@@ -121,7 +117,8 @@ def bound_s(
     """The least seconds of a step, the mean over a period if rounds are rarer than steps.
 
     max(C, F + 8 W / B + H L + S) for gradients, max(C, 8 W / B + H L + S) for the weights of the step's start,
-    C + 8 W / B + H L for what is exchanged after the optimizer step. With `layers` it is for gradients the largest of
+    max(C, 8 W / B + H L) for what only the end of the step waits for, C + 8 W / B + H L for what is exchanged after the
+    optimizer step. With `layers` it is for gradients the largest of
     C and, over all layers, A + 8 W' / B + H L + S, where W' is of the layer and those before it: none of them can have
     left before its gradients are at hand.
 
@@ -136,6 +133,8 @@ def bound_s(
         return timing.step_s
     if traffic.moment is Moment.AFTER:
         return timing.step_s + wire_s / traffic.every
+    if traffic.moment is Moment.STEP:
+        return max(timing.step_s, wire_s / traffic.every)
     if traffic.moment is Moment.GRADIENT:
         if layers and traffic.every == 1:
             return max(timing.step_s, *_ends_s(traffic, timing, bits_per_s, latency_s, layers))

@@ -105,8 +105,8 @@ def _all() -> list[Contender]:
     def gossip(model: Model, ranks: int) -> Traffic:
         return bounds.gossip(model.num_elements, ranks)
 
-    def differences(overlap: bool) -> Callable[[Model, int], Traffic]:
-        return lambda model, ranks: bounds.difference_gossip(model.num_elements, ranks, overlap=overlap)
+    def differences(model: Model, ranks: int) -> Traffic:
+        return bounds.difference_gossip(model.num_elements, ranks)
 
     def nothing(model: Model, ranks: int) -> Traffic:
         return Traffic(0, 0, Moment.BACKGROUND)
@@ -146,8 +146,8 @@ def _all() -> list[Contender]:
         _ours("power_sgd", low_rank, rank=POWER_RANK),
         _ours("decentralized", _mean(32, param)),
         _ours("decentralized_shift_one", gossip, "decentralized", peer_selection_mode="shift_one"),
-        _ours("low_precision_decentralized", differences(False)),
-        _ours("low_precision_decentralized_overlap", differences(True), "low_precision_decentralized", overlap=True),
+        _ours("low_precision_decentralized", differences),
+        _ours("low_precision_decentralized_overlap", differences, "low_precision_decentralized", overlap=True),
         _ours("async", background, how={"synchronous": False}, sync_interval_ms=0),
         _ours("local_sgd", _mean(32, after, INTERVAL), how=seldom, communication_interval=INTERVAL),
         _ours(

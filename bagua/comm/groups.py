@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,7 +157,6 @@ class Groups:
         inter: the leaders of all nodes; None on other ranks, or unless hierarchical.
         buffers: scratch memory of the lane.
         or_gloo: the native transport is used only if it can be.
-        on_final: called by `payload_is_final`; None: nobody waits for that.
     """
 
     world: Group
@@ -167,7 +166,6 @@ class Groups:
     site: Group | None = None
     buffers: Buffers = field(default_factory=Buffers)
     or_gloo: bool = False
-    on_final: Callable[[], None] | None = None
 
     def share_connections(self, other: Groups, lane: int) -> None:
         """Send and receive over the connections of `other`, the groups of another lane of the same engine."""
@@ -184,11 +182,6 @@ class Groups:
         for group in (self.world, self.inter):
             if group is not None and group.mesh is not None:
                 group.mesh.bucket = bucket
-
-    def payload_is_final(self) -> None:
-        """Within an exchange: it does not change or read its payload any more, though it goes on."""
-        if self.on_final is not None:
-            self.on_final()
 
     def sever(self) -> None:
         """Cut all connections; see `Group.sever`."""

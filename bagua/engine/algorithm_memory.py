@@ -24,12 +24,14 @@ class AlgorithmMemory:
 
     Attributes:
         states: of exchanges, by exchange, bucket and part of the bucket; saved.
+        held: by exchanges of two phases, from one to the other, in the same way; not saved.
         tensors: of the algorithm, by name and bucket; saved.
         series: values reported to `bagua.stats`.
     """
 
     def __init__(self, adopt: Callable[[Tensor], None]) -> None:
         self.states: States = {}
+        self.held: States = {}
         self.tensors: dict[tuple[str, int], Tensor] = {}
         self.series: dict[str, Series] = {}
         self._scratch: dict[tuple[str, int], Tensor] = {}
@@ -82,6 +84,7 @@ class AlgorithmMemory:
     def forget_tensors(self) -> None:
         """Drop everything that belongs to the buckets."""
         self.states.clear()
+        self.held.clear()
         self.tensors.clear()
         self._scratch.clear()
 

@@ -41,7 +41,7 @@ class EngineContext:
     """Delegates each call to the part of the engine that implements it; `bagua.Context` documents them.
 
     Attributes:
-        launch: `Dispatcher.launch`.
+        launch, launch_early: those of `Dispatcher`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EngineContext:
         self._state, self._optimizers = state, optimizers
         self._pool, self._dispatcher, self._memory = pool, dispatcher, memory
         self._failures = failures
-        self.launch = dispatcher.launch
+        self.launch, self.launch_early = dispatcher.launch, dispatcher.launch_early
         self._binder: weakref.ref[Binder] | None = None
 
     def use_binder(self, binder: Binder) -> None:
@@ -100,10 +100,6 @@ class EngineContext:
     def wait(self, ticket: TicketView | None = None) -> None:
         """Wait for one launch, or for all on the default lanes."""
         self._dispatcher.wait(ticket)
-
-    def wait_for_payloads(self) -> None:
-        """Wait until payloads are final."""
-        self._dispatcher.wait_for_payloads()
 
     @property
     def fault_tolerant(self) -> bool:

@@ -57,8 +57,8 @@ class Exchange(ABC):
         return False
 
     @property
-    def final_early(self) -> bool:
-        """Whether `run` calls `groups.payload_is_final()` before its end, so that the payload can be used meanwhile."""
+    def two_phases(self) -> bool:
+        """Whether `run` is `begin` and then `finish`, and leaves the payload alone after `begin`."""
         return False
 
     @property
@@ -83,6 +83,18 @@ class Exchange(ABC):
     @abstractmethod
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Reduce `x_N` in place. Called on all ranks in the same order; may block."""
+
+    def begin(self, x_N: Tensor, state: State, groups: Groups, held: State) -> None:
+        """With `two_phases`: all of `run` that reads or changes `x_N`; sends nothing and waits for no rank.
+
+        Args:
+            held: kept from here to `finish`, and to the next `begin`; empty at first.
+        """
+        raise NotImplementedError(f"{self.name} has no phases")
+
+    def finish(self, state: State, groups: Groups, held: State) -> None:
+        """With `two_phases`: the rest of `run`; may block."""
+        raise NotImplementedError(f"{self.name} has no phases")
 
     def reads(self, x_N: Tensor) -> bool:
         """Whether `run_from` is faster than `run` for a payload like `x_N`."""

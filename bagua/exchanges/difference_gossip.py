@@ -63,8 +63,8 @@ class DifferenceGossip(Exchange):
         return True
 
     @property
-    def final_early(self) -> bool:
-        """True: what the peers send now changes the replicas, and the payload in the next exchange."""
+    def two_phases(self) -> bool:
+        """True: what the peers send changes the replicas now, and the payload in the next exchange."""
         return True
 
     def init(self, x_N: Tensor, groups: Groups) -> State:
@@ -86,21 +86,31 @@ class DifferenceGossip(Exchange):
 
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N]."""
-        group, buffers, codec, n = groups.world, groups.buffers, self.codec, x_N.numel()
-        me_N, peers_PN = state["me"], state["peers"]
-        peers = self.topology.peers(group.rank, group.size, 0)
-        width = codec.wire_bytes(n, x_N.dtype)
-        mine_1W = buffers.get("wire", (1, width), torch.uint8, x_N.device)
-        peers_PW = buffers.get("peers", (max(1, len(peers)), width), torch.uint8, x_N.device)
+        wire_shape = (1, self.codec.wire_bytes(x_N.numel(), x_N.dtype))
+        held = {"wire": groups.buffers.get("wire", wire_shape, torch.uint8, x_N.device)}
+        self.begin(x_N, state, groups, held)
+        self.finish(state, groups, held)
+
+    def begin(self, x_N: Tensor, state: State, groups: Groups, held: State) -> None:
+        """Encode d, and move `me` and `x_N` by what is decoded of it."""
+        group, width = groups.world, self.codec.wire_bytes(x_N.numel(), x_N.dtype)
+        if "wire" not in held:
+            held["wire"] = torch.empty((1, width), dtype=torch.uint8, device=x_N.device)
+        weights = [weight for _, weight in self.topology.peers(group.rank, group.size, 0)]
         # The replicas that peers hold of me must stay equal to `me`: it moves by what is decoded, not by d.
-        codec.encode_difference(x_N, me_N, peers_PN, [weight for _, weight in peers], out=mine_1W)
-        groups.payload_is_final()
+        self.codec.encode_difference(x_N, state["me"], state["peers"], weights, out=held["wire"])
+
+    def finish(self, state: State, groups: Groups, held: State) -> None:
+        """Swap what is encoded with the peers, and move their replicas."""
+        group, peers_PN, mine_W = groups.world, state["peers"], held["wire"][0]
+        peers = self.topology.peers(group.rank, group.size, 0)
+        peers_PW = groups.buffers.get("peers", (max(1, len(peers)), mine_W.numel()), torch.uint8, mine_W.device)
         swap(
             group,
-            sends=[(peer, mine_1W[0]) for peer in self.topology.receivers(group.rank, group.size, 0)],
+            sends=[(peer, mine_W) for peer in self.topology.receivers(group.rank, group.size, 0)],
             receives=[(peer, peers_PW[k]) for k, (peer, _) in enumerate(peers)],
         )
-        codec.decode_add(peers_PW[: len(peers)], peers_PN)
+        self.codec.decode_add(peers_PW[: len(peers)], peers_PN)
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """The encoded size once per receiver."""

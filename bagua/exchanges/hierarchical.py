@@ -119,4 +119,4 @@ class Hierarchical(Exchange):
 
 def _among_leaders(groups: Groups) -> Groups:
     assert groups.inter is not None
-    return replace(groups, world=groups.inter, intra=None, inter=None, site=None, on_final=None)
+    return replace(groups, world=groups.inter, intra=None, inter=None, site=None)

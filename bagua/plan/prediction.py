@@ -91,6 +91,8 @@ def _step_s(
     alone = _exchanges_s(recipe, exchanges, cluster)
     if recipe.moment is Moment.AFTER:
         return compute + alone / recipe.every
+    if recipe.moment is Moment.STEP:
+        return (max(compute, alone) + (recipe.every - 1) * compute) / recipe.every
     beside = max(recipe.delay, 1)  # steps that the exchange has
     hidden = max(beside * compute - workload.optimizer_s * factor, alone) + workload.optimizer_s * factor
     return (hidden + (recipe.every - beside) * compute) / recipe.every

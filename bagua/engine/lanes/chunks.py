@@ -25,7 +25,6 @@ class Run:
         probe: measures the compression error, or None.
         key: bucket and part.
         source: where the elements of `x_N` are, if they are not there yet.
-        final: called when `x_N` is, before the end of the exchange.
     """
 
     exchange: Exchange
@@ -37,20 +36,27 @@ class Run:
     probe: Probe | None
     key: tuple[int, int]
     source: PayloadSource | None = None
-    final: Callable[[], None] | None = None
 
     def __call__(self) -> None:
         """Exchange."""
         if self.alone:
             return
         self.groups.begin(self.key[0])
-        self.groups.on_final = self.final if self.probe is None else None  # which compares payloads at the end
         if self.source is not None:
             self.exchange.run_from(self.source, self.state, self.groups, self.step)
         elif self.probe is None:
             self.exchange.run(self.x_N, self.state, self.groups, self.step)
         else:
             self.probe.run(self.exchange, self.x_N, self.state, self.groups, self.step, self.key)
+
+    def begin(self, held: State) -> None:
+        """The first phase of an exchange that has two."""
+        self.exchange.begin(self.x_N, self.state, self.groups, held)
+
+    def finish(self, held: State) -> None:
+        """The second one."""
+        self.groups.begin(self.key[0])
+        self.exchange.finish(self.state, self.groups, held)
 
 
 class InPieces:

@@ -23,7 +23,7 @@ from bagua.engine.failures import Failures
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.chunks import InPieces, Run
 from bagua.engine.lanes.label import Label, span
-from bagua.engine.lanes.lane import BackgroundLane, Final, JointTicket, Lane, Ticket
+from bagua.engine.lanes.lane import BackgroundLane, JointTicket, Lane, Ticket
 from bagua.engine.lanes.pool import LanePool, narrowness
 from bagua.engine.lanes.spread import lanes_of_parts
 from bagua.engine.reducer.bucket import Bucket
@@ -31,8 +31,6 @@ from bagua.engine.reducer.bucketing import DEFAULT_NUM_LANES, PART_BYTES, last_p
 from bagua.engine.stats import Tally
 from bagua.engine.training_state import TrainingState
 from bagua.exchanges import AllReduce, ElementwiseHook, Exchange, Hierarchical
-
-_SOON_S = 0.02  # between two looks for a reason not to wait
 
 __all__ = ["Dispatcher", "fitting_part_bytes", "is_plain_sum"]
 
@@ -208,15 +206,50 @@ class Dispatcher:
             chosen = lanes[part]
             key = (own.index, part)
             piece = None if source is None else source.part(lo, hi)
-            final = Final(flat.device) if how.final_early and after is None else None
-            ready = None if final is None else final.set
-            run = Run(how, flat[lo:hi], states[(exchange, *key)], chosen.groups, now, alone, probe, key, piece, ready)
-            ticket = chosen.submit(pieces.wrap(run), label)
-            ticket.final = final
-            tickets.append(ticket)
+            run = Run(how, flat[lo:hi], states[(exchange, *key)], chosen.groups, now, alone, probe, key, piece)
+            tickets.append(chosen.submit(pieces.wrap(run), label))
         if lane is None:
             self._tickets += tickets
         return tickets[0] if len(tickets) == 1 else JointTicket(label, tickets)
+
+    def launch_early(self, exchange: Exchange, buckets: Sequence[BucketView]) -> None:
+        """Exchange `buckets`, and return when they may be used; `wait` waits for the rest. See `bagua.Context`."""
+        due = self._probe is not None and self._probe.due(self._state.step)
+        if not exchange.two_phases or self._team.size == 1 or due:
+            for bucket in buckets:
+                self.launch(exchange, bucket)
+            self.wait()
+            return
+        self._failures.check_alive()
+        state, finishes = self._state, []
+        for bucket in buckets:
+            own = state.buckets[bucket.index]
+            self._tally.launched(own.nbytes)
+            lanes = self._lanes_of(exchange, own.index)
+            for part, (lo, hi) in enumerate(self.parts(exchange, own.index)):
+                key = exchange, own.index, part
+                run = Run(
+                    exchange, own.flat[lo:hi], self._memory.states[key], lanes[part].groups, state.step, False, None,
+                    (own.index, part),
+                )  # fmt: skip
+                held = self._memory.held.setdefault(key, {})
+                label = Label(
+                    f"{exchange.name} step {state.step} {own.describe()}",
+                    exchange.name,
+                    {"step": state.step, "bucket": own.index, "bytes": own.nbytes},
+                )
+                self._tickets.append(lanes[part].submit(partial(run.begin, held), label))
+                finishes.append((lanes[part], partial(run.finish, held), label))
+        begins = list(self._tickets)
+        # Behind all first phases: a lane does one thing after the other.
+        self._tickets += [lane.submit(finish, label) for lane, finish, label in finishes]
+        self.launched = state.exchanged = True
+        started = time.perf_counter()
+        self._await(begins)
+        self._tally.waited([], time.perf_counter() - started)
+        for each in begins:
+            if each.error is not None:
+                self._failures.fail(each)
 
     def submit(self, run: Callable[[], None], label: Label | str) -> None:
         """Queue `run` on the first lane; `wait` waits for it."""
@@ -237,13 +270,8 @@ class Dispatcher:
         if not tickets:
             return
         started = time.perf_counter()
-        first = self._pool.shared[0]
         try:
-            with span("wait"):
-                for each in tickets:
-                    while not each.ends_within(self._failures.look_s):
-                        self._failures.look_for_broken()
-                    first.wait(each)
+            self._await(tickets)
         except BaseException:  # Ctrl-C, or another rank has given the pass up
             if ticket is None:
                 self._tickets = tickets + self._tickets
@@ -253,25 +281,13 @@ class Dispatcher:
             if each.error is not None:
                 self._failures.fail(each)
 
-    def wait_for_payloads(self) -> None:
-        """Wait until the payloads of all launches on the shared lanes are final; `wait` waits for the rest.
-
-        Raises:
-            CommunicationError: an exchange failed before that; names the ranks that did not respond.
-        """
-        started, first = time.perf_counter(), self._pool.shared[0]
+    def _await(self, tickets: Sequence[Ticket]) -> None:
+        first = self._pool.shared[0]
         with span("wait"):
-            for each in self._tickets:
-                final = each.final
-                while not (each.ends_within(self._failures.look_s) if final is None else _is_final(each, final)):
+            for each in tickets:
+                while not each.ends_within(self._failures.look_s):
                     self._failures.look_for_broken()
-                if final is None or not final.within(0.0):
-                    first.wait(each)
-                else:
-                    final.order()
-                if each.error is not None:
-                    self._failures.fail(each)
-        self._tally.waited([], time.perf_counter() - started)
+                first.wait(each)
 
     @contextmanager
     def side_exchange(self, what: str) -> Iterator[Group]:
@@ -326,11 +342,6 @@ class Dispatcher:
             self._failures.fail(ticket)
         if x.device.type == "cuda":
             torch.cuda.synchronize(x.device)
-
-
-def _is_final(ticket: Ticket, final: Final) -> bool:
-    """Waits for a moment. A job that has failed, or was not run, is done and not final."""
-    return final.within(0.0) or ticket.done or final.within(_SOON_S)
 
 
 def fitting_part_bytes(algorithm: Algorithm, size: int) -> int:

@@ -27,7 +27,6 @@ from bagua.errors import CommunicationError
 
 __all__ = [
     "BackgroundLane",
-    "Final",
     "InlineLane",
     "JointTicket",
     "Lane",
@@ -42,42 +41,8 @@ Run = Callable[[], None]
 _STUCK_S = 0.2  # for a transfer to end after its connection was cut, as it does where gloo notices
 
 
-class Final:
-    """Whether the payload of an exchange is final, while the exchange goes on. On a GPU: for work that comes behind.
-
-    Args:
-        device: of the payload.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._set = device, threading.Event()
-        self._event: torch.cuda.Event | None = None
-
-    def set(self) -> None:
-        """It is, or on a GPU when the current stream has come here."""
-        if self._device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(self._device))
-        self._set.set()
-
-    def within(self, seconds: float) -> bool:
-        """Block until it is, but not longer than that; whether it is."""
-        return self._set.wait(seconds)
-
-    def order(self) -> None:
-        """On a GPU: the current stream waits for it, the calling thread does not."""
-        if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
-
-
 class Ticket:
-    """One launched exchange: wait for it, then read how long it took.
-
-    Attributes:
-        final: of an exchange whose payload is final before its end.
-    """
-
-    final: Final | None = None
+    """One launched exchange: wait for it, then read how long it took."""
 
     def __init__(self, label: Label | str) -> None:
         self.label = label
