@@ -139,11 +139,12 @@ def corrected(algorithm: Any, device: torch.device) -> list[Tensor]:
     "algorithm",
     [
         "decentralized",
+        algorithms.Decentralized(peer_selection_mode="shift_one", gradient_interval=2),
         algorithms.LocalSGD(codec="identity"),
         DelayedAverage(mean_moments=True),
         DelayedAverage(2, 2, mean_moments=True),
     ],
-    ids=["gossip", "rounds", "late", "later"],
+    ids=["gossip", "samples", "rounds", "late", "later"],
 )
 def test_moments_of_mean_gradients(pool: RankPool, algorithm: Any, device: torch.device) -> None:
     """What an average shows of them is the same on a GPU."""

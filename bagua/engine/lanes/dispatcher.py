@@ -161,10 +161,7 @@ class Dispatcher:
         self._failures.check_alive()
         state, pool, states = self._state, self._pool, self._memory.states
         own = state.buckets[bucket.index]
-        if (exchange, own.index, 0) not in states:
-            raise RuntimeError(
-                f"{type(state.algorithm).__name__}: {exchange.name} was launched without ctx.prepare() in setup()"
-            )
+        label = self._label(exchange, own)
         if hook is not None and (before is None or after is None):
             raise ValueError(
                 "launch: with hook, pass before and after too; exchanges that cannot use the hook call those"
@@ -173,11 +170,6 @@ class Dispatcher:
         self._tally.launched(own.nbytes)
         self.launched = self.launched or lane is None
         state.exchanged = state.exchanged or lane is None
-        label = Label(
-            f"{exchange.name} step {state.step} {own.describe()}",
-            exchange.name,
-            {"step": state.step, "bucket": own.index, "bytes": own.nbytes},
-        )
         if alone and before is None and after is None:
             ticket = Ticket(label)
             ticket.finish(0.0)
@@ -224,6 +216,7 @@ class Dispatcher:
         state, finishes = self._state, []
         for bucket in buckets:
             own = state.buckets[bucket.index]
+            label = self._label(exchange, own)
             self._tally.launched(own.nbytes)
             lanes = self._lanes_of(exchange, own.index)
             for part, (lo, hi) in enumerate(self.parts(exchange, own.index)):
@@ -233,11 +226,6 @@ class Dispatcher:
                     (own.index, part),
                 )  # fmt: skip
                 held = self._memory.held.setdefault(key, {})
-                label = Label(
-                    f"{exchange.name} step {state.step} {own.describe()}",
-                    exchange.name,
-                    {"step": state.step, "bucket": own.index, "bytes": own.nbytes},
-                )
                 self._tickets.append(lanes[part].submit(partial(run.begin, held), label))
                 finishes.append((lanes[part], partial(run.finish, held), label))
         begins = list(self._tickets)
@@ -250,6 +238,15 @@ class Dispatcher:
         for each in begins:
             if each.error is not None:
                 self._failures.fail(each)
+
+    def _label(self, exchange: Exchange, bucket: Bucket) -> Label:
+        """Of a launch, which it refuses if the exchange has no state."""
+        step = self._state.step
+        if (exchange, bucket.index, 0) not in self._memory.states:
+            name = type(self._state.algorithm).__name__
+            raise RuntimeError(f"{name}: {exchange.name} was launched without ctx.prepare() in setup()")
+        facts = {"step": step, "bucket": bucket.index, "bytes": bucket.nbytes}
+        return Label(f"{exchange.name} step {step} {bucket.describe()}", exchange.name, facts)
 
     def submit(self, run: Callable[[], None], label: Label | str) -> None:
         """Queue `run` on the first lane; `wait` waits for it."""
