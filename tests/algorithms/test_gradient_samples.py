@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -186,3 +187,27 @@ def test_it_needs_adam() -> None:
         return str(caught.value)
 
     assert len(run_teams(2, fails)) == 2
+
+
+def scaled(team: Any, algorithm: Any) -> tuple[torch.Tensor, int]:
+    """Second moments of b, and steps of its optimizer, with a GradScaler; once the gradients of rank 0 overflow."""
+    model = Quadratic()
+    optimizer, scaler = adamw(model.parameters()), bagua.GradScaler("cpu", init_scale=4.0)
+    bagua.distribute(model, optimizer, algorithm, process_group=team)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = model(torch.tensor(targets(2, step)[team.rank], dtype=torch.float32))
+        scaler.scale(loss * (torch.inf if step == 3 and team.rank == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    bagua.detach(model)
+    state = optimizer.state[model.b]
+    return state["exp_avg_sq"], int(state["step"])
+
+
+@pytest.mark.parametrize("name", ["shift_one", "low_precision"])
+def test_a_step_that_is_skipped_leaves_no_trace(name: str) -> None:
+    """The gradients of one rank are infinite: nothing is taken back of them."""
+    algorithm = replace(ALGORITHMS[name], gradient_interval=1)
+    for v, steps in run_teams(2, scaled, algorithm):
+        assert bool(v.isfinite().all()) and bool((v > 0).any()) and steps == 7
