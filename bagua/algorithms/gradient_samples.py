@@ -168,7 +168,7 @@ def _parts_of_noise(ctx: Context, bucket: Bucket) -> Sequence[float] | Tensor:
 
 
 def _sums_of_squares(views: Sequence[Tensor]) -> Tensor:
-    return torch.stack([torch.linalg.vector_norm(view, dtype=torch.float32) for view in views]).square_()
+    return torch.stack([torch.linalg.vector_norm(view) for view in views]).float().square_()
 
 
 def _take_back(slot: Slot, param: nn.Parameter, part: float | Tensor) -> None:

@@ -117,6 +117,28 @@ def moments(team: Any, algorithm: Any, make: Any, scale: float) -> torch.Tensor:
     return optimizer.state[model.b]["exp_avg_sq"]
 
 
+def in_double(team: Any, algorithm: Any) -> torch.Tensor:
+    """The second moment of a parameter in fp64 beside one in fp32, after some steps."""
+    model = Quadratic()
+    model.b.data = model.b.data.double()
+    optimizer = adamw(model.parameters())
+    bagua.distribute(model, optimizer, algorithm, process_group=team)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.tensor(targets(2, step)[team.rank])).backward()
+        optimizer.step()
+    bagua.detach(model)
+    return optimizer.state[model.b]["exp_avg_sq"]
+
+
+@pytest.mark.parametrize("name", ["ring", "low_precision"])
+def test_parameters_of_two_types(name: str) -> None:
+    plain = run_teams(2, in_double, replace(ALGORITHMS[name], gradient_interval=0))
+    for corrected, v in zip(run_teams(2, in_double, ALGORITHMS[name]), plain, strict=True):
+        assert corrected.dtype is torch.float64 and bool((corrected > 0).all())
+        assert corrected.sum() < 0.98 * v.sum()
+
+
 @pytest.mark.parametrize("make", [adam, adamw])
 def test_second_moments_stay_positive(make: Any) -> None:
     """Adam adds weight decay to the gradient; the weights have moved since. One rank's gradient is zero once."""
