@@ -15,15 +15,9 @@ from bagua import codecs, topologies
 from bagua.algorithms.base import Algorithm, Context, Exactness, LostStep, Payload, Ticket
 from bagua.algorithms.gradient_samples import (
     OPTION,
+    GradientSamples,
     check_gradient_interval,
-    check_gradient_samples,
-    correct_second_moments,
-    drop_samples,
     fit_gradient_interval,
-    launch_samples,
-    sample_exchange,
-    set_up_samples,
-    take_samples,
 )
 from bagua.algorithms.mean_moments import (
     check_mean_moments,
@@ -80,7 +74,8 @@ class Decentralized(Algorithm):
         gradient_interval: correct the second moments of Adam by how much of the gradients is noise of small batches.
             It is measured: every so many steps the gradients are averaged, each bucket in a step of its own, in 4 bits
             and beside the next step. 0: not. None: 8 with the same optimizers and weights where `mean_moments` cannot
-            be used, unless `scale_second_moment` is given; a notice says so.
+            be used, unless `scale_second_moment` is given; a notice says so. A number takes the place of `mean_moments`
+            where that is left open.
 
     Bytes: the weights once per peer and interval; 2 (R-1)/R times the weights for "all". And the gradients in 4 bits
         per `gradient_interval`.
@@ -164,16 +159,16 @@ class Decentralized(Algorithm):
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """Those of the exchanges, spread over the intervals."""
-        samples = self._samples.bytes_per_rank(n, size) / self.gradient_interval if self.gradient_interval else 0
-        return self.exchange.bytes_per_rank(n, size) / self.communication_interval + samples
+        own = self.exchange.bytes_per_rank(n, size) / self.communication_interval
+        return own + self._samples.bytes_per_rank(n, size)
 
     @property
-    def _samples(self) -> Exchange:
-        return sample_exchange(bool(self.hierarchical))
+    def _samples(self) -> GradientSamples:
+        return GradientSamples(self.name, self.gradient_interval, bool(self.hierarchical))
 
     def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """An optimizer must have the moments that are to be set."""
-        check_gradient_samples(self.gradient_interval, params, optimizers)
+        self._samples.check(params, optimizers)
         if self.mean_moments:
             check_mean_moments(params, optimizers)
         if self.scale_second_moment:
@@ -186,8 +181,7 @@ class Decentralized(Algorithm):
             set_up_mean_moments(ctx)
         if self._scales(ctx):
             set_up_second_moments(ctx)
-        if self.gradient_interval:
-            set_up_samples(ctx, self._samples, self.name)
+        self._samples.set_up(ctx)
 
     def on_forward(self, ctx: Context) -> None:
         """Average a copy of the weights, from now until the end of the backward pass."""
@@ -227,31 +221,30 @@ class Decentralized(Algorithm):
             record_steps(ctx)
         if self._scales(ctx):
             rescale_second_moments(ctx)
-        if self.gradient_interval:
-            take_samples(ctx)
-            correct_second_moments(ctx)
-            launch_samples(ctx, self._samples, self.gradient_interval)
+        self._samples.take(ctx)
+        self._samples.correct(ctx)
+        self._samples.launch(ctx)
 
     def on_pause(self, ctx: Context) -> None:
         """Complete the exchange in flight."""
-        take_samples(ctx)
+        self._samples.take(ctx)
         self.on_step_begin(ctx)
         if self._means(ctx):
             forget_steps(ctx)
 
     def saving(self, ctx: Context) -> AbstractContextManager[object]:
         """Means of gradients in flight are taken over first."""
-        take_samples(ctx)
+        self._samples.take(ctx)
         return super().saving(ctx)
 
     def on_load(self, ctx: Context) -> None:
         """Drop the exchange in flight: it belongs to other weights."""
-        if self.gradient_interval:
-            drop_samples(ctx)
+        self._samples.drop(ctx)
         _pending(ctx).clear()
 
     def _means(self, ctx: Context) -> bool:
-        left_open = self.mean_moments is None and not self.scale_second_moment and self._shows_mean_steps
+        asked = bool(self.scale_second_moment or self.gradient_interval)  # for another correction
+        left_open = self.mean_moments is None and not asked and self._shows_mean_steps
         return fit_mean_moments(None if left_open else bool(self.mean_moments), ctx, self.name)
 
     def _scales(self, ctx: Context) -> bool:

@@ -19,18 +19,7 @@ from bagua.algorithms.mean_moments import Slot, check_mean_moments, slots_of
 from bagua.algorithms.second_moment import fits_adam, steps_of
 from bagua.exchanges import Exchange, mix
 
-__all__ = [
-    "OPTION",
-    "check_gradient_interval",
-    "check_gradient_samples",
-    "correct_second_moments",
-    "drop_samples",
-    "fit_gradient_interval",
-    "launch_samples",
-    "sample_exchange",
-    "set_up_samples",
-    "take_samples",
-]
+__all__ = ["OPTION", "GradientSamples", "check_gradient_interval", "fit_gradient_interval", "sample_exchange"]
 
 OPTION = "gradient_interval"
 _INTERVAL = 8
@@ -55,11 +44,11 @@ def check_gradient_interval(interval: object, scale_second_moment: bool | None) 
     """Check the option.
 
     Raises:
-        ValueError: it is neither a number of steps nor None, or second moments are scaled by an estimate, too.
+        ValueError: it is neither a number of steps nor None, or second moments are, or may be, scaled by an estimate.
     """
     if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 0):
         raise ValueError(f"{OPTION}: expected a number of steps >= 0 or None, got {interval!r}")
-    if interval and scale_second_moment:
+    if interval and scale_second_moment is not False:
         raise ValueError(f"{OPTION} and scale_second_moment contradict: the first needs no estimate")
 
 
@@ -68,96 +57,116 @@ def fit_gradient_interval(interval: int | None, optimizers: Sequence[torch.optim
     return interval if interval is not None else _INTERVAL if fits_adam(optimizers) else 0
 
 
-def check_gradient_samples(
-    interval: int | None, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
-    """Check that there are second moments to be corrected.
+@dataclass(frozen=True)
+class GradientSamples:
+    """Samples of mean gradients for one algorithm. Without an interval, or with a single rank, nothing happens.
 
-    Raises:
-        ValueError: an optimizer is neither Adam nor AdamW, or is AMSGrad, or a parameter has 16 bits.
+    Args:
+        algorithm: its name, for the notice.
+        interval: steps between two samples of a bucket; 0 or None: there are none.
+        hierarchical: as its other exchanges.
+
+    State: `squares` [3, P] for a bucket of P parameters: running means of the sums of squares of the mean gradient and
+        of this rank's own, and the number of samples.
+    Bytes: those of a mean of the gradients in 4 bits, per interval.
+
+    Examples:
+        >>> samples = GradientSamples("low_precision_decentralized", 8, hierarchical=False)
     """
-    if interval:
-        check_mean_moments(params, optimizers, OPTION)
+
+    algorithm: str
+    interval: int | None
+    hierarchical: bool
+
+    def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Check that there are second moments to be corrected.
+
+        Raises:
+            ValueError: an optimizer is neither Adam nor AdamW, or is AMSGrad, or a parameter has 16 bits.
+        """
+        if self.interval:
+            check_mean_moments(params, optimizers, OPTION)
+
+    def bytes_per_rank(self, n: int, size: int) -> float:
+        """Bytes that a rank sends in a step for `n` elements, the mean over an interval."""
+        return sample_exchange(self.hierarchical).bytes_per_rank(n, size) / self.interval if self.interval else 0.0
+
+    def set_up(self, ctx: Context) -> None:
+        """Begin without a sample: nothing is corrected before the first one."""
+        if not self._used(ctx):
+            return
+        ctx.notice(f"{self.algorithm}: second moments of Adam are corrected to those of mean gradients ({OPTION})")
+        ctx.prepare(sample_exchange(self.hierarchical))
+        for bucket in ctx.buckets:
+            ctx.tensor("squares", bucket, torch.zeros(3, len(bucket.params), device=bucket.flat.device))
+        self.drop(ctx)
+
+    @torch.no_grad()
+    def correct(self, ctx: Context) -> None:
+        """After the optimizers' steps, while the gradients are there: take a part of what they added to v back.
+
+        With f the sum of squares of a parameter's mean gradient, divided by that of this rank's own, from 1/R to 1:
+
+            v = b2 v_before + (1 - b2) f g^2
+        """
+        if not self._used(ctx):
+            return
+        samples, held = ctx.keep("samples", _Samples), slots_of(ctx)
+        for bucket in ctx.buckets:
+            parts = _parts_of_noise(ctx, bucket)
+            for i, (param, step) in enumerate(zip(bucket.params, steps_of(held, bucket.params), strict=True)):
+                stepped, samples.steps[param] = step == samples.steps.get(param, -1) + 1, step
+                if stepped and param.grad is not None:
+                    _take_back(held[param], param, parts[i])
+
+    def launch(self, ctx: Context) -> None:
+        """At the end of a step: begin to average the gradients of the buckets whose turn it is."""
+        if not self._used(ctx):
+            return
+        assert self.interval
+        samples = ctx.keep("samples", _Samples)
+        for bucket in ctx.buckets:
+            if ctx.step and (ctx.step + bucket.index) % self.interval:
+                continue
+            copy = ctx.scratch("gradient", bucket)
+            views = bucket.split(copy)
+            for view, param in zip(views, bucket.params, strict=True):
+                view.zero_() if param.grad is None else view.copy_(param.grad)
+            samples.own.append((bucket, _sums_of_squares(views)))
+            ctx.launch(sample_exchange(self.hierarchical), bucket, copy)
+
+    def take(self, ctx: Context) -> None:
+        """At the end of a later step, or between two: wait for the means, and add them to what is known."""
+        samples = ctx.keep("samples", _Samples)
+        if not samples.own:
+            return
+        ctx.wait()
+        for bucket, own in samples.own:
+            known, mean = ctx.tensor("squares", bucket), _sums_of_squares(bucket.split(ctx.scratch("gradient", bucket)))
+            fresh = (own > 0) & own.isfinite() & mean.isfinite()  # an unused parameter has none; overflows are no use
+            weight = torch.where(fresh, (1 / (known[2] + 1)).clamp_min(_RECENT), 0.0)
+            new = torch.where(fresh, torch.stack([mean, own]), 0.0)
+            known[:2].lerp_(new, weight)
+            known[2].add_(fresh)
+        samples.own.clear()
+
+    def drop(self, ctx: Context) -> None:
+        """The state of the optimizers is another one: forget the means in flight."""
+        if not self._used(ctx):
+            return
+        samples, held = ctx.keep("samples", _Samples), slots_of(ctx)
+        samples.own.clear()
+        for bucket in ctx.buckets:
+            samples.steps.update(zip(bucket.params, steps_of(held, bucket.params), strict=True))
+
+    def _used(self, ctx: Context) -> bool:
+        return bool(self.interval) and ctx.groups.size > 1
 
 
 @lru_cache(maxsize=2)
 def sample_exchange(hierarchical: bool) -> Exchange:
     """The mean over all ranks, in 4 bits."""
     return mix("complete", _CODEC, hierarchical=hierarchical)
-
-
-def set_up_samples(ctx: Context, exchange: Exchange, name: str) -> None:
-    """Begin without a sample: nothing is corrected before the first one.
-
-    Args:
-        name: of the algorithm, for the notice.
-    """
-    if ctx.groups.size == 1:
-        return
-    ctx.notice(f"{name}: second moments of Adam are corrected to those of mean gradients ({OPTION})")
-    ctx.prepare(exchange)
-    for bucket in ctx.buckets:
-        ctx.tensor("squares", bucket, torch.zeros(3, len(bucket.params), device=bucket.flat.device))
-    drop_samples(ctx)
-
-
-@torch.no_grad()
-def correct_second_moments(ctx: Context) -> None:
-    """After the optimizers' steps, while the gradients are there: take a part of what they added to v back.
-
-    With f the sum of squares of a parameter's mean gradient, divided by that of this rank's own, from 1/R to 1:
-
-        v = b2 v_before + (1 - b2) f g^2
-    """
-    if ctx.groups.size == 1:
-        return
-    samples, held = ctx.keep("samples", _Samples), slots_of(ctx)
-    for bucket in ctx.buckets:
-        parts = _parts_of_noise(ctx, bucket)
-        for i, (param, step) in enumerate(zip(bucket.params, steps_of(held, bucket.params), strict=True)):
-            stepped, samples.steps[param] = step == samples.steps.get(param, -1) + 1, step
-            if stepped and param.grad is not None:
-                _take_back(held[param], param, parts[i])
-
-
-def launch_samples(ctx: Context, exchange: Exchange, interval: int) -> None:
-    """At the end of a step: begin to average the gradients of the buckets whose turn it is."""
-    if ctx.groups.size == 1:
-        return
-    samples = ctx.keep("samples", _Samples)
-    for bucket in ctx.buckets:
-        if ctx.step and (ctx.step + bucket.index) % interval:
-            continue
-        copy = ctx.scratch("gradient", bucket)
-        views = bucket.split(copy)
-        for view, param in zip(views, bucket.params, strict=True):
-            view.zero_() if param.grad is None else view.copy_(param.grad)
-        samples.own.append((bucket, _sums_of_squares(views)))
-        ctx.launch(exchange, bucket, copy)
-
-
-def take_samples(ctx: Context) -> None:
-    """At the end of a later step, or between two: wait for the means, and add them to what is known."""
-    samples = ctx.keep("samples", _Samples)
-    if not samples.own:
-        return
-    ctx.wait()
-    for bucket, own in samples.own:
-        known, mean = ctx.tensor("squares", bucket), _sums_of_squares(bucket.split(ctx.scratch("gradient", bucket)))
-        fresh = (own > 0) & own.isfinite() & mean.isfinite()  # an unused parameter has none, after an overflow no use
-        weight = torch.where(fresh, (1 / (known[2] + 1)).clamp_min(_RECENT), 0.0)
-        new = torch.where(fresh, torch.stack([mean, own]), 0.0)
-        known[:2].lerp_(new, weight)
-        known[2].add_(fresh)
-    samples.own.clear()
-
-
-def drop_samples(ctx: Context) -> None:
-    """The state of the optimizers is another one: forget the means in flight."""
-    samples, held = ctx.keep("samples", _Samples), slots_of(ctx)
-    samples.own.clear()
-    for bucket in ctx.buckets:
-        samples.steps.update(zip(bucket.params, steps_of(held, bucket.params), strict=True))
 
 
 def _parts_of_noise(ctx: Context, bucket: Bucket) -> Sequence[float] | Tensor:
@@ -182,7 +191,7 @@ def _take_back(slot: Slot, param: nn.Parameter, part: float | Tensor) -> None:
         gradient = gradient.add(param, alpha=sign * float(group["weight_decay"]))
     if isinstance(share, Tensor):
         v.addcmul_(gradient * share, gradient, value=-1)
-    else:
+    elif share:
         v.addcmul_(gradient, gradient, value=-share)
     if decays:
         v.clamp_min_(0)  # the weights have moved since

@@ -14,17 +14,7 @@ from torch import nn
 from bagua import codecs, topologies
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep, Payload
 from bagua.algorithms.decentralized import check_interval
-from bagua.algorithms.gradient_samples import (
-    check_gradient_interval,
-    check_gradient_samples,
-    correct_second_moments,
-    drop_samples,
-    fit_gradient_interval,
-    launch_samples,
-    sample_exchange,
-    set_up_samples,
-    take_samples,
-)
+from bagua.algorithms.gradient_samples import GradientSamples, check_gradient_interval, fit_gradient_interval
 from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.options import shown
 from bagua.algorithms.registry import register
@@ -123,16 +113,16 @@ class LowPrecisionDecentralized(Algorithm):
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """Those of the exchanges, spread over the intervals."""
-        samples = self._samples.bytes_per_rank(n, size) / self.gradient_interval if self.gradient_interval else 0
-        return self.exchange.bytes_per_rank(n, size) / self.communication_interval + samples
+        own = self.exchange.bytes_per_rank(n, size) / self.communication_interval
+        return own + self._samples.bytes_per_rank(n, size)
 
     @property
-    def _samples(self) -> Exchange:
-        return sample_exchange(bool(self.hierarchical))
+    def _samples(self) -> GradientSamples:
+        return GradientSamples(self.name, self.gradient_interval, bool(self.hierarchical))
 
     def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """An optimizer must have second moments where they are to be corrected."""
-        check_gradient_samples(self.gradient_interval, params, optimizers)
+        self._samples.check(params, optimizers)
         if self.scale_second_moment:
             check_scalable(optimizers)
 
@@ -141,8 +131,7 @@ class LowPrecisionDecentralized(Algorithm):
         super().setup(ctx)
         if fit_scaling(self.scale_second_moment, ctx, self.name):
             set_up_second_moments(ctx)
-        if self.gradient_interval:
-            set_up_samples(ctx, self._samples, self.name)
+        self._samples.set_up(ctx)
         if self.overlap:
             for bucket in ctx.buckets:
                 ctx.tensor("snapshot", bucket)
@@ -156,11 +145,9 @@ class LowPrecisionDecentralized(Algorithm):
         if fit_scaling(self.scale_second_moment, ctx, self.name):
             rescale_second_moments(ctx)
         self._finish(ctx)
-        if self.gradient_interval:
-            correct_second_moments(ctx)
+        self._samples.correct(ctx)
         self._exchange(ctx)
-        if self.gradient_interval:
-            launch_samples(ctx, self._samples, self.gradient_interval)
+        self._samples.launch(ctx)
 
     def _exchange(self, ctx: Context) -> None:
         if ctx.step % self.communication_interval:
@@ -177,13 +164,12 @@ class LowPrecisionDecentralized(Algorithm):
 
     def saving(self, ctx: Context) -> AbstractContextManager[object]:
         """Means of gradients in flight are taken over first."""
-        take_samples(ctx)
+        self._samples.take(ctx)
         return super().saving(ctx)
 
     def on_load(self, ctx: Context) -> None:
         """Drop the exchange in flight: it belongs to other weights."""
-        if self.gradient_interval:
-            drop_samples(ctx)
+        self._samples.drop(ctx)
         if self.overlap:
             for bucket in ctx.buckets:
                 ctx.tensor("pending", bucket).zero_()
@@ -198,7 +184,7 @@ class LowPrecisionDecentralized(Algorithm):
         """Take over the means of gradients in flight. Add the change made by an exchange in flight; the optimizer's
         step made meanwhile is kept.
         """
-        take_samples(ctx)
+        self._samples.take(ctx)
         ctx.wait()
         pending = [bucket for bucket in ctx.buckets if self.overlap and int(ctx.tensor("pending", bucket))]
         for bucket in pending:

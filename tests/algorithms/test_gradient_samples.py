@@ -190,12 +190,19 @@ def test_it_is_told() -> None:
         ),
         (partial(Decentralized, gradient_interval=True), "gradient_interval: expected a number of steps >= 0"),
         (partial(LowPrecisionDecentralized, gradient_interval=4, scale_second_moment=True), "contradict"),
+        (partial(LowPrecisionDecentralized, gradient_interval=4, scale_second_moment=None), "contradict"),
         (partial(Decentralized, gradient_interval=4, mean_moments=True), "contradict"),
     ],
 )
 def test_bad_options(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_one_correction_at_a_time() -> None:
+    """Where an average of all would show the moments, samples that are asked for take its place."""
+    for _, stats in run_teams(2, follow, Decentralized(gradient_interval=4), 3, adamw):
+        assert ["gradient_interval" in each for each in stats.notices if "Adam" in each] == [True]
 
 
 def test_it_needs_adam() -> None:

@@ -41,7 +41,7 @@ def average_replicas(manager: RecoveryManager, await_groups: Callable[[nn.Module
         await_groups(module)
         engine = attachments[module].engine
         params = list(engine.inventory.parameters.values())
-        own, mean = _copies(params), None
+        own = mean = None
         try:
             if engine.replicas.settle():
                 own = _copies(params)
@@ -55,7 +55,8 @@ def average_replicas(manager: RecoveryManager, await_groups: Callable[[nn.Module
             raise
         except CommunicationError as error:
             engine.failures.outlives_exchange(error)
-            _put(params, own)
+            if own is not None:
+                _put(params, own)
         await_groups(module)  # the ranks tell each other then
         if mean is not None and manager.means_of_others >= number:
             _put(params, mean)
