@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -49,12 +50,13 @@ class Averaging(Script):
     """Ranks that hold different weights and average them, of which one is lost at a point and another one holds.
 
     Attributes:
+        blocked_s: how long they wait for each other.
         trains_on: steps are made afterwards, until the members have changed; they change nothing.
     """
 
     def __init__(self, store: str, place: int, dies: int, holds: int | None, trains_on: bool = False) -> None:
         super().__init__(store, place, dies, holds)
-        self.trains_on = trains_on
+        self.trains_on, self.blocked_s = trains_on, 600.0
         self.members = SharedMembership(self.names, store, lambda *_: None)  # only the points below count
 
     def train(self, team: Any, algorithm: Any, make_optimizer: Any) -> dict[str, Any] | None:
@@ -62,7 +64,7 @@ class Averaging(Script):
         self.here.name = name = self.names[team.rank]
         model = nn.Linear(SIZE, 1, bias=False)
         optimizer = make_optimizer(algorithm, model.parameters())
-        options = bagua.FaultTolerance(seat=self.members.seat(name), open_timeout_s=600)
+        options = bagua.FaultTolerance(seat=self.members.seat(name), open_timeout_s=600, max_blocked_s=self.blocked_s)
         bagua.distribute(model, optimizer, algorithm, fault_tolerant=options)
         try:
             for _ in range(4):
@@ -136,3 +138,43 @@ def test_equal_replicas_need_no_mean(monkeypatch: pytest.MonkeyPatch, store: str
     ends = run(monkeypatch, script, GradientAllReduce())
     assert len(ends) == SIZE and all(all_equal(end, 4.0 * rank) for rank, end in enumerate(ends))
     assert not any("begin" in events for events in script.events.values())
+
+
+def test_a_late_rank_is_named_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    script, original = Averaging(store, 0, POINTS + 2, None), Replicas.settle
+
+    def settle(replicas: Replicas) -> bool:
+        time.sleep(1.0 if script.here.name == script.names[2] else 0.0)
+        return original(replicas)
+
+    monkeypatch.setattr(Replicas, "settle", settle)
+    monkeypatch.setattr(mean, "_PATIENCE_S", 0.2)
+    ends = run(monkeypatch, script, ALGORITHMS["decentralized"])
+    assert len(ends) == SIZE and all(all_equal(end, 4.0) for end in ends)
+    told = [each.getMessage() for each in caplog.records if "still waiting" in each.getMessage()]
+    assert len(told) == 2 and all("rank 2 did not arrive" in each for each in told)
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch, store: str) -> None:
+    script, original, others = Averaging(store, 0, POINTS + 2, None), Replicas.settle, []
+    script.blocked_s = 1.0
+
+    def settle(replicas: Replicas) -> bool:
+        if script.here.name != script.names[2]:
+            return original(replicas)
+        deadline = time.monotonic() + 60
+        while len(others) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise Killed
+
+    def train(team: Any, *args: Any) -> None:
+        try:
+            script.train(team, *args)
+        except CommunicationError as error:
+            others.append(str(error))
+
+    monkeypatch.setattr(Replicas, "settle", settle)
+    run_teams(SIZE, train, ALGORITHMS["decentralized"], make_optimizer)
+    assert len(others) == 2 and all("bagua.average_parameters(): rank 2 did not arrive" in each for each in others)
