@@ -133,6 +133,7 @@ def add_elastic_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, help="learning rate; default: 0.05 with SGD, 0.002 with the others")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
     parser.add_argument("--step-ms", type=float, default=0, help="make steps longer, to have time for an accident")
+    parser.add_argument("--device", choices=["cpu", "cuda", "auto"], default="cpu", help="where to train (%(default)s)")
 
 
 def count(text: str) -> int:

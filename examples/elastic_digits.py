@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from digits import DigitsNet, accuracy, add_elastic_options, load_data, make_optimizer, make_options
+from digits import DigitsNet, accuracy, add_elastic_options, choose_device, load_data, make_optimizer, make_options
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     train, test = read_data(args.data)
     numbered = TensorDataset(*train.tensors, torch.arange(len(train)))
 
-    model = DigitsNet()
+    device = choose_device(args.device)
+    model = DigitsNet().to(device)
     optimizer = make_optimizer(args.algorithm, model.parameters(), args.lr, sgd_lr=0.05)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
     options = make_options(args.algorithm)
@@ -128,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for epoch in range(sampler.epoch, args.epochs):
             sampler.set_epoch(epoch)
             for images, labels, indices in sampler.track(loader):
-                loss = F.cross_entropy(model(images), labels)
+                loss = F.cross_entropy(model(images.to(device)), labels.to(device))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -143,10 +144,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             state.commit()
             journal.write(committed=state.number, step=state.steps)
             if sampler.rank == 0:
-                right, size = accuracy_of(model, test), sampler.num_replicas
+                right, size = accuracy(model, test, device), sampler.num_replicas
                 print(f"epoch {epoch + 1}/{args.epochs}  {size} ranks  test {right:.2%}", flush=True)
         bagua.average_parameters(model)  # they may differ
-        right = accuracy_of(model, test)
+        right = accuracy(model, test, device)
         journal.write(ended=True, accuracy=right)
     if sampler.rank == 0:
         print(f"{args.algorithm}: {right:.2%} of the test images right after {state.steps} steps", flush=True)
@@ -158,11 +159,6 @@ def beginning(restored: elastic.Restored | None, step: int) -> str:
     if restored is None:
         return "begin at the beginning: there is no commit yet"
     return f"go on at step {step}: commit {restored.number} of {restored.size} ranks, found in {restored.source}"
-
-
-def accuracy_of(model: torch.nn.Module, test: TensorDataset) -> float:
-    """Return the fraction of the test images that the model gets right."""
-    return accuracy(model, test, torch.device("cpu"))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from digits import DigitsNet, accuracy, add_elastic_options, load_data, make_optimizer, make_options
+from digits import DigitsNet, accuracy, add_elastic_options, choose_device, load_data, make_optimizer, make_options
 from torch.nn import functional as F
 
 import bagua
@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     train, test = load_data()
     images, labels = train.tensors
-    model = DigitsNet()
+    device = choose_device(args.device)
+    images, labels = images.to(device), labels.to(device)
+    model = DigitsNet().to(device)
     small = 0.01 if args.algorithm == "diloco" else 0.05
     optimizer = make_optimizer(args.algorithm, model.parameters(), args.lr, sgd_lr=small)
     bagua.distribute(model, optimizer, args.algorithm, fault_tolerant=True, **make_options(args.algorithm))
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"step {change.step}: lost {change.lost}, joined {change.joined}, {change.stalled_s:.2f} s", flush=True
             )
         time.sleep(args.step_ms / 1000)
-    right = accuracy(model, test, torch.device("cpu"))
+    right = accuracy(model, test, device)
     if bagua.stats(model).rank == 0:
         print(f"{args.algorithm}: {right:.2%} of the test images right after {args.steps} steps", flush=True)
 

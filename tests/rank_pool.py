@@ -27,6 +27,26 @@ import torch.distributed as dist
 
 from tests.fork_server import ForkServer
 
+#: Set to "nccl", ranks that share a GPU use NCCL: each says that it is a host of its own, or NCCL would refuse them.
+SHARE_GPU = "BAGUA_TESTS_SHARE_GPU"
+
+
+def may_use_nccl(size: int) -> bool:
+    """Whether NCCL takes so many ranks here: each has a GPU, or they may share one."""
+    gpus = torch.cuda.device_count()
+    return gpus >= size or (gpus > 0 and os.environ.get(SHARE_GPU) == "nccl")
+
+
+def gpu_of(rank: int) -> torch.device:
+    """The GPU of a rank."""
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def _host_of_its_own(rank: int) -> dict[str, str]:
+    if os.environ.get(SHARE_GPU) != "nccl":
+        return {}
+    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
 
 class RankPool:
     """`pool.run(size, function, *args)` calls `function(*args)` on `size` ranks with `torch.distributed` ready.
@@ -77,11 +97,11 @@ class RankPool:
                 self._workers.append(_Worker(self._server.port, self._next_server()))
             for worker in self._workers[:size]:
                 worker.wait_until_ready()
-            if backend is None and 0 < torch.cuda.device_count() < size:
+            if backend is None and torch.cuda.is_available() and not may_use_nccl(size):
                 backend = "gloo"
             job = next(self._jobs)
             for rank, worker in enumerate(self._workers[:size]):
-                extra = {"GROUP_RANK": str(nodes[rank])} if nodes else {}
+                extra = {**_host_of_its_own(rank), **({"GROUP_RANK": str(nodes[rank])} if nodes else {})}
                 worker.send((job, rank, size, {**(env or {}), **extra}, group_timeout_s, init, backend, function, args))
             deadline = time.monotonic() + timeout_s
             found = {rank: self._workers[rank].receive(deadline) for rank in range(size) if rank not in stops}

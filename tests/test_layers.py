@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"public", "bench", "codecs", "comm", "engine", "exchanges", "lab"},
     "doctor": {"public", "algorithms", "auto", "codecs", "comm", "engine", "errors", "net", "plan"},
     "cli": {"public", "codecs", "errors", "distributed", "net", "signals"},
+    "__main__": {"cli"},
     "script": {"signals"},
     "sys_perf": {"public"},
     "gone": set(),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua.algorithms.feedback import fit_feedback
+from bagua.backend.batches import install
 from bagua.backend.compression import Compression, Traffic
 from bagua.backend.names import Backend
 from bagua.backend.reductions import Reduction, compressed
@@ -84,6 +85,7 @@ class CompressedProcessGroup(dist.ProcessGroup):
         for group in (self._plain, self):
             attach(group, transports)
         self._plain._set_group_name(group_name)
+        install(_plain_of)
         self._compression = Compression(spec, self._team)
 
     @property
@@ -193,6 +195,10 @@ class CompressedProcessGroup(dist.ProcessGroup):
             str(self.group_name),
             staged=device.type == "cuda" and backend == "gloo",
         )
+
+
+def _plain_of(group: Any) -> Any:
+    return group._plain if isinstance(group, CompressedProcessGroup) else None
 
 
 def _pass_on(name: str) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bagua.codecs import eden_torch, int4_torch, minmax_torch, sign_torch, triton_int4, triton_minmax, triton_sign
 from bagua.codecs.kernels import Backend, Kernels
+from bagua.codecs.launcher import Launcher
 
 __all__ = ["BACKEND", "TritonKernels", "interpreted"]
 
@@ -37,7 +38,9 @@ class TritonKernels:
     def __init__(
         self, module: Any, tile: Callable[[int], tuple[int, int]], reference: Kernels, longest: int = _LONGEST
     ) -> None:
-        self._module, self._tile, self._reference, self._longest = module, tile, reference, longest
+        self._tile, self._reference, self._longest = tile, reference, longest
+        if longest:
+            self._encode, self._decode = Launcher(module.encode), Launcher(module.decode)
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
         """Write header and codes of each block."""
@@ -116,36 +119,39 @@ class TritonKernels:
         source = wire if from_RW is None else _Wire(from_RW)
         x, residual = (wire.floats if t is None else t for t in (x_RN, residual_RN))  # any: it is not read
         num_blocks, grid, tile = self._tiles(n, block, wire_RW.shape[0])
-        with torch.cuda.device_of(wire_RW):  # Triton launches on the current device, wherever the tensors are
-            self._module.encode[grid](
+        self._encode(
+            wire_RW.device,
+            grid,
+            (x, residual, source.bytes, source.floats, wire.bytes, wire.floats),
+            (
                 *(x, x.stride(0), residual, residual.stride(0)),
                 *(source.bytes, source.floats, source.stride, source.rows, weight),
                 *(wire.bytes, wire.floats, wire.stride, head, codes, n, block, num_blocks),
-                MEAN=from_RW is not None,
-                FEEDBACK=residual_RN is not None,
-                **tile,
-            )
+                *(from_RW is not None, residual_RN is not None, *tile),
+            ),
+        )
 
     def _run_decode(
         self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_RN: Tensor, mean: bool
     ) -> None:
         wire, (rows, n) = _Wire(wire_RW), out_RN.shape
         num_blocks, grid, tile = self._tiles(n, block, rows)
-        with torch.cuda.device_of(wire_RW):
-            self._module.decode[grid](
+        self._decode(
+            wire_RW.device,
+            grid,
+            (wire.bytes, wire.floats, out_RN),
+            (
                 *(wire.bytes, wire.floats, wire.stride, wire.rows, weight),
                 *(out_RN, out_RN.stride(0), head, codes, n, block, num_blocks),
-                MEAN=mean,
-                **tile,
-            )
+                *(mean, *tile),
+            ),
+        )
 
-    def _tiles(self, n: int, block: int, rows: int) -> tuple[int, tuple[int, int], dict[str, Any]]:
-        """Number of blocks, grid, and the kernel's constants."""
+    def _tiles(self, n: int, block: int, rows: int) -> tuple[int, tuple[int, int, int], tuple[int, int]]:
+        """Number of blocks, grid, and the kernel's K and B."""
         num_blocks = -(-n // block)
         at_once, columns = self._tile(min(block, n))
-        # Without fused multiply-add: all backends give the same bits.
-        constants = {"K": at_once, "B": columns, "enable_fp_fusion": False, "num_warps": 4}
-        return num_blocks, (-(-num_blocks // at_once), rows), constants
+        return num_blocks, (-(-num_blocks // at_once), rows, 1), (at_once, columns)
 
 
 def _whole(block: int) -> tuple[int, int]:

@@ -14,10 +14,16 @@ _L = tl.constexpr(64)  # partial sums
 
 
 @triton.jit
+def _signed(scale, negative):
+    # Triton's minus is 0 - x, which makes 0 of 0, not -0.
+    return scale * tl.where(negative, -1.0, 1.0)
+
+
+@triton.jit
 def _row(wire8, wire32, head_K, codes_KL, at_L, mask_K, mask_KL):
     scale_K = tl.load(wire32 + head_K, mask_K, 0.0)
     byte_KL = tl.load(wire8 + codes_KL, mask_KL, 0).to(tl.int32)
-    return tl.where((byte_KL >> (at_L % 8)[None, :] & 1) != 0, -scale_K[:, None], scale_K[:, None])
+    return _signed(scale_K[:, None], (byte_KL >> (at_L % 8)[None, :] & 1) != 0)
 
 
 @triton.jit
@@ -104,7 +110,7 @@ def encode(
         tl.store(to8 + (b_K[:, None] * block + first) // 8 + byte_8[None, :], zero_K8, in_K8)
         if FEEDBACK:
             e_KL = tl.load(residual + at_KL, mask_KL, 0.0)
-            y_KL = tl.where(e_KL.to(tl.int32, bitcast=True) < 0, -scale_K[:, None], scale_K[:, None])
+            y_KL = _signed(scale_K[:, None], e_KL.to(tl.int32, bitcast=True) < 0)
             tl.store(residual + at_KL, tl.where(good_K[:, None], e_KL - y_KL, 0.0), mask_KL)
 
 

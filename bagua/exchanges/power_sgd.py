@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from bagua.exchanges.payload_source import PayloadSource
 __all__ = ["PowerSGD", "rank_for_shape"]
 
 _SEED = 1905_13727  # of the first right factors; any number, as long as it is the same on all ranks
+_LOADING = threading.Lock()
 
 
 class _Matrix(NamedTuple):
@@ -120,7 +122,7 @@ class PowerSGD(Exchange):
         r = rank_for_shape(n, m) if self.rank is None else min(self.rank, n, m)
         return r if min(n, m) > 1 and self.min_compression * r * (n + m) <= n * m else 0
 
-    @cached_property
+    @functools.cached_property
     def _layout(self) -> _Layout:
         found: list[tuple[int, int, int, int]] = []
         rest: list[tuple[int, int]] = []
@@ -150,6 +152,8 @@ class PowerSGD(Exchange):
         self._check_numel(x_N.numel())
         if groups.size == 1:
             return {}
+        if device.type == "cuda":
+            _load_linalg(device)
         generator = torch.Generator().manual_seed(_SEED)
         state = {"right": torch.randn(layout.num_right, generator=generator, dtype=torch.float64).to(device, dtype)}
         if self.error_feedback:
@@ -291,6 +295,13 @@ def _orthonormalise_(layout: _Layout, p_P: Tensor) -> None:
         start = group[0].left
         factors = p_P[start : start + len(group) * n * r].view(len(group), n, r)
         factors.copy_(torch.linalg.qr(factors).Q)
+
+
+@functools.cache
+def _load_linalg(device: torch.device) -> None:
+    """Have torch load its linear algebra for GPUs: the first call of it fails if another thread makes one too."""
+    with _LOADING:
+        torch.linalg.qr(torch.eye(2, device=device))
 
 
 def _pack(flat: Tensor, parts: Sequence[Tensor]) -> None:

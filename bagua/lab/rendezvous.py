@@ -82,7 +82,7 @@ def _launcher_end(words: list[str]) -> int | None:
                 module = words[at + 1] if at + 1 < len(words) else ""
                 if module in ("torch.distributed.run", "bagua.distributed.run", "bagua.distributed.launch"):
                     return at + 2
-                if module == "bagua.cli.main" and words[at + 2 : at + 3] == ["run"]:
+                if module in ("bagua", "bagua.cli.main") and words[at + 2 : at + 3] == ["run"]:
                     return at + 3
                 return None
             if not word.startswith("-"):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bagua import codecs
 from bagua.codecs import Bf16, Codec, Fp16, Identity, Int4, MinMaxUInt8, Sign, TopK
+from bagua.codecs.blocks import BlockCodec
 from benchmarks.gpu.record import Record
 
 __all__ = ["CODECS", "run"]
@@ -34,6 +35,7 @@ _SIZES = (1, 7, 127, 128, 129, 1000, 1024, 4097, 8193, 100_003, (1 << 20) + 3)
 _DRY_SIZES = (1, 130)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = 3
+_BAD = "NaN and infinity"
 
 
 def run(record: Record) -> None:
@@ -63,7 +65,8 @@ def _compare(codec: Codec, dtype: torch.dtype, device: torch.device, ours: str, 
             if device.type == "cuda":
                 with codecs.use_backend("torch"):
                     cpu = _results(codec, x.cpu())
-                for name in ("encode", "decode"):
+                names = ("encode", "decode") if isinstance(codec, BlockCodec) or layout != _BAD else ("decode",)
+                for name in names:  # where the wire holds plain numbers, a NaN may have other bits
                     assert _same(cpu[name], got[name].cpu()), f"{name}: {n} elements, {layout}: differs from the CPU"
     return count
 
@@ -77,7 +80,7 @@ def _layouts(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple
     yield "rows apart, odd offset", wide[:, 3 : 3 + n]
     special = plain.clone()
     special[0, n // 2], special[1, n // 3] = float("nan"), float("inf")
-    yield "NaN and infinity", special
+    yield _BAD, special
     yield "tiny", plain * 2.0**-120
     yield "zero", torch.zeros_like(plain)
 

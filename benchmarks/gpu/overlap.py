@@ -86,6 +86,7 @@ def _traced(record: Record, algorithm: str, device: torch.device, on_gpu: bool) 
     if not on_gpu:
         raise Skip(f"dry run: {len(labels)} ranges seen, no streams")
     folder = record.path.parent if record.path is not None else Path()
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"trace-{algorithm}.json.gz"
     prof.export_chrome_trace(str(path))
     streams = spans_by_stream(read(path))

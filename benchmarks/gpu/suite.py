@@ -10,36 +10,55 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.record import Record, Skip
 
-__all__ = ["command", "run", "select"]
+__all__ = ["TESTS", "command", "pytest_into", "run", "select"]
 
 _ROOT = Path(__file__).resolve().parents[2]
+TESTS = _ROOT / "tests"
 _MENTIONS = re.compile(r"\bmark\.gpu\b|\bdevice: torch\.device\b|\bon_gpu\b|\bcodec: Codec\b")
 _DRY = ("tests/engine/test_gpu.py", "tests/engine/test_streams.py")
 
 
 def run(record: Record) -> None:
     """One check for each test file."""
-    files, left_out = select(_ROOT / "tests")
+    files, left_out = select(TESTS)
     record.facts["left_out"] = left_out
+    chosen = [_ROOT / name for name in _DRY] if record.dry else files
+    pytest_into(record, chosen, None if record.dry else "gpu and not slow")
+    for file, missing in left_out.items():
+        with record.check(file):
+            raise Skip(f"imports {', '.join(missing)}, not installed")
+
+
+def pytest_into(
+    record: Record, files: Sequence[Path], marker: str | None, jobs: int = 12, env: Mapping[str, str] | None = None
+) -> None:
+    """Run pytest, and make a check of each file.
+
+    Args:
+        record: of the part.
+        files: with tests.
+        marker: which of them; None: all.
+        jobs: files at once, with pytest-xdist.
+        env: more of the environment.
+    """
     with record.check("pytest is installed"):
         if importlib.util.find_spec("pytest") is None:
             raise RuntimeError("missing; install it from a folder of wheels: pip install --no-index -f DIR pytest")
     if record.checks[-1]["status"] == "failed":
         return
-    chosen = [_ROOT / name for name in _DRY] if record.dry else files
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         done = subprocess.run(
-            command(chosen, report, None if record.dry else "gpu and not slow"),
+            command(files, report, marker, jobs),
             cwd=_ROOT,
-            env={**os.environ, "PYTHONPATH": str(_ROOT)},
+            env={**os.environ, "PYTHONPATH": str(_ROOT), **(env or {})},
             capture_output=True,
             text=True,
         )
@@ -50,19 +69,16 @@ def run(record: Record) -> None:
             assert done.returncode in ((0, 1, 5) if record.dry else (0, 1)), done.stdout[-500:] + done.stderr[-500:]
         if report.exists():
             _files(record, report)
-    for file, missing in left_out.items():
-        with record.check(file):
-            raise Skip(f"imports {', '.join(missing)}, not installed")
 
 
-def command(files: Sequence[Path], report: Path, marker: str | None) -> list[str]:
+def command(files: Sequence[Path], report: Path, marker: str | None, jobs: int = 12) -> list[str]:
     """How pytest is called. The repository's own options need plugins that may be missing, and make warnings errors."""
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
     words += ["-o", "filterwarnings=default", f"--junitxml={report}", "-rfE", "--tb=short"]
     if importlib.util.find_spec("pytest_timeout") is not None:
         words += ["-o", "timeout=120"]
     if torch.cuda.is_available() and importlib.util.find_spec("xdist") is not None:
-        words += ["-n", str(max(1, min(6, (os.cpu_count() or 2) // 2))), "--dist", "loadfile"]
+        words += ["-n", str(max(1, min(jobs, (os.cpu_count() or 2) - 2))), "--dist", "worksteal"]
     if marker is not None:
         words += ["-m", marker]
     return [*words, *map(str, files)]

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from tests.conftest import _devices
+from tests.rank_pool import may_use_nccl
 
 
 @pytest.fixture(params=_devices())
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device there is; NCCL, which carries CUDA tensors, needs a GPU for each rank."""
     chosen = torch.device(request.param)
-    if chosen.type == "cuda" and torch.cuda.device_count() < 2:
+    if chosen.type == "cuda" and not may_use_nccl(2):
         pytest.skip("NCCL refuses ranks that share a GPU")
     return chosen

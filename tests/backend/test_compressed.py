@@ -16,7 +16,7 @@ from bagua.backend import CompressedProcessGroup, Traffic
 from bagua.backend.names import Backend
 from bagua.backend.reductions import Reduction, compressed
 from bagua.comm.mesh import why_no_mesh
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankPool, gpu_of
 
 N = 40_011  # no multiple of anything
 OPS: dict[str, Any] = {
@@ -52,7 +52,7 @@ def close(got: Tensor, want: Tensor, bound: float, what: object) -> None:
 
 
 def reductions(codec: str, kind: str) -> Traffic:
-    device = torch.device(kind, dist.get_rank()) if kind == "cuda" else torch.device(kind)
+    device = gpu_of(dist.get_rank()) if kind == "cuda" else torch.device(kind)
     rank, size, bound = dist.get_rank(), dist.get_world_size(), BOUNDS[codec]
     runs = 0
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

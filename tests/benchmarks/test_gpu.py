@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as program
+from benchmarks.gpu.link_rank import ENTRANTS
 from benchmarks.gpu.page import page, summary
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.record import Record, Skip
@@ -22,7 +23,7 @@ from tests.codecs.conftest import skip_if_interpreter_fails
 
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
-_HERE = [name for name in PARTS if name != "tests"]  # which starts pytest
+_HERE = [name for name in PARTS if name not in ("tests", "shared", "link")]  # they start processes
 
 
 @pytest.mark.parametrize("name", _HERE)
@@ -39,6 +40,23 @@ def test_a_dry_part(name: str, tmp_path: Path) -> None:
     assert all({"name", "status", "detail", "seconds"} <= set(check) for check in found["checks"])
     assert all(check["detail"] for check in found["checks"] if check["status"] != "passed")
     assert f"## {name}: passed" in page([found], "today", "make gpu DRY=1")
+
+
+@pytest.mark.lab
+def test_step_times_on_an_emulated_network(tmp_path: Path) -> None:
+    record = Record("link", True, tmp_path / "link.json")
+    PARTS["link"].run(record)
+    (check,) = record.checks
+    assert check["status"] == "passed" or "no emulated hosts" in check["detail"], check
+    columns = {"condition", "network", "entrant", "step_ms", "least_ms", "most_ms", "steps", "speed_up"}
+    assert all(set(row) == columns and row["step_ms"] > 0 for row in record.rows)
+    assert check["status"] == "skipped" or len(record.rows) == len(ENTRANTS)
+
+
+def test_tests_with_several_ranks_need_a_gpu(tmp_path: Path) -> None:
+    record = Record("shared", True, tmp_path / "shared.json")
+    PARTS["shared"].run(record)
+    assert record.status == "skipped" and "no GPU" in record.reason
 
 
 def test_what_is_measured_has_rows(tmp_path: Path) -> None:

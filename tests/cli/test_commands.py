@@ -48,6 +48,12 @@ def test_doctor_prints_the_codec_backend(capsys: pytest.CaptureFixture[str], mon
     assert "BAGUA_CODEC_BACKEND" in json.loads(capsys.readouterr().out)["codec_backend"]["cpu"]
 
 
+@pytest.mark.process
+def test_the_command_of_a_checkout_that_is_not_installed() -> None:
+    words = [sys.executable, "-m", "bagua", "--version"]
+    assert subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.startswith("bagua ")
+
+
 def test_a_command_does_not_show_torchs_warning_about_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only that one warning is silenced, and only while no rule of the user's says otherwise."""
 

@@ -120,8 +120,8 @@ def test_encode_difference(codec: Codec, make):
 
 
 @pytest.mark.usefixtures("backend")
-def test_wrong_differences_name_the_argument(codec: Codec):
-    x, me, peers = torch.zeros(8), torch.zeros(8), torch.zeros(2, 8)
+def test_wrong_differences_name_the_argument(codec: Codec, device: torch.device):
+    x, me, peers = torch.zeros(8, device=device), torch.zeros(8, device=device), torch.zeros(2, 8, device=device)
     for x_, me_, weights, message in (
         (x[None], me, [1, 1], "x_N must have"),
         (x, me[:7], [1, 1], "me_N must be"),
@@ -131,12 +131,12 @@ def test_wrong_differences_name_the_argument(codec: Codec):
         with pytest.raises(ValueError, match=message):
             codec.encode_difference(x_, me_, peers, weights)
     with pytest.raises(ValueError, match="out must be"):
-        codec.encode_difference(x, me, peers, [1, 1], out=torch.zeros(1, 3, dtype=torch.uint8))
+        codec.encode_difference(x, me, peers, [1, 1], out=torch.zeros(1, 3, dtype=torch.uint8, device=device))
     wire = codec.encode(x[None])
     with pytest.raises(ValueError, match="wire_RW must be"):
-        codec.decode_add(wire, torch.zeros(2, 8))
+        codec.decode_add(wire, torch.zeros(2, 8, device=device))
     with pytest.raises(ValueError, match="out must"):
-        codec.decode_add(wire, torch.zeros(8))
+        codec.decode_add(wire, torch.zeros(8, device=device))
 
 
 @pytest.mark.usefixtures("backend")

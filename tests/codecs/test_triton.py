@@ -65,9 +65,10 @@ def test_scales_and_lost_blocks(codec: Codec, device: torch.device):
         check(codec, torch.randn((4, 1000), generator=torch.Generator().manual_seed(5)).to(device) * 8 * scale)
 
 
-def check(codec: Codec, x: torch.Tensor) -> None:
+def check(codec: Codec, x: torch.Tensor, bad: bool = True) -> None:
     """All operations give the same bits as in eager torch."""
-    x[1, 300], x[2, 500] = float("nan"), -float("inf")
+    if bad:
+        x[1, 300], x[2, 500] = float("nan"), -float("inf")
     results = []
     for name in ("torch", "triton"):
         with codecs.use_backend(name), np.errstate(all="ignore"):
@@ -86,7 +87,20 @@ _ONES = ("n", "num_blocks", "rows", "from_rows", "x_stride", "residual_stride", 
 
 
 @needs_triton
+@pytest.mark.parametrize("codec", [Sign(block=136), Int4(block=136), MinMaxUInt8(block=136)], ids=repr)
+def test_negative_zeros(codec: Codec, device: torch.device):
+    if device.type == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton's kernels run on the GPU here")
+    if device.type == "cpu":
+        skip_if_interpreter_fails()
+    x = torch.zeros((4, 1000), device=device)
+    x[:, ::3] = -0.0
+    check(codec, x, bad=False)
+
+
+@needs_triton
 @pytest.mark.slow
+@pytest.mark.process
 def test_kernels_compile_for_gpus_without_fused_multiply_add():
     """Needs no GPU: Triton brings its assembler. The interpreter must be off, so in a process of its own."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -54,6 +54,10 @@ def test_an_exchange_comes_after_the_gradient_and_before_the_optimizer(cuda: Fak
     assert ticket.done and ticket.error is None and ticket.device_seconds() == 1.5
 
 
+def test_a_tensor_of_the_cpu_is_left_alone(cuda: FakeCuda) -> None:
+    StreamLane(groups()[0], CUDA).adopt(torch.zeros(3))  # torch refuses to record it on a stream
+
+
 def test_an_error_is_kept_for_who_waits_and_nothing_runs_after_it(cuda: FakeCuda) -> None:
     lane, runs = StreamLane(groups()[0], CUDA), []
 

@@ -120,6 +120,8 @@ C10D = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29500", "--rdzv-i
             [sys.executable, "-m", "bagua.cli.main", "run", "a.py"],
             [sys.executable, "-m", "bagua.cli.main", "run", "--nnodes", "3", *STATIC, "a.py"],
         ),
+        (["python", "-m", "bagua", "run", "a.py"], ["python", "-m", "bagua", "run", "--nnodes", "3", *STATIC, "a.py"]),
+        (["python", "-m", "bagua", "doctor"], ["python", "-m", "bagua", "doctor"]),
         (["torchrun", "--nnodes", "2:3", "a.py"], ["torchrun", *C10D, "--nnodes", "2:3", "a.py"]),
         (
             ["bagua", "run", "--fault-tolerant", "a.py"],

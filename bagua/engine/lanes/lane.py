@@ -349,7 +349,8 @@ class StreamLane(Lane):
         Memory belongs to the stream that allocated it, and is free for that stream at once when the tensor goes: the
         weights of a module that is dropped between its forward and its backward pass, say.
         """
-        tensor.record_stream(self._stream)
+        if tensor.is_cuda:
+            tensor.record_stream(self._stream)
 
     def close(self) -> None:
         """Wait for the stream, then give up the groups."""
