@@ -115,6 +115,16 @@ def _paired(others: Sequence[Sequence[float]], own: Sequence[Sequence[float]]) -
     )
 
 
+def a_link(text: str) -> str:
+    """Check RATE/LATENCY of the command line."""
+    rate, _, latency = text.partition("/")
+    try:
+        Link(rate, latency or "0ms")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+    return f"{rate}/{latency or '0ms'}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(
@@ -125,8 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", metavar="NAME", help="of `bagua bench` (layers25m/10)")
     parser.add_argument("--hosts", type=int, default=6, metavar="N", help="half of them at each site (%(default)s)")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="of a host (%(default)s)")
-    parser.add_argument("--host-link", default="1gbit/1ms", metavar="RATE/LATENCY", help="(%(default)s)")
-    parser.add_argument("--link", default="100mbit/20ms", metavar="RATE/LATENCY", help="of the sites (%(default)s)")
+    link: dict[str, Any] = {"type": a_link, "metavar": "RATE/LATENCY"}
+    parser.add_argument("--host-link", default="1gbit/1ms", help="(%(default)s)", **link)
+    parser.add_argument("--link", default="100mbit/20ms", help="of the sites (%(default)s)", **link)
     parser.add_argument("--compute-ms", type=float, default=100, metavar="MS", help="of a step (%(default)s)")
     parser.add_argument("--rounds", type=int, metavar="N", help="turns of each (5)")
     parser.add_argument("--limit", type=float, default=900, metavar="S", help="seconds for all (%(default)s)")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.levels import SYSTEMS, bound_s, rows_of
+from benchmarks.levels import SYSTEMS, bound_s, main, rows_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/2026-11-25-levels"
 
@@ -32,3 +32,11 @@ def test_ratios_are_of_the_same_turn() -> None:
     times["8 bits, sites"] = [[1.0], [3.0]]
     row = next(row for row in rows_of(times, 1000, 0.5, 1e9) if row["system"] == "8 bits, sites")
     assert row["x_ddp"] == row["x_without_sites"] == 2.5 and row["ms"] == 2000
+
+
+@pytest.mark.parametrize("option", ["--link", "--host-link"])
+@pytest.mark.parametrize("link", ["1gbitt", "1gbit/5", "100mbit/20ms/3"])
+def test_a_link_that_is_none_is_named(option: str, link: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([option, link])
+    assert f"argument {option}: {link!r}: " in capsys.readouterr().err
