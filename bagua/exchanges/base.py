@@ -85,7 +85,7 @@ class Exchange(ABC):
         """Reduce `x_N` in place. Called on all ranks in the same order; may block."""
 
     def begin(self, x_N: Tensor, state: State, groups: Groups, held: State) -> None:
-        """With `two_phases`: all of `run` that reads or changes `x_N`; sends nothing and waits for no rank.
+        """With `two_phases`: all of `run` that reads or changes `x_N`; waits for ranks of its node or site at most.
 
         Args:
             held: kept from here to `finish`, and to the next `begin`; empty at first.

@@ -73,6 +73,11 @@ class Hierarchical(Exchange):
         return self.inner.streaming
 
     @property
+    def two_phases(self) -> bool:
+        """As the inner exchange. Within a node and a site, ranks wait for each other in the first phase."""
+        return self.inner.two_phases
+
+    @property
     def average(self) -> bool:
         """As the inner exchange."""
         return getattr(self.inner, "average", True)
@@ -97,24 +102,48 @@ class Hierarchical(Exchange):
 
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N]."""
+        self._collect(x_N, groups)
+        if groups.inter is not None:
+            self.inner.run(x_N, state, _among_leaders(groups), step)
+        _spread(x_N, groups)
+
+    def begin(self, x_N: Tensor, state: State, groups: Groups, held: State) -> None:
+        """All but what the leaders send each other."""
+        self._collect(x_N, groups)
+        if groups.inter is not None:
+            self.inner.begin(x_N, state, _among_leaders(groups), held)
+        _spread(x_N, groups)
+
+    def finish(self, state: State, groups: Groups, held: State) -> None:
+        """The inner exchange's second phase, on leaders."""
+        if groups.inter is not None:
+            self.inner.finish(state, _among_leaders(groups), held)
+
+    def _collect(self, x_N: Tensor, groups: Groups) -> None:
+        """Sum the payloads of a node, or a site, on its leader, and scale the sum for the inner exchange."""
         if groups.intra is None:
             raise ValueError("Hierarchical needs groups that were opened with hierarchical=True")
         reduce_(groups.intra, x_N)
         if groups.site is not None:
             reduce_(groups.site, x_N)
-        if groups.inter is not None:
-            if not self.inner.complete:
-                x_N.mul_(1.0 / groups.num_summed)
-            elif self.average:
-                x_N.mul_(groups.inter.size / groups.world.size)
-            self.inner.run(x_N, state, _among_leaders(groups), step)
-        if groups.site is not None:
-            broadcast_(groups.site, x_N)
-        broadcast_(groups.intra, x_N)
+        if groups.inter is None:
+            return
+        if not self.inner.complete:
+            x_N.mul_(1.0 / groups.num_summed)
+        elif self.average:
+            x_N.mul_(groups.inter.size / groups.world.size)
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """The inner exchange's, as if every rank were a node of its own: what a leader sends to other nodes."""
         return self.inner.bytes_per_rank(n, size)
+
+
+def _spread(x_N: Tensor, groups: Groups) -> None:
+    """From the leader to all ranks of its node or site."""
+    if groups.site is not None:
+        broadcast_(groups.site, x_N)
+    assert groups.intra is not None
+    broadcast_(groups.intra, x_N)
 
 
 def _among_leaders(groups: Groups) -> Groups:

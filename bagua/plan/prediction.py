@@ -88,11 +88,16 @@ def _step_s(
         return compute
     if recipe.moment is Moment.GRADIENT:
         return _overlapped_s(recipe, workload, factor, exchanges, cluster)
+    if recipe.moment is Moment.STEP:
+        # What is summed within a host is waited for.
+        waits = recipe.buckets[0].exchange.hierarchical
+        near = [[each for each in phases if waits and not each.host_bytes] for phases in exchanges]
+        far = [[each for each in phases if not waits or each.host_bytes] for phases in exchanges]
+        beside = max(compute, _exchanges_s(recipe, far, cluster))
+        return (beside + _exchanges_s(recipe, near, cluster) + (recipe.every - 1) * compute) / recipe.every
     alone = _exchanges_s(recipe, exchanges, cluster)
     if recipe.moment is Moment.AFTER:
         return compute + alone / recipe.every
-    if recipe.moment is Moment.STEP:
-        return (max(compute, alone) + (recipe.every - 1) * compute) / recipe.every
     beside = max(recipe.delay, 1)  # steps that the exchange has
     hidden = max(beside * compute - workload.optimizer_s * factor, alone) + workload.optimizer_s * factor
     return (hidden + (recipe.every - beside) * compute) / recipe.every

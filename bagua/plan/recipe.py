@@ -123,7 +123,7 @@ def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
     every = max(int(getattr(algorithm, "communication_interval", 0) or 0) or traffic.every, 1)
     moment = Moment.AFTER if every > 1 and delay == 0 and hasattr(algorithm, "delay") else traffic.moment
     if moment is Moment.STEP and not (buckets[0].exchange.two_phases or getattr(algorithm, "overlap", False)):
-        moment = Moment.AFTER  # as where nodes are summed first
+        moment = Moment.AFTER
     momenta = contender.optimizer in contenders.ADAMS
     passes = _PASSES_OF_OVERLAP if getattr(algorithm, "overlap", False) else 0
     return Recipe(name, moment, buckets, lanes, every, min(delay, every), contender.synchronous, momenta, passes)

@@ -54,11 +54,11 @@ def test_bytes_are_those_that_algorithms_say() -> None:
 
 
 def test_the_order_of_the_originals_figure_at_10_gbit() -> None:
-    """arXiv:2107.01499, figure 7: VGG16 on 16 hosts of 8 GPUs."""
-    names = ("async", "bytegrad", "qadam", "low_precision_decentralized", "decentralized", "ddp")
+    """arXiv:2107.01499, figure 7: VGG16 on 16 hosts of 8 GPUs. There low-precision gossip waited for its exchange."""
+    names = ("async", "low_precision_decentralized", "bytegrad", "qadam", "decentralized", "ddp")
     steps = [predict(name, VGG, SLOW, GPU).step_s for name in names]
     assert steps == sorted(steps)
-    assert steps[-1] / steps[1] > 3 and steps[-1] / steps[-2] < 1.3
+    assert steps[-1] / steps[2] > 3 and steps[-1] / steps[-2] < 1.3
 
 
 def test_a_slow_host_holds_up_all_but_asynchronous_training() -> None:
