@@ -210,8 +210,9 @@ def growth(processes: list[Process], after: float) -> dict[str, float]:
     for prefix, looks in _looks(processes):
         early = [each for at, each in looks if at < after]
         late = [each for at, each in looks if at > after]
-        for key in late[-1] if early and late else ():
-            # It may just be opening groups or sending weights: what it held least in the last seconds has stayed.
+        # It may just be opening groups or sending weights: what it held least in the last seconds has stayed. One that
+        # was killed before says nothing: it may have sent weights to several all the time.
+        for key in late[-1] if early and len(late) >= _LAST else ():
             value = min(each.get(key, float("inf")) for each in late[-_LAST:])
             grown = value - early[-1].get(key, value)
             found[prefix + key] = max(grown, found.get(prefix + key, grown))

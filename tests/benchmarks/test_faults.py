@@ -156,13 +156,15 @@ def test_time_without_training_and_growth() -> None:
     held = {"threads": 5, "descriptors": 10, "sockets": 3, "memory_kb": 1000}
     found[0].resources = [
         {"resources": held, "launcher": held, "at": 11.0},
-        {"resources": {**held, "sockets": 13}, "launcher": held, "at": 21.0},
+        *[{"resources": {**held, "sockets": 13}, "launcher": held, "at": 21.0 + 2 * look} for look in range(10)],
     ]
     # A launcher that outlives its rank is looked at until its own end.
     later = {"resources": held, "launcher": {**held, "threads": 9}, "at": 21.0, "launcher_pid": 7, "names": ["a"]}
     found[2].resources = [{**later, "launcher": held, "at": 11.0, "names": []}]
-    found[3].resources = [later]
+    found[3].resources = [later] * 10
     assert chaos.growth(found, 12.0)["launcher_threads"] == 4
+    found[3].resources = [later] * 9  # killed while it may have sent weights all the time
+    assert chaos.growth(found, 12.0)["launcher_threads"] == 0
     found[2].resources.append({**later, "resources": {**held, "threads": 8}})
     assert chaos.new_threads(found, 12.0) == {"a": 1, "others": 2}
     found[2].resources = found[3].resources = []
