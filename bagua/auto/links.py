@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from bagua.comm.groups import Group
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 
 __all__ = ["Link", "Links", "measure_links", "rounds_of"]
 

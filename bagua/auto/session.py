@@ -25,7 +25,7 @@ from bagua.auto.judge import Judge, Order, Outcome
 from bagua.auto.links import Links, measure_links
 from bagua.auto.loss_gaps import families_of
 from bagua.auto.watch import DRIFT, SOONEST, Drift, Watch
-from bagua.comm.team import decode, encode
+from bagua.comm.store_team import decode, encode
 from bagua.engine import Quality
 from bagua.engine.choosing import Choosable
 from bagua.engine.startup.link_probe import usable_cores

@@ -21,7 +21,8 @@ from bagua.backend.work import CompressedWork, Outcome
 from bagua.comm.collectives import all_to_all_rows
 from bagua.comm.groups import Group, Groups
 from bagua.comm.shutdown import before_exit
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 from bagua.comm.transport import goes_native, why_hook_uses_gloo
 from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.lane import Lane, make_lane

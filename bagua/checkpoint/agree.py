@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.items import Item
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 
 __all__ = ["agree", "agree_on", "share", "team_of"]
 

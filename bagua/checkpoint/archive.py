@@ -26,7 +26,8 @@ from bagua.checkpoint.directory import (
 from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.items import Item, check_objects, collect
 from bagua.checkpoint.restore import Found, restore, wanted
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 
 __all__ = ["Loaded", "load", "read_last", "save", "save_items", "save_packed", "steps"]
 

@@ -20,7 +20,8 @@ from bagua.comm.backend_kind import backend_kind
 from bagua.comm.groups import Group
 from bagua.comm.node_keys import node_key
 from bagua.comm.primitives import barrier
-from bagua.comm.team import Counters, Team, decode, encode
+from bagua.comm.store_team import Counters, decode, encode
+from bagua.comm.team import Team
 from bagua.errors import CommunicationError
 
 __all__ = ["Communicator", "RankSet", "default_rank_set", "new_rank_set", "rank_set_of"]

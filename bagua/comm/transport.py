@@ -10,7 +10,8 @@ import torch
 
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.mesh_connect import congestion_control
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 
 __all__ = [
     "FAR_LANES",

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 
 __all__ = ["Skew", "measure_clocks"]
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from bagua.auto.explanation import describe_rate
 from bagua.auto.links import Links, measure_links
 from bagua.comm.node_keys import node_key
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 from bagua.doctor.clocks import Skew, measure_clocks
 from bagua.doctor.findings import Finding, Site, findings, names_of
 from bagua.doctor.forecast import Forecast, forecast

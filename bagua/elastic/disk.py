@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from bagua.checkpoint.archive import save_packed
-from bagua.comm.team import Counters, Team
+from bagua.comm.store_team import Counters
+from bagua.comm.team import Team
 from bagua.elastic.commit import Commit
 
 __all__ = ["Disk"]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from bagua.comm.collectives import all_reduce_
 from bagua.comm.groups import Group
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 from bagua.engine.startup.broadcast import replicate_optimizers, replicate_tensors
 from bagua.engine.startup.optimizer_outline import build, contained, describe, leaves, skeleton, slots
 

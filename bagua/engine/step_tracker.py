@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from bagua.algorithms.base import Algorithm, Exactness, LostStep, Payload
-from bagua.comm.team import decode, encode
+from bagua.comm.store_team import decode, encode
 from bagua.engine.announcer import Announcer, Moment
 from bagua.engine.binding import Binding
 from bagua.engine.choosing import Chooser, EngineChoices

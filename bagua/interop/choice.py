@@ -12,7 +12,8 @@ from torch import Tensor
 from bagua import algorithms
 from bagua.algorithms import Algorithm, GradientAllReduce, PowerSGD
 from bagua.comm.groups import Groups
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 from bagua.comm.transport import goes_native, why_hook_uses_gloo
 from bagua.errors import RankMismatchError
 from bagua.exchanges import Exchange

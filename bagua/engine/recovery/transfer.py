@@ -26,7 +26,8 @@ from bagua.comm.node_keys import site_of
 from bagua.comm.own_threads import start_thread
 from bagua.comm.remote_store import connect_store
 from bagua.comm.store import BoundedStore
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 from bagua.engine.engine import Engine
 from bagua.engine.recovery.differences import replicate_differences
 from bagua.engine.recovery.interruptible import run_interruptibly

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from bagua.comm.collectives import broadcast_
 from bagua.comm.groups import Group
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 from bagua.engine.startup.optimizer_outline import adopt, describe, leaves, slots
 
 __all__ = ["replicate_optimizers", "replicate_structure", "replicate_tensors"]

@@ -6,7 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 from bagua.errors import RankMismatchError
 
 __all__ = ["Agreement", "shake_hands"]

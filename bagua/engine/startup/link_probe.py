@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from bagua.comm.groups import STRAIGHT_CHUNK_BYTES, Groups
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 from bagua.engine.startup.ring_rate import RingRate, measure_ring
 
 __all__ = ["Links", "probe_links"]

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 from bagua.engine.startup.ring_order import best_ring, worth_of
 
 __all__ = ["MEASURED", "RankOrder", "check_rank_order", "order_of", "why_no_order"]

@@ -14,7 +14,7 @@ from bagua.algorithms.auto import get_or_auto
 from bagua.algorithms.base import Algorithm
 from bagua.algorithms.registry import registry
 from bagua.autotune import Autotune, as_options
-from bagua.comm.team import encode
+from bagua.comm.store_team import encode
 from bagua.comm.transport import FAR_LANES_OF_SUMS, chosen_transport
 from bagua.engine.buffers import check_broadcast
 from bagua.engine.config import EngineConfig

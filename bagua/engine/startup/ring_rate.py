@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from bagua.comm.groups import Group, Groups
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 
 __all__ = ["MOST_BYTES", "RingRate", "measure_ring"]
 

@@ -11,7 +11,8 @@ from bagua.algorithms.base import Algorithm
 from bagua.autotune import Autotune, Settings
 from bagua.autotune.log import open_log
 from bagua.autotune.saved import load
-from bagua.comm.team import Team, decode, encode
+from bagua.comm.store_team import decode, encode
+from bagua.comm.team import Team
 from bagua.engine.tuning.session import TuningSession
 
 __all__ = ["check_files", "session_of"]

@@ -17,7 +17,7 @@ from bagua.autotune import Autotune, Measurement, Order, Outcome, Settings, Tune
 from bagua.autotune.log import open_log, write_line
 from bagua.autotune.progress import Progress
 from bagua.autotune.saved import save
-from bagua.comm.team import decode, encode
+from bagua.comm.store_team import decode, encode
 from bagua.engine.reducer.bucketing import Plan
 from bagua.engine.tuning.search_space import period_of, space_of, why_not
 from bagua.engine.tuning.tunable import Tunable
