@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as program
+from benchmarks.gpu.faults import check
 from benchmarks.gpu.link_rank import ENTRANTS
 from benchmarks.gpu.page import page, summary
 from benchmarks.gpu.parts import PARTS
@@ -23,7 +24,7 @@ from tests.codecs.conftest import skip_if_interpreter_fails
 
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
-_HERE = [name for name in PARTS if name not in ("tests", "shared", "link")]  # they start processes
+_HERE = [name for name in PARTS if name not in ("tests", "shared", "link", "faults")]  # they start processes
 
 
 @pytest.mark.parametrize("name", _HERE)
@@ -51,6 +52,28 @@ def test_step_times_on_an_emulated_network(tmp_path: Path) -> None:
     columns = {"condition", "network", "entrant", "step_ms", "least_ms", "most_ms", "steps", "speed_up"}
     assert all(set(row) == columns and row["step_ms"] > 0 for row in record.rows)
     assert check["status"] == "skipped" or len(record.rows) == len(ENTRANTS)
+
+
+def test_what_ranks_say_that_lost_one() -> None:
+    stayed = {"right": 0.96, "changes": [[0, 0, 0.3], [1, 0, 0.47], [0, 1, 0.08]]}
+    returned = {"right": 0.95, "changes": [[0, 0, 0.5]]}
+    assert check([stayed, stayed, returned]) == ([0.3, 0.47, 0.08] * 2, 0.95)
+    for changes, right, message in (
+        ([[0, 1, 0.1]], 0.9, "nobody was lost"),
+        ([[1, 0, 0.1]], 0.9, "nobody joined"),
+        ([[1, 1, 0.1]], 0.12, "12.0% of the test images"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            check([{"right": right, "changes": changes}, returned])
+
+
+@pytest.mark.slow
+@pytest.mark.lab
+def test_a_rank_that_is_lost_and_comes_back(tmp_path: Path) -> None:
+    record = Record("faults", True, tmp_path / "faults.json")
+    PARTS["faults"].run(record)
+    (found,) = record.checks
+    assert found["status"] == "passed" or "no emulated hosts" in found["detail"], found
 
 
 def test_tests_with_several_ranks_need_a_gpu(tmp_path: Path) -> None:

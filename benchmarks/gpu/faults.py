@@ -1,0 +1,65 @@
+"""Part 13: a fault-tolerant job with CUDA models: a rank is killed and comes back, and the others train on.
+
+Each rank is a host of `bagua.lab`; they share the GPU. Groups are of gloo, through host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.record import Record, Skip
+
+__all__ = ["check", "run"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_ALGORITHMS = ("bytegrad", "low_precision_decentralized")
+_HOSTS = 3
+_LIMIT_S = 110
+
+
+def run(record: Record) -> None:
+    """One check for each algorithm."""
+    on_gpu = torch.cuda.is_available() and not record.dry
+    for algorithm in _ALGORITHMS if on_gpu else _ALGORITHMS[:1]:
+        with (
+            record.check(f"{algorithm}: a rank is killed and comes back") as entry,
+            tempfile.TemporaryDirectory() as at,
+        ):
+            lab = [sys.executable, "-m", "bagua", "lab", "run", "--hosts", str(_HOSTS), "--keep-going", "--"]
+            job = [sys.executable, "-m", "bagua", "run", "--fault-tolerant", "--max-restarts", "1"]
+            job += ["benchmarks/gpu/faults_rank.py", at, algorithm, "cuda" if on_gpu else "cpu"]
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+            words = [*lab, *job]
+            done = subprocess.run(words, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=_LIMIT_S)
+            text = done.stdout + done.stderr
+            if done.returncode and "LabError" in text:
+                raise Skip(f"no emulated hosts: {text[-300:]}")
+            files = [Path(at) / f"host-{host}.json" for host in range(_HOSTS)]
+            assert done.returncode == 0 and all(map(Path.exists, files)), text[-2500:]
+            entry["stalled_s"], entry["right"] = check([json.loads(file.read_text()) for file in files])
+
+
+def check(hosts: Sequence[dict[str, Any]]) -> tuple[list[float], float]:
+    """Seconds that the ranks which stayed stalled at changes of the members, and the share of the test images.
+
+    Args:
+        hosts: what their ranks have written: for each change how many were lost and joined, and seconds; and the share.
+
+    Raises:
+        AssertionError: nobody was lost, nobody joined, or the model is not trained.
+    """
+    stayed = [change for host in hosts[:-1] for change in host["changes"]]
+    assert any(lost for lost, _, _ in stayed), "nobody was lost"
+    assert any(joined for _, joined, _ in stayed), "nobody joined"
+    right = min(host["right"] for host in hosts)
+    assert right > 0.8, f"{right:.1%} of the test images right"
+    return [seconds for _, _, seconds in stayed], right
