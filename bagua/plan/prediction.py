@@ -89,8 +89,8 @@ def _step_s(
     if recipe.moment is Moment.GRADIENT:
         return _overlapped_s(recipe, workload, factor, exchanges, cluster)
     if recipe.moment is Moment.STEP:
-        # What is summed within a host is waited for.
-        waits = recipe.buckets[0].exchange.hierarchical
+        # What is summed within a host is waited for, unless all of the exchange works on copies.
+        waits = recipe.buckets[0].exchange.hierarchical and not recipe.passes
         near = [[each for each in phases if waits and not each.host_bytes] for phases in exchanges]
         far = [[each for each in phases if not waits or each.host_bytes] for phases in exchanges]
         beside = max(compute, _exchanges_s(recipe, far, cluster))

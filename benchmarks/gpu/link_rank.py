@@ -27,6 +27,7 @@ from bagua.codecs import Sign
 
 __all__ = ["ENTRANTS"]
 
+_WARM_UP = 2  # steps
 Ready = tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]
 Make = Callable[[nn.Module, torch.optim.Optimizer], Ready]
 
@@ -88,7 +89,7 @@ def main() -> None:
     bagua.init_process_group(store=store, rank=rank, world_size=size)
     times: dict[str, list[float]] = {name: [] for name in ENTRANTS}
     for name in [*ENTRANTS, *reversed(ENTRANTS)]:
-        times[name] += _measure(ENTRANTS[name], device, 1 if dry else 4)
+        times[name] += _measure(ENTRANTS[name], device, 1 if dry else 3)
     (folder / f"rank-{rank}.json").write_text(json.dumps(times))
     bagua.destroy_process_group()
 
@@ -100,14 +101,14 @@ def _measure(make: Make, device: torch.device, steps: int) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     model, optimizer, close = make(model, optimizer)
     x, found = torch.randn(32, wide, device=device), []
-    for step in range(3 + steps):
+    for step in range(_WARM_UP + steps):
         began = time.perf_counter()
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        if step >= 3:
+        if step >= _WARM_UP:
             found.append(time.perf_counter() - began)
     close()
     return found

@@ -27,12 +27,18 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
 _HERE = [name for name in PARTS if name not in ("tests", "shared", "link", "faults")]  # they start processes
 
 
+def dry(name: str, folder: Path) -> Record:
+    """What a part finds without a GPU."""
+    record = Record(name, True, folder / f"{name}.json")
+    PARTS[name].run(record)
+    return record
+
+
 @pytest.mark.parametrize("name", _HERE)
 def test_a_dry_part(name: str, tmp_path: Path) -> None:
     if name == "kernels" and importlib.util.find_spec("triton") is not None:
         skip_if_interpreter_fails()
-    record = Record(name, True, tmp_path / f"{name}.json")
-    PARTS[name].run(record)
+    record = dry(name, tmp_path)
     record.save()
     found = json.loads(record.path.read_text()) if record.path is not None else {}
     assert found["status"] == "passed", [check for check in found["checks"] if check["status"] == "failed"]
@@ -45,8 +51,7 @@ def test_a_dry_part(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.lab
 def test_step_times_on_an_emulated_network(tmp_path: Path) -> None:
-    record = Record("link", True, tmp_path / "link.json")
-    PARTS["link"].run(record)
+    record = dry("link", tmp_path)
     (check,) = record.checks
     assert check["status"] == "passed" or "no emulated hosts" in check["detail"], check
     columns = {"condition", "network", "entrant", "step_ms", "least_ms", "most_ms", "steps", "speed_up"}
@@ -70,21 +75,18 @@ def test_what_ranks_say_that_lost_one() -> None:
 @pytest.mark.slow
 @pytest.mark.lab
 def test_a_rank_that_is_lost_and_comes_back(tmp_path: Path) -> None:
-    record = Record("faults", True, tmp_path / "faults.json")
-    PARTS["faults"].run(record)
+    record = dry("faults", tmp_path)
     (found,) = record.checks
     assert found["status"] == "passed" or "no emulated hosts" in found["detail"], found
 
 
 def test_tests_with_several_ranks_need_a_gpu(tmp_path: Path) -> None:
-    record = Record("shared", True, tmp_path / "shared.json")
-    PARTS["shared"].run(record)
+    record = dry("shared", tmp_path)
     assert record.status == "skipped" and "no GPU" in record.reason
 
 
 def test_what_is_measured_has_rows(tmp_path: Path) -> None:
-    record = Record("rates", True, tmp_path / "rates.json")
-    PARTS["rates"].run(record)
+    record = dry("rates", tmp_path)
     columns = {"codec", "operation", "megabytes", "us", "traffic_gb_per_s", "memcpy_gb_per_s", "share"}
     assert record.rows and all(set(row) == columns and row["share"] > 0 for row in record.rows)
 

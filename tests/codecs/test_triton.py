@@ -57,12 +57,17 @@ def test_cuda_tensors_use_triton(monkeypatch: pytest.MonkeyPatch):
 @needs_triton
 @pytest.mark.parametrize("codec", [Sign(block=136), Int4(block=136), MinMaxUInt8(block=136)], ids=repr)
 def test_scales_and_lost_blocks(codec: Codec, device: torch.device):
+    skip_unless_kernels_run_on(device)
+    for scale in (2.0**-149, 2.0**-130, 2.0**-101, 1.0, 3e38):  # the largest overflow
+        check(codec, torch.randn((4, 1000), generator=torch.Generator().manual_seed(5)).to(device) * 8 * scale)
+
+
+def skip_unless_kernels_run_on(device: torch.device) -> None:
+    """On the GPU where there is one, else in the interpreter."""
     if device.type == "cpu" and torch.cuda.is_available():
         pytest.skip("Triton's kernels run on the GPU here")
     if device.type == "cpu":
         skip_if_interpreter_fails()
-    for scale in (2.0**-149, 2.0**-130, 2.0**-101, 1.0, 3e38):  # the largest overflow
-        check(codec, torch.randn((4, 1000), generator=torch.Generator().manual_seed(5)).to(device) * 8 * scale)
 
 
 def check(codec: Codec, x: torch.Tensor, bad: bool = True) -> None:
@@ -89,10 +94,7 @@ _ONES = ("n", "num_blocks", "rows", "from_rows", "x_stride", "residual_stride", 
 @needs_triton
 @pytest.mark.parametrize("codec", [Sign(block=136), Int4(block=136), MinMaxUInt8(block=136)], ids=repr)
 def test_negative_zeros(codec: Codec, device: torch.device):
-    if device.type == "cpu" and torch.cuda.is_available():
-        pytest.skip("Triton's kernels run on the GPU here")
-    if device.type == "cpu":
-        skip_if_interpreter_fails()
+    skip_unless_kernels_run_on(device)
     x = torch.zeros((4, 1000), device=device)
     x[:, ::3] = -0.0
     check(codec, x, bad=False)

@@ -45,6 +45,14 @@ def test_a_faster_link_is_never_slower_and_one_rank_needs_none(name: str) -> Non
     assert predict(name, small, Cluster(1)).step_s == pytest.approx(small.step_s)
 
 
+def test_gossip_among_leaders_waits_for_the_sum_within_the_host_only() -> None:
+    workload = Workload.of(load_model("layers25m"), 0.3)
+    one, four = (Cluster(4, devices=n, bandwidth=1e8, inner_bandwidth=1e10) for n in (1, 4))
+    names = ("low_precision_decentralized", "low_precision_decentralized_overlap")
+    waits, beside = (predict(name, workload, four).step_s - predict(name, workload, one).step_s for name in names)
+    assert waits > 0.01 and beside < waits / 2
+
+
 def test_bytes_are_those_that_algorithms_say() -> None:
     cluster, workload = Cluster(4, bandwidth=1e9), Workload.of(load_model("layers25m"), 0.1)
     for name in ("gradient_allreduce", "bytegrad", "qadam_1bit", "decentralized_shift_one", "local_sgd", "diloco"):
