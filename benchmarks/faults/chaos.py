@@ -23,6 +23,7 @@ from benchmarks.faults.task import longest_interval
 __all__ = ["ANCHOR_PER_HOUR", "chaos", "growth", "inject", "lost_s", "mean_loss", "undisturbed"]
 
 ANCHOR_PER_HOUR = 125.0  # the rate of ft-diloco's public chaos run, 32 replicas
+_SERVES = "bagua-weights"  # the thread that hands the weights to a host
 _LAST = 10  # looks at what a process holds, 2 s each
 _LEAST = 3  # hosts that train are never fewer by a fault
 _LEAST_LOOKS = 8  # at a store: of fewer, one may be of weights on their way and the next one not
@@ -203,8 +204,10 @@ def lost_s(processes: list[Process], begin: float, end: float, typical_s: float,
 def growth(processes: list[Process], after: float) -> dict[str, float]:
     """Return by how much what a survivor holds has grown from before the first fault to its end, at most of all.
 
-    Of the ranks, and of their launchers under `launcher_...`. `keys_per_change`: of the store in which groups met last,
-    from the first half of the changes to the second with as many members, for each change; not if there were few.
+    Of the ranks, and of their launchers under `launcher_...`. `threads` are without those that hand weights to hosts
+    that arrive, two for each such host; `serving` counts these hosts. `keys_per_change`: of the store in which groups
+    met last, from the first half of the changes to the second with as many members, for each change; not if there were
+    few.
     """
     found: dict[str, float] = {}
     for prefix, looks in _looks(processes):
@@ -233,12 +236,19 @@ def growth(processes: list[Process], after: float) -> dict[str, float]:
 
 def _looks(processes: list[Process]) -> list[tuple[str, list[tuple[float, dict[str, int]]]]]:
     """Return "" for a rank or "launcher_", and times and what it held then. A launcher outlives its ranks."""
-    ranks = [("", [(each["at"], each["resources"]) for each in process.resources]) for process in processes]
+    ranks = [("", [(each["at"], _apart(each)) for each in process.resources]) for process in processes]
     launchers: dict[tuple[int, int], list[tuple[float, dict[str, int]]]] = defaultdict(list)
     for process in processes:
         for each in process.resources:
             launchers[process.host, each.get("launcher_pid", 0)].append((each["at"], each["launcher"]))
     return [*ranks, *(("launcher_", looks) for looks in launchers.values())]
+
+
+def _apart(look: dict[str, Any]) -> dict[str, int]:
+    """What a rank holds, with threads that serve arriving hosts apart: each has another one, of its store."""
+    serving = Counter(look.get("names", ()))[_SERVES]
+    held = look["resources"]
+    return {**held, "serving": serving} | ({"threads": held["threads"] - 2 * serving} if "threads" in held else {})
 
 
 def new_threads(processes: list[Process], after: float) -> dict[str, int]:
