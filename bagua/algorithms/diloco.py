@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
@@ -25,7 +25,6 @@ from bagua.algorithms.round_moments import (
     set_up_rounds,
     shows_mean_steps,
 )
-from bagua.algorithms.rounds import told, uses_adam
 from bagua.algorithms.second_moment import (
     check_scalable,
     fit_mean_moments,
@@ -49,7 +48,7 @@ class _Rounds(NamedTuple):
 
 
 _ROUNDS = _Rounds(8, "int4", 0.7, 0.5)
-_ADAM_ROUNDS = _Rounds(3, "eden:bits=3", 1.0, 0.0)  # twice the bytes
+_SHORT_ROUNDS = _Rounds(3, "eden:bits=3", 1.0, 0.0)  # twice the bytes, and a much lower loss
 
 
 @register
@@ -67,18 +66,15 @@ class DiLoCo(Algorithm):
     `bagua.average_parameters` makes the weights of all ranks equal.
 
     Args:
-        communication_interval: H, inner steps between two outer steps; the papers use 100 to 500. None (default): 8.
-        outer_lr, outer_momentum: the outer optimizer; None (default): 0.7 and 0.5. The paper's momentum is 0.9, for
-            hundreds of rounds; in runs of 5 to 80 rounds 0.5 was better with SGD, Adam and Muon
-            (docs/algorithms/diloco.md).
+        communication_interval: H, inner steps between two outer steps; the papers use 100 to 500.
+        outer_lr, outer_momentum: the outer optimizer. The paper's momentum is 0.9, for hundreds of rounds.
         nesterov: Nesterov momentum; None (default): where there is momentum.
-        codec: encoding of d: "int4" (what None, the default, means), "minmax_uint8", "bf16", "identity", or any codec.
-            With these defaults, short rounds of 4 bits, as many bytes are sent as for H = 64 with "identity", and runs
-            of some 500 steps learn better (docs/algorithms/diloco.md).
-            If none of these five options nor `fragments`, `delay` or `mixing` is given and all optimizers are of Adam's
-            kind (their groups have `betas`), there is a round of 3 bits every 3 steps whose outer step takes the
-            average of the weights (rate 1, no momentum): twice the bytes, and a much lower loss
-            (docs/algorithms/local_sgd.md). A notice says so.
+        codec: encoding of d: "int4", "eden:bits=3", "minmax_uint8", "bf16", "identity", or any codec.
+            If none of these five options nor `fragments`, `delay` or `mixing` is given there is a round of 3 bits every
+            3 steps whose outer step takes the average of the weights (rate 1, no momentum). Runs of some 500 steps
+            learn much better by that (docs/algorithms/diloco.md).
+            If one is given, the others are 8 steps, a rate of 0.7, a momentum of 0.5 and "int4": half the bytes. In
+            runs of 5 to 80 rounds 0.5 was better than 0.9 with SGD, Adam and Muon.
         error_feedback: add the compression error of one round to the next (lossy, non-linear codecs).
         fragments: bucket i belongs to fragment i mod `fragments`, and fragment f takes its outer step
             H/fragments steps after fragment f - 1, so that the network is used evenly. Must divide H.
@@ -110,7 +106,7 @@ class DiLoCo(Algorithm):
     """
 
     name: ClassVar[str] = "diloco"
-    summary: ClassVar[str] = "local steps; every few, outer Nesterov SGD on the averaged pseudo-gradient"
+    summary: ClassVar[str] = "local steps; every few, an outer step on the averaged pseudo-gradient"
     exactness: ClassVar[Exactness] = Exactness.PERIODIC
     payload_kind: ClassVar[Payload] = Payload.PARAM
     lost_step: ClassVar[LostStep | None] = LostStep.REPEAT
@@ -134,8 +130,13 @@ class DiLoCo(Algorithm):
         return shown(self, ("mean_moments",))
 
     def __post_init__(self) -> None:
-        if self.communication_interval is not None:
-            check_interval("communication_interval", self.communication_interval)
+        rounds = _ROUNDS if self._given else _SHORT_ROUNDS
+        for name, value in zip(("communication_interval", "codec", "outer_lr", "outer_momentum"), rounds, strict=True):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.nesterov is None:
+            object.__setattr__(self, "nesterov", bool(self.outer_momentum))
+        check_interval("communication_interval", self.interval)
         check_interval("fragments", self.fragments)
         if self.interval % self.fragments:
             raise ValueError(f"fragments: {self.fragments} does not divide communication_interval={self.interval}")
@@ -153,7 +154,7 @@ class DiLoCo(Algorithm):
         if nesterov and not momentum:
             raise ValueError("nesterov: True needs outer_momentum > 0; pass nesterov=False for plain outer SGD")
         check_corrections(self.mean_moments, self.scale_second_moment)
-        if self.mean_moments and self._given and not self._averages:
+        if self.mean_moments and not self._averages:
             raise ValueError(
                 "mean_moments: needs rounds that end with the average of the weights: outer_lr=1, outer_momentum=0, "
                 "fragments=1, delay=0 and no mixing"
@@ -162,7 +163,7 @@ class DiLoCo(Algorithm):
 
     @property
     def _given(self) -> bool:
-        """Whether an option was given that keeps the rounds from being fitted to Adam."""
+        """Whether an option was given that keeps the defaults from being short rounds."""
         options = (self.communication_interval, self.codec, self.outer_lr, self.outer_momentum, self.nesterov)
         return options != (None,) * len(options) or self.fragments != 1 or self.delay != 0 or self.mixing is not None
 
@@ -173,23 +174,20 @@ class DiLoCo(Algorithm):
 
     @property
     def interval(self) -> int:
-        """Inner steps between two outer steps; with Adam only once it was fitted to the optimizers."""
-        return _ROUNDS.interval if self.communication_interval is None else self.communication_interval
+        """Inner steps between two outer steps."""
+        assert self.communication_interval is not None
+        return self.communication_interval
 
     @property
     def _outer(self) -> tuple[float, float, bool]:
         """Learning rate and momentum of the outer optimizer, and whether the momentum is Nesterov's."""
-        momentum = _ROUNDS.momentum if self.outer_momentum is None else self.outer_momentum
-        nesterov = bool(momentum) if self.nesterov is None else self.nesterov
-        return _ROUNDS.lr if self.outer_lr is None else self.outer_lr, momentum, nesterov
+        assert self.outer_lr is not None and self.outer_momentum is not None
+        return self.outer_lr, self.outer_momentum, bool(self.nesterov)
 
     @property
     def _codec(self) -> Codec:
-        return codecs.get(_ROUNDS.codec if self.codec is None else self.codec)
-
-    @property
-    def _fitted_to_adam(self) -> bool:
-        return (self.communication_interval, self.codec, *self._outer[:2]) == _ADAM_ROUNDS
+        assert self.codec is not None
+        return codecs.get(self.codec)
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -204,18 +202,6 @@ class DiLoCo(Algorithm):
     def for_nodes(self, nodes: tuple[tuple[int, ...], ...]) -> tuple[Algorithm, str]:
         """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
         return fit_hierarchy(self, nodes, default=not self._codec.linear)
-
-    def for_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
-        """Short rounds of few bits and a plain outer step with Adam, unless one of the options was given."""
-        rounds = _ADAM_ROUNDS if not self._given and uses_adam(optimizers) else _ROUNDS
-        fitted = replace(
-            self,
-            communication_interval=rounds.interval if self.communication_interval is None else self.interval,
-            codec=rounds.codec if self.codec is None else self.codec,
-            outer_lr=rounds.lr if self.outer_lr is None else self.outer_lr,
-            outer_momentum=rounds.momentum if self.outer_momentum is None else self.outer_momentum,
-        )
-        return replace(fitted, nesterov=fitted._outer[2])
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """The exchange's, spread over the interval."""
@@ -239,8 +225,6 @@ class DiLoCo(Algorithm):
                 f"fragments={self.fragments}, but the parameters fill {len(ctx.buckets)} bucket(s) only; "
                 "lower bucket_bytes or fragments"
             )
-        if self._fitted_to_adam and uses_adam(ctx.optimizers):
-            ctx.notice(told(self.name, ctx.optimizers, _ADAM_ROUNDS.interval, _ADAM_ROUNDS.codec))
         ctx.prepare(self.exchange)
         if self._means(ctx):
             set_up_rounds(ctx, self.interval)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -26,7 +26,6 @@ from bagua.algorithms.round_moments import (
     set_up_rounds,
     shows_mean_steps,
 )
-from bagua.algorithms.rounds import told, uses_adam
 from bagua.algorithms.second_moment import (
     check_scalable,
     fit_mean_moments,
@@ -40,7 +39,7 @@ from bagua.exchanges import Exchange, mix
 __all__ = ["LocalSGD"]
 
 _ROUNDS = (8, "identity")  # interval and codec
-_ADAM_ROUNDS = (2, "minmax_uint8")  # the same bytes
+_SHORT_ROUNDS = (2, "minmax_uint8")  # the same bytes
 
 
 @register
@@ -51,13 +50,13 @@ class LocalSGD(Algorithm):
     Post-local SGD is `Warmup(steps, "gradient_allreduce", "local_sgd")`.
 
     Args:
-        communication_interval: steps between two averages. None (default): 8.
-        codec: "identity" (what None, the default, means) or another linear codec averages the weights. With any other,
-            as "minmax_uint8" or "int4", the change of the weights since the last average is encoded: a round is the one
-            of `DiLoCo` with a plain outer step, and needs a copy of the weights.
-            If neither option is given and all optimizers are of Adam's kind (their groups have `betas`), there is an
-            average of changes in 8 bits every 2 steps. That is as many bytes, and the loss is much lower
-            (docs/algorithms/local_sgd.md); a notice says so.
+        communication_interval: steps between two averages.
+        codec: "identity" or another linear codec averages the weights. With any other, as "minmax_uint8" or "int4", the
+            change of the weights since the last average is encoded: a round is the one of `DiLoCo` with a plain outer
+            step, and needs a copy of the weights.
+            If neither option is given there is an average of changes in 8 bits every 2 steps. That is as many bytes as
+            32 bits every 8 steps, and the loss is much lower (docs/algorithms/local_sgd.md). If only one is given the
+            other is 8 or "identity".
         hierarchical: sum within each node first. None (default) does so where nodes have several ranks and the codec
             is not linear: their ranks would share the node's link.
         mean_moments: after a round set both moments of Adam to those of the mean gradients, which the average of the
@@ -95,20 +94,25 @@ class LocalSGD(Algorithm):
         return shown(self, ("mean_moments",))
 
     def __post_init__(self) -> None:
-        if self.communication_interval is not None:
-            check_interval("communication_interval", self.communication_interval)
+        rounds = _ROUNDS if self.communication_interval or self.codec else _SHORT_ROUNDS
+        for name, value in zip(("communication_interval", "codec"), rounds, strict=True):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        check_interval("communication_interval", self.interval)
         check_keeps_changes(self._codec)
         check_corrections(self.mean_moments, self.scale_second_moment)
         _ = self.exchange  # refuse what does not mix now, not in the middle of a run
 
     @property
     def interval(self) -> int:
-        """Steps between two averages; with Adam only once it was fitted to the optimizers."""
-        return self.communication_interval or _ROUNDS[0]
+        """Steps between two averages."""
+        assert self.communication_interval is not None
+        return self.communication_interval
 
     @property
     def _codec(self) -> Codec:
-        return codecs.get(_ROUNDS[1] if self.codec is None else self.codec)
+        assert self.codec is not None
+        return codecs.get(self.codec)
 
     @cached_property
     def _changes(self) -> DiLoCo | None:
@@ -128,13 +132,6 @@ class LocalSGD(Algorithm):
         """Resolve `hierarchical`; it has no effect on one node, or with one rank per node."""
         return fit_hierarchy(self, nodes, default=not self._codec.linear)
 
-    def for_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
-        """Short rounds of few bits with Adam, unless the interval or the codec was given."""
-        given = (self.communication_interval, self.codec) != (None, None)
-        interval, codec = _ADAM_ROUNDS if not given and uses_adam(optimizers) else _ROUNDS
-        fitted = interval if self.communication_interval is None else self.communication_interval
-        return replace(self, communication_interval=fitted, codec=codec if self.codec is None else self.codec)
-
     def bytes_per_rank(self, n: int, size: int) -> float:
         """The exchange's, spread over the interval."""
         return self.exchange.bytes_per_rank(n, size) / self.interval
@@ -148,8 +145,6 @@ class LocalSGD(Algorithm):
 
     def setup(self, ctx: Context) -> None:
         """Prepare the exchange; the second moments at hand are taken as they are."""
-        if (self.interval, self.codec) == _ADAM_ROUNDS and uses_adam(ctx.optimizers):
-            ctx.notice(told(self.name, ctx.optimizers, *_ADAM_ROUNDS))
         means, scales = self._means(ctx), self._scales(ctx)  # first: they are resolved once, with this name in notices
         if self._changes is not None:
             self._changes.setup(ctx)

@@ -141,7 +141,7 @@ def _all() -> list[Contender]:
         _ours("int4", _mean(4), "gradient_allreduce", codec="int4", error_feedback=True),
         _ours("qadam", _mean(8), how=_adam("qadam")),
         _ours("qadam_1bit", _mean(1), "qadam", _adam("qadam"), codec="sign"),
-        _ours("one_bit_lamb", _mean(1), how=_adam("one_bit_lamb")),
+        _ours("one_bit_lamb", _mean(1), how=_adam("one_bit_lamb"), codec="sign"),
         _ours("zero_one_adam", _mean(1), how=_adam("zero_one_adam")),
         _ours("power_sgd", low_rank, rank=POWER_RANK),
         _ours("decentralized", _mean(32, param)),

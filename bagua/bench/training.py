@@ -83,10 +83,7 @@ class _QAdam(bagua.optim.QAdam):
 
 
 class _OneBitLamb(bagua.optim.OneBitLamb):
-    def _step_warm(self, group: dict[str, Any], batch: Batch) -> None:
-        _descend(group, batch)
-
-    def _step_fixed(self, group: dict[str, Any], batch: Batch) -> None:
+    def _step_lamb(self, group: dict[str, Any], batch: Batch) -> None:
         _descend(group, batch)
 
 

@@ -1,4 +1,4 @@
-"""1-bit LAMB: fixes second moments and scaling coefficients after a warm-up."""
+"""1-bit LAMB: LAMB on gradients that averaged momenta of few bits imply, or with scaling that is fixed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bagua.optim.blocked import Batch, Joined, batches, ranges
-from bagua.optim.checks import check_number
+from bagua.optim.checks import check_flag, check_number
 from bagua.optim.two_stage import update_moments, with_decay, with_floor
 from bagua.optim.warmed import WarmedUp, end_of, warming
 
@@ -17,20 +17,22 @@ __all__ = ["OneBitLamb"]
 
 
 class OneBitLamb(WarmedUp):
-    """LAMB for `warmup_steps` steps, then LAMB with fixed second moments. Used with the algorithm "one_bit_lamb".
+    """LAMB whose gradients come, after `warmup_steps` steps, from quantised momenta. For the algorithm "one_bit_lamb".
 
-    Per parameter tensor ("layer"), with g the mean gradient:
+    Per parameter tensor ("layer"), with g the mean gradient; after the warm-up the one that the mean of the quantised
+    momenta implies, (m - b1 m_before) / (1 - b1):
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  M = m / (1 - b1^k),  V = v / (1 - b2^k)
         p = M / (sqrt(V) + eps),  u = p + weight_decay x
-        warm-up:    c = |x| / |u| within [min_coeff, max_coeff];  a = coeff_beta a + (1 - coeff_beta) c
-                    x -= lr c u
-        afterwards: p uses the V of the warm-up's end, while v is followed further with the gradient that the
-                    mean of the quantised momenta implies, (m - b1 m_before) / (1 - b1);
-                    f = max over elements of (sqrt(V_fixed) + eps) / (sqrt(V) + eps), brought closer to 1 by the
-                    part of weight decay in u, within [factor_min, factor_max] and within factor_threshold
-                    (relative) of the f before
-                    x -= lr a f u
+        c = |x| / |u| within [min_coeff, max_coeff]
+        x -= lr c u
+
+    With `fixed_scaling`, the method of the paper, the scaling is fixed after the warm-up. In the warm-up
+    a = coeff_beta a + (1 - coeff_beta) c; afterwards p uses the V of the warm-up's end, v is followed further, and
+
+        f = max over elements of (sqrt(V_fixed) + eps) / (sqrt(V) + eps), brought closer to 1 by the part of weight
+            decay in u, within [factor_min, factor_max] and within factor_threshold (relative) of the f before
+        x -= lr a f u
 
     c = 1 where |x| or |u| is 0. Layers count their own steps, so one that gets gradients late warms up late.
 
@@ -45,18 +47,23 @@ class OneBitLamb(WarmedUp):
         decoupled_weight_decay: True, the default, is LAMB's own: weight decay stays out of m and v and is part of
             the update whose norm the coefficient c divides by, so it is scaled by c too. It is not AdamW's, which
             nothing scales. False is L2 regularisation: g includes weight_decay x, and u = p.
+        fixed_scaling: fix V and the layers' coefficients after the warm-up, as in the paper. With 8 bits it learns less
+            in what was measured, with 1 bit less on some tasks and more on others (docs/algorithms/one_bit_lamb.md).
+            The other options below, but the bounds of c and `variance_floor`, belong to it.
         max_coeff, min_coeff: bounds of c.
         coeff_beta: decay of the running mean a of c.
         factor_max, factor_min: bounds of f.
         factor_threshold: how far f may move in one step.
-        variance_floor: share of its tensor's mean that v has at least where it is fixed and followed; see `QAdam`.
+        variance_floor: share of its tensor's mean that v has at least when the warm-up ends, elements that never had a
+            gradient included; with `fixed_scaling` also while it is fixed and followed, see `QAdam`.
 
     Raises:
         ValueError: an argument is wrong; the message names it.
 
     Source: arXiv:2104.06069 (1-bit LAMB), algorithm 2; the corrections of m and v as in LAMB itself,
         arXiv:1904.00962, algorithm 2.
-    Differs: 1-bit LAMB leaves the corrections out. Within the warm-up that only matters to the bounds of c, but
+    Differs: the paper fixes the scaling, because momenta of 1 bit disturb v and c. See the docs for when that pays.
+        1-bit LAMB leaves the corrections out. Within the warm-up that only matters to the bounds of c, but
         after a warm-up that is not many times 1 / (1 - b2) steps long, v continues growing for want of one, which f
         takes for larger gradients; it then halves every step. a starts with the first c instead of 0. The paper
         scales layers to a common magnitude before it quantises them with one scale; codecs here have a scale for
@@ -84,11 +91,13 @@ class OneBitLamb(WarmedUp):
         factor_threshold: float = 0.1,
         variance_floor: float = 0.01,
         decoupled_weight_decay: bool = True,
+        fixed_scaling: bool = False,
     ) -> None:
         defaults = {"lr": lr, "warmup_steps": warmup_steps, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"variance_floor": variance_floor, "decoupled_weight_decay": decoupled_weight_decay}
         defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta}
         defaults |= {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
+        defaults |= {"fixed_scaling": fixed_scaling}
         super().__init__(params, defaults)
 
     def check_options(self, options: dict[str, Any]) -> None:
@@ -100,16 +109,23 @@ class OneBitLamb(WarmedUp):
         check_number("factor_min", options["factor_min"], 0, 1)
         check_number("factor_max", options["factor_max"], 1)
         check_number("factor_threshold", options["factor_threshold"], open_low=True)
+        check_flag("fixed_scaling", options["fixed_scaling"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             for slot in (self.state[param] for param in group["params"] if param in self.state):
                 end = end_of(group)
-                if end is not None and slot["step"] >= end and "coeff" not in slot:
+                if not group["fixed_scaling"]:
+                    for name in ("coeff", "floor", "factor"):
+                        slot.pop(name, None)
+                    if "exp_avg_sq_fresh" in slot:  # v was fixed, and followed beside it
+                        slot["exp_avg_sq"] = with_floor(slot.pop("exp_avg_sq_fresh"), group["variance_floor"])
+                        slot["num_updates"] = slot["step"]
+                elif end is not None and slot["step"] >= end and "coeff" not in slot:
                     raise ValueError(
-                        f"state dict: saved by another optimizer at step {slot['step']}, after warmup_steps="
-                        f"{end} had ended; the layers' scaling coefficients are missing"
+                        f"state dict: saved by another optimizer, or without fixed_scaling, at step {slot['step']}, "
+                        f"after warmup_steps={end} had ended; the layers' scaling coefficients are missing"
                     )
 
     @torch.no_grad()
@@ -122,16 +138,18 @@ class OneBitLamb(WarmedUp):
         self.begin_step()
         for group in self.param_groups:
             live = self.live(group)
-            warm = [one for one in live if warming(group, one[2])]
-            fixed = [one for one in live if not warming(group, one[2])]
-            for batch in batches(warm):
-                self._step_warm(group, batch)
+            compressed = [one for one in live if not warming(group, one[2])]
+            fixed = compressed if group["fixed_scaling"] else []
+            if not fixed:
+                _raise_variances(group, compressed)
+            for batch in batches([one for one in live if not fixed or warming(group, one[2])]):
+                self._step_lamb(group, batch)
             for batch in batches(fixed):
                 self._step_fixed(group, batch)
         self.end_step()
         return loss
 
-    def _step_warm(self, group: dict[str, Any], batch: Batch) -> None:
+    def _step_lamb(self, group: dict[str, Any], batch: Batch) -> None:
         params, grads, slots = batch
         for slot in slots:
             slot["num_updates"] += 1
@@ -149,8 +167,9 @@ class OneBitLamb(WarmedUp):
         for slot, weight, update in zip(slots, _norms(params), _norms(joined.tensors), strict=True):
             coeff = weight / update if weight > 0 and update > 0 else 1.0
             coeff = min(max(coeff, group["min_coeff"]), group["max_coeff"])
-            before = slot.get("coeff", coeff)
-            slot["coeff"] = group["coeff_beta"] * before + (1 - group["coeff_beta"]) * coeff
+            if group["fixed_scaling"]:
+                before = slot.get("coeff", coeff)
+                slot["coeff"] = group["coeff_beta"] * before + (1 - group["coeff_beta"]) * coeff
             sizes.append(-float(group["lr"]) * coeff)
         _move(params, joined.tensors, sizes)
 
@@ -174,6 +193,13 @@ class OneBitLamb(WarmedUp):
             factor = min(max(factor, group["factor_min"]), group["factor_max"])
             slot["factor"] = min(max(factor, slot["factor"] * (1 - reach)), slot["factor"] * (1 + reach))
         _move(params, updates, [-float(group["lr"]) * slot["coeff"] * slot["factor"] for slot in slots])
+
+
+def _raise_variances(group: dict[str, Any], live: list[tuple[Tensor, Tensor, dict[str, Any]]]) -> None:
+    """Give v its floor, at the end of the warm-up: momenta of few bits move elements that have no gradient, too."""
+    for _, _, slot in live:
+        if slot["num_updates"] == end_of(group):
+            slot["exp_avg_sq"].copy_(with_floor(slot["exp_avg_sq"], group["variance_floor"]))
 
 
 def _decays(group: dict[str, Any]) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import bagua
@@ -130,9 +130,8 @@ def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
 
 
 def _algorithm(name: str, options: Any) -> Any:
-    made = bagua.algorithms.get(name)
-    known = {each.name for each in fields(made)}
-    return replace(made, **{key: value for key, value in options.items() if key in known})
+    known = {each.name for each in fields(bagua.algorithms.get(name))}
+    return bagua.algorithms.get(name, **{key: value for key, value in options.items() if key in known})
 
 
 def _exchange(algorithm: Any, shapes: Sequence[tuple[int, ...]]) -> Exchange:

@@ -90,10 +90,13 @@ def _configurations() -> Iterable[Configuration]:
     yield sgd("decentralized exponential", "decentralized", topology="exponential")
     yield sgd("low_precision_decentralized", "low_precision_decentralized")
     yield sgd("low_precision overlapped", "low_precision_decentralized", overlap=True)
-    yield sgd("local_sgd", "local_sgd")
-    yield sgd("local_sgd after 25 %", "local_sgd", 0.25)
+    long: dict[str, Any] = {"communication_interval": 8, "codec": "identity"}
+    yield sgd("local_sgd", "local_sgd", **long)
+    yield sgd("local_sgd after 25 %", "local_sgd", 0.25, **long)
+    yield sgd("local_sgd short rounds", "local_sgd")
     yield sgd("diloco", "diloco", communication_interval=16, codec="identity")
     yield sgd("diloco after 25 %", "diloco", 0.25, communication_interval=16, codec="identity")
+    yield sgd("diloco short rounds", "diloco")
     yield sgd("sparse_loco", "sparse_loco", communication_interval=16)
     yield Configuration("async", "sgd", "async", {"sync_interval_ms": 0}, processes=True)
     yield Configuration("async after 25 %", "sgd", "async", {"sync_interval_ms": 0}, 0.25, processes=True)
@@ -113,16 +116,18 @@ def _configurations() -> Iterable[Configuration]:
     yield adam("qadam", "qadam", "qadam")
     yield adam("qadam sign", "qadam", "qadam", codec="sign")
     yield adam("zero_one_adam", "zero_one_adam", "zero_one_adam")
-    long: dict[str, Any] = {"communication_interval": 8, "codec": "identity"}
     yield adam("local_sgd, adam", "local_sgd", **long)
     yield adam("local_sgd after 25 %, adam", "local_sgd", warmup=0.25, **long)
-    yield adam("local_sgd by optimizer, adam", "local_sgd")
+    yield adam("local_sgd short rounds, adam", "local_sgd")
     own: dict[str, Any] = {"communication_interval": 16, "codec": "identity"}
     yield adam("diloco, adam", "diloco", **own)
     yield adam("diloco after 25 %, adam", "diloco", warmup=0.25, **own)
-    yield adam("diloco by optimizer, adam", "diloco")
+    yield adam("diloco short rounds, adam", "diloco")
+    one_bit: dict[str, Any] = {"codec": "sign"}
     yield Configuration("one_bit_lamb", "lamb", "one_bit_lamb", optimizer="one_bit_lamb")
-    yield Configuration("one_bit_lamb 8 bits", "lamb", "one_bit_lamb", {"codec": "minmax_uint8"}, 0.0, "one_bit_lamb")
+    yield Configuration("one_bit_lamb fixed scaling", "lamb", "one_bit_lamb", optimizer="one_bit_lamb_fixed")
+    yield Configuration("one_bit_lamb sign", "lamb", "one_bit_lamb", one_bit, 0.0, "one_bit_lamb")
+    yield Configuration("one_bit_lamb sign, fixed scaling", "lamb", "one_bit_lamb", one_bit, 0.0, "one_bit_lamb_fixed")
 
 
 def all_configurations() -> list[Configuration]:
@@ -167,8 +172,8 @@ def make_optimizer(kind: str, params: Iterable[nn.Parameter], lr: float, steps: 
         return torch.optim.Adam(held, lr=lr)
     if kind == "lamb":  # in its first stage, which is LAMB, for ever
         return optim.OneBitLamb(held, lr=lr, warmup_steps=steps + 1)
-    if kind == "one_bit_lamb":
-        return optim.OneBitLamb(held, lr=lr, warmup_steps=warm)
+    if kind in ("one_bit_lamb", "one_bit_lamb_fixed"):
+        return optim.OneBitLamb(held, lr=lr, warmup_steps=warm, fixed_scaling=kind.endswith("fixed"))
     if kind == "qadam":
         return optim.QAdam(held, lr=lr, warmup_steps=warm)
     if kind == "zero_one_adam":

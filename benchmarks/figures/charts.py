@@ -51,7 +51,7 @@ def draw_choice(results: Tradeoff, convergence: Convergence) -> Drawing:
         ("large matrices", ["*power_sgd", measured("power_sgd")]),
         ("Adam", ["*qadam", measured("qadam")]),
         ("Adam, thousands of steps", ["*qadam", 'codec="sign"', measured("qadam_1bit")]),
-        ("LAMB, large batches", ["*one_bit_lamb", measured("one_bit_lamb")]),
+        ("LAMB, large batches", ["*one_bit_lamb", 'codec="sign"', measured("one_bit_lamb")]),
     ]
     right = [
         ("some ranks are slow", ["*async", measured("async")]),

@@ -19,8 +19,9 @@ _REASONS = {
     "bytegrad top_k + feedback": "1 % of the elements: each is sent about every 100 steps, of 150",
     "qadam sign": "1 bit, as with bytegrad; 1.1 % behind when trained three times as long",
     "zero_one_adam": "1 bit, as with bytegrad; 1.8 % behind in three times as many steps; better than DDP in 8 bits",
-    "one_bit_lamb": "half is the codec, half the fixed coefficient: its steps shrink with the momentum, LAMB's do not",
-    "one_bit_lamb 8 bits": "the fixed coefficient; with LAMB's own it would be 1.7 %, but that is another algorithm",
+    "one_bit_lamb fixed scaling": "the fixed coefficient: steps shrink with the momentum, LAMB's do not",
+    "one_bit_lamb sign": "1 bit: much of a step's length, which LAMB fixes, is noise of the codec",
+    "one_bit_lamb sign, fixed scaling": "half is the codec, half the fixed coefficient",
     "local_sgd, adam": "second moments of small batches: steps up to half as long. With twice the learning rate 2.5 % "
     "better than DDP at the common one",
     "sparse_loco": "1.6 % of the elements in each of nine rounds: at the end most changes are still in the residuals",

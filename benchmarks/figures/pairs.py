@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import bagua
-from bagua.algorithms import DiLoCo, LocalSGD
 from bagua.algorithms.feedback import fit_feedback
 from bagua.bench import contenders
 from bagua.bench.training import make_optimizer as timed_optimizer
@@ -26,7 +25,7 @@ CANDIDATES = {
     "int4": "bytegrad int4 + feedback",
     "qadam": "qadam",
     "qadam_1bit": "qadam sign",
-    "one_bit_lamb": "one_bit_lamb",
+    "one_bit_lamb": "one_bit_lamb sign",
     "zero_one_adam": "zero_one_adam",
     "power_sgd": "power_sgd",
     "decentralized": "decentralized all",
@@ -88,8 +87,6 @@ def _trained(runs: Convergence, configuration: str) -> dict[str, Any]:
 def _resolved(algorithm: str, options: Any, kind: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """All settings that decide what is sent and when, defaults included."""
     made = bagua.algorithms.get(algorithm, **options)
-    if isinstance(made, LocalSGD | DiLoCo):  # their rounds depend on the optimizer
-        made = made.for_optimizers([optimizer])
     assert is_dataclass(made) and not isinstance(made, type)
     found = asdict(made)
     if isinstance(found.get("codec"), str) and "error_feedback" in found:

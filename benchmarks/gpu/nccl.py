@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,6 +27,7 @@ from benchmarks.gpu.record import Record, Skip
 __all__ = ["inline_if_dry", "run"]
 
 _ALGORITHMS = ("gradient_allreduce", "bytegrad", "power_sgd", "decentralized", "local_sgd", "diloco")
+_OPTIONS: dict[str, dict[str, Any]] = {"local_sgd": {"communication_interval": 2}}  # of the weights, not of changes
 _EXACT = ("gradient_allreduce", "decentralized", "local_sgd")
 
 
@@ -135,7 +137,8 @@ def _train(algorithm: str | None, device: torch.device, on_gpu: bool) -> list[to
     if algorithm is not None:
         with inline_if_dry(not on_gpu):
             team = mirror.MirrorTeam(mirror.nccl if on_gpu else mirror.gloo)
-            bagua.distribute(model, optimizer, algorithm, bucket_bytes=4 * wide * wide, process_group=team)
+            options = {"bucket_bytes": 4 * wide * wide, **_OPTIONS.get(algorithm, {})}
+            bagua.distribute(model, optimizer, algorithm, process_group=team, **options)
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
         optimizer.zero_grad()

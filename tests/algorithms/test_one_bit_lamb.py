@@ -1,4 +1,4 @@
-"""1-bit LAMB equals a plain numpy oracle of its paper."""
+"""1-bit LAMB equals a plain numpy oracle, with its own scaling and with that of the paper."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ def within(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def oracle(size: int, weight_decay: float, decoupled: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Weights after each step; the factors of each layer after the warm-up."""
+def oracle(
+    size: int, weight_decay: float, decoupled: bool = True, paper: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights after each step; with the scaling of the paper the factors of each layer after the warm-up."""
     x, m, v = start(), np.zeros(N), np.zeros(N)
     fixed, coeff, factor = np.zeros(N), [0.0, 0.0], [1.0, 1.0]
     seen, factors = [], []
@@ -48,9 +50,9 @@ def oracle(size: int, weight_decay: float, decoupled: bool = True) -> tuple[np.n
         x = x.copy()
         for layer, at in enumerate(LAYERS):
             now = v[at] / (1 - B2**k)
-            p = m[at] / (1 - B1**k) / (np.sqrt(now if k <= WARMUP else fixed[at]) + EPS)
+            p = m[at] / (1 - B1**k) / (np.sqrt(fixed[at] if paper and k > WARMUP else now) + EPS)
             u = p + (weight_decay * x[at] if decoupled else 0)
-            if k <= WARMUP:
+            if k <= WARMUP or not paper:
                 c = within(np.linalg.norm(x[at]) / np.linalg.norm(u), BOUNDS["min_coeff"], BOUNDS["max_coeff"])
                 coeff[layer] = c if k == 1 else 0.8 * coeff[layer] + 0.2 * c
             else:
@@ -65,19 +67,20 @@ def oracle(size: int, weight_decay: float, decoupled: bool = True) -> tuple[np.n
     return np.stack(seen), np.array(factors)
 
 
+@pytest.mark.parametrize("paper", [False, True])
 @pytest.mark.parametrize(
     ("size", "weight_decay", "decoupled"),
     [(1, 0.1, True), (2, 0.0, True), (2, 0.1, True), (3, 0.1, False), (3, 0.1, True), (4, 0.0, True), (8, 0.1, True)],
 )
-def test_without_loss_it_is_the_oracle(size: int, weight_decay: float, decoupled: bool) -> None:
+def test_without_loss_it_is_the_oracle(size: int, weight_decay: float, decoupled: bool, paper: bool) -> None:
     algorithm = OneBitLamb(codec=Plain(), error_feedback=False)
-    options = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled}
+    options = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled, "fixed_scaling": paper}
     results = run_teams(size, follow, algorithm, STEPS, lambda p: optimizer(p, **options))
-    want, factors = oracle(size, weight_decay, decoupled)
+    want, factors = oracle(size, weight_decay, decoupled, paper)
     for seen, _ in results:
         assert np.abs(seen - want).max() < 1e-4
         assert np.array_equal(seen, results[0][0])
-    assert len(np.unique(factors)) > 5, "the bounds of this run let nothing through"
+    assert not paper or len(np.unique(factors)) > 5, "the bounds of this run let nothing through"
 
 
 def test_1_bit_follows_lamb() -> None:
@@ -95,7 +98,7 @@ def test_1_bit_follows_lamb() -> None:
 def test_the_factor_stays_1_while_gradients_keep_their_size() -> None:
     """After a warm-up far shorter than 1 / (1 - b2): v itself still grows, and must not be taken for gradients."""
     param = nn.Parameter(torch.ones(6))
-    own = bagua.optim.OneBitLamb([param], lr=1e-4, warmup_steps=5)
+    own = bagua.optim.OneBitLamb([param], lr=1e-4, warmup_steps=5, fixed_scaling=True)
     for step in range(40):
         param.grad = torch.full((6,), 1.0 if step % 2 else -1.0)
         own.step()
@@ -109,22 +112,71 @@ def test_hierarchical(nodes: list[int]) -> None:
     assert max(np.abs(seen - oracle(len(nodes), 0.0)[0]).max() for seen, _ in results) < 1e-4
 
 
-def test_resume_is_bit_identical() -> None:
+@pytest.mark.parametrize("paper", [False, True])
+def test_resume_is_bit_identical(paper: bool) -> None:
     stops = (4, WARMUP, WARMUP + 1, WARMUP + 5)
-    results = run_teams(3, interrupted, optimizer, OneBitLamb(), stops, WARMUP + 9)
+    make = lambda params: optimizer(params, fixed_scaling=paper)  # noqa: E731
+    results = run_teams(3, interrupted, make, OneBitLamb(), stops, WARMUP + 9)
     for whole, resumed in results:
         assert [stop for stop in stops if not torch.equal(whole, resumed[stop])] == []
         assert torch.equal(whole, results[0][0])
 
 
-def test_zero_weights_and_unused_elements() -> None:
+@pytest.mark.parametrize("paper", [False, True])
+def test_zero_weights_and_unused_elements(paper: bool) -> None:
     """A layer of zeros takes steps of its own length; elements without gradients stay after the warm-up."""
     param = nn.Parameter(torch.zeros(6))
-    own = optimizer([param], warmup_steps=3)
-    for _ in range(8):
-        param.grad = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0, 0.0])
+    own = optimizer([param], warmup_steps=3, fixed_scaling=paper)
+    for step in range(8):
+        noise = 0.1 if step > 3 else 0.0  # of a codec
+        param.grad = torch.tensor([1.0, -1.0, 0.5, 2.0, noise, -noise])
         own.step()
     assert (param[:4] != 0).all() and torch.equal(param[4:], torch.zeros(2)) and param.isfinite().all()
+
+
+def test_scaling_follows_the_weights() -> None:
+    """Weights that have grown since the warm-up take longer steps, which the paper's scaling does not see."""
+    moved = []
+    for paper in (False, True):
+        param = nn.Parameter(torch.full((8,), 0.2))
+        own = optimizer([param], warmup_steps=5, max_coeff=100.0, min_coeff=0.0, fixed_scaling=paper)
+        for step in range(12):
+            if step == 8:
+                param.data.mul_(10)
+            before = param.detach().clone()
+            param.grad = torch.full((8,), -1.0)
+            own.step()
+        moved.append(float((param.detach() - before).norm()))
+    assert moved[0] > 5 * moved[1] > 0
+
+
+def test_a_state_with_fixed_scaling_goes_on_without() -> None:
+    """The second moment that was followed beside the fixed one takes its place."""
+
+    def steps(own: bagua.optim.OneBitLamb, param: nn.Parameter, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            param.grad = torch.sin(torch.arange(6.0) + step)
+            own.step()
+
+    param = nn.Parameter(torch.ones(6))
+    fixed = optimizer([param], warmup_steps=3, fixed_scaling=True)
+    steps(fixed, param, 0, 8)
+    saved = fixed.state_dict()
+    del saved["param_groups"][0]["fixed_scaling"]  # as saved before there was this option
+    followed = fixed.state[param]["exp_avg_sq_fresh"].clone()
+    own = optimizer([param], warmup_steps=3)
+    own.load_state_dict(saved)
+    slot = own.state[param]
+    assert torch.equal(slot["exp_avg_sq"], followed.clamp(min=float(followed.mean()) * 0.01))
+    assert slot["num_updates"] == 8
+    assert not {"coeff", "factor", "floor", "exp_avg_sq_fresh"} & set(slot)
+    before = param.detach().clone()
+    steps(own, param, 8, 9)
+    assert param.isfinite().all() and not torch.equal(param, before)
+    with pytest.raises(ValueError, match="without fixed_scaling, at step 9, after warmup_steps=3"):
+        state = own.state_dict()
+        state["param_groups"][0]["fixed_scaling"] = True
+        own.load_state_dict(state)
 
 
 def test_state_of_another_optimizer_past_the_warm_up_is_refused() -> None:
@@ -134,7 +186,8 @@ def test_state_of_another_optimizer_past_the_warm_up_is_refused() -> None:
         param.grad = torch.ones(3)
         adam.step()
     with pytest.raises(ValueError, match="another optimizer.*step 12.*warmup_steps=12"):
-        optimizer([param]).load_state_dict(adam.state_dict())
+        optimizer([param], fixed_scaling=True).load_state_dict(adam.state_dict())
+    optimizer([param]).load_state_dict(adam.state_dict())  # LAMB goes on from Adam's moments
 
 
 @pytest.mark.parametrize(
@@ -148,6 +201,7 @@ def test_state_of_another_optimizer_past_the_warm_up_is_refused() -> None:
         ({"factor_min": 2.0}, "factor_min"),
         ({"factor_max": 0.5}, "factor_max"),
         ({"factor_threshold": 0.0}, "factor_threshold"),
+        ({"fixed_scaling": 1}, "fixed_scaling"),
     ],
 )
 def test_bad_options(options: dict[str, Any], word: str) -> None:

@@ -190,7 +190,8 @@ def test_hierarchical_gossip_among_nodes() -> None:
 @pytest.mark.parametrize("steps", [0, 1, 7])
 def test_warmup_hands_over(first: str, then: str, steps: int) -> None:
     size = 3
-    results = run_teams(size, follow, Warmup(steps, first, then), STEPS)
+    parts = [LocalSGD(communication_interval=8) if name == "local_sgd" else name for name in (first, then)]
+    results = run_teams(size, follow, Warmup(steps, *parts), STEPS)
     x = np.tile(start(), (size, 1))
     for step in range(STEPS):
         name = first if step < steps else then
@@ -234,7 +235,7 @@ def test_half_precision_all_reduce(codec: str, bits: int) -> None:
 
 
 def test_bytes_per_step_are_what_available_says() -> None:
-    for algorithm in (Decentralized(peer_selection_mode="shift_one"), LowPrecisionDecentralized(), LocalSGD()):
+    for algorithm in (Decentralized(peer_selection_mode="shift_one"), LowPrecisionDecentralized(), LocalSGD(8)):
         for _, stats in run_teams(4, follow, algorithm, 16):
             step = algorithm.bytes_per_rank(N, 4)
             in_flight = step if isinstance(algorithm, LowPrecisionDecentralized) else 0  # the last one may be

@@ -48,14 +48,13 @@ def test_families() -> None:
     assert families_of([optim.OneBitLamb(params, lr=0.1, warmup_steps=2)]) == ("sgd", "adam")
     assert gap_of("local_sgd", ("sgd", "adam")) == pytest.approx(0.0623, abs=1e-4)
     assert gap_of("async", ("sgd", "adam")) is None
-    assert gap_of("local_sgd by optimizer", ("sgd",)) is None
 
 
-def test_rounds_by_optimizer_are_the_defaults_with_adam() -> None:
+def test_short_rounds_are_the_defaults() -> None:
     optimizers = [torch.optim.AdamW(nn.Linear(2, 2).parameters())]
-    found = [each for each in CANDIDATES if each.row.endswith("by optimizer")]
+    found = [each for each in CANDIDATES if each.row.endswith("short rounds")]
     assert [each.algorithm for each in found] == ["local_sgd", "diloco"]
     for each in found:
-        made, default = each.make(((0,), (1,)), optimizers), get(each.algorithm).for_optimizers(optimizers)
+        made, default = each.make(((0,), (1,)), optimizers), get(each.algorithm)
         assert repr(made) == repr(default.for_nodes(((0,), (1,)))[0])
         assert interval_of(made) == each.period

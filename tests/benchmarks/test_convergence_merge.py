@@ -56,7 +56,7 @@ def test_names_with_commas() -> None:
 
 
 def test_the_results_in_the_repository_can_be_merged_with() -> None:
-    path = Path(__file__).resolve().parents[2] / "benchmarks/results/2026-11-21-convergence/results.json"
+    path = Path(__file__).resolve().parents[2] / "benchmarks/results/2026-11-26-convergence/results.json"
     report, runs = json.loads(path.read_text()), read(path, quick=False)
-    assert len(runs) == len(report["runs"]) and report["merged_with"] == "2026-11-20-convergence"
+    assert len(runs) == len(report["runs"]) and report["merged_with"] == "2026-11-25-convergence"
     assert {row["seeds"] for row in report["rows"]} == {3}

@@ -283,7 +283,7 @@ def test_a_file_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
             yield simulate(job.configuration, job.make_task(), job.seed)
 
     monkeypatch.setattr(suite, "run", run)
-    monkeypatch.setattr(suite, "QUICK_STEPS", 4)
+    monkeypatch.setattr(suite, "QUICK_STEPS", 5)
     file = tmp_path / "suite.json"
     common = ["--quick", "--tasks", "regression", "--json", str(file)]
     assert suite.main([*common, "--only", "local_sgd, sgd;gradient_allreduce, sgd"]) == 0
@@ -299,11 +299,11 @@ def test_a_file_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     local = next(each for each in report["runs"] if each["configuration"] == "local_sgd, sgd")
     assert local["loss_own"] != local["loss"] and local["accuracy_own"] <= 1
     assert "local_sgd, sgd" in capsys.readouterr().out
-    monkeypatch.setattr(suite, "QUICK_STEPS", 5)
+    monkeypatch.setattr(suite, "QUICK_STEPS", 6)
     with pytest.raises(SystemExit):
         suite.main([*common, "--resume"])
-    assert "has steps 4, not 5" in capsys.readouterr().err
-    monkeypatch.setattr(suite, "QUICK_STEPS", 4)
+    assert "has steps 5, not 6" in capsys.readouterr().err
+    monkeypatch.setattr(suite, "QUICK_STEPS", 5)
     with pytest.raises(SystemExit):
         suite.main([*common, "--resume", "--step-ms", "150"])
     assert "has step_ms 0.0, not 150.0" in capsys.readouterr().err

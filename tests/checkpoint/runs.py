@@ -65,7 +65,7 @@ def cases() -> dict[str, Case]:
     """One for each registered algorithm, and those that keep more than usual from step to step."""
     fitting = {
         "qadam": Case(QAdam(), qadam),
-        "one_bit_lamb": Case(OneBitLamb(), lamb),
+        "one_bit_lamb": Case(OneBitLamb(codec="sign"), lamb),
         "zero_one_adam": Case(ZeroOneAdam(), zero_one, stop=7),
         "async": Case(AsyncModelAverage(sync_interval_ms=0)),
         "diloco": Case(DiLoCo(communication_interval=3)),
