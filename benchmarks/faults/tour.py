@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bagua.algorithms import LostStep, get
+from bagua.algorithms import LostStep, LowPrecisionDecentralized, get
 from bagua.algorithms.rounds import interval_of
 from bagua.bench import progress
 from benchmarks.faults.analysis import Fault, cost_of, splits
@@ -124,12 +124,16 @@ def local_steps(settings: Settings) -> int:
     """Return how many steps a rank makes without the others: 0 unless the algorithm exchanges now and then.
 
     With one that waits for nobody those until the silence of the others is a loss, and one in progress at either end.
+    In low-precision gossip ranks wait for their neighbours on the ring only, and for what these have sent in the step
+    before: those until the wait has come from the ends of the longest part to its middle.
     """
     if settings.system != "bagua":
         return 0
     algorithm = configuration_of(settings.algorithm).make(10_000)
     if algorithm.lost_step is LostStep.FREE:
         return math.ceil(settings.detect_s / (settings.step_ms / 1000)) + 2
+    if isinstance(algorithm, LowPrecisionDecentralized):
+        return settings.hosts // 4
     return interval_of(algorithm) - 1
 
 

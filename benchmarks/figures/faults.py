@@ -21,11 +21,13 @@ _LEAST = 1.5  # pixels: a stall of a tenth of a second is seen
 
 
 def rows(path: Path) -> str:
-    """The table of single faults: seconds from the fault to the next step, a line for each system."""
+    """The table of single faults, seconds to the next step. A line for each system and number of hosts."""
     results = json.loads(path.read_text())
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in results["rows"]:
+    hosts = sorted({row["hosts"] for row in results["rows"]})
+    for row in sorted(results["rows"], key=lambda row: row["hosts"]):
         system = f"`{row['algorithm']}`" if row["system"] == "bagua" else _OTHERS[row["system"]]
+        system += f", {row['hosts']} hosts" if row["hosts"] != hosts[0] else ""
         found.setdefault(system, {})[row["fault"]] = row
     faults = [each for each in SCENARIOS if any(row["fault"] == each for row in results["rows"])]
     timed = [each for each in faults if any(row["fault"] == each and row["gap_s"] for row in results["rows"])]
@@ -43,7 +45,6 @@ def rows(path: Path) -> str:
     ]
     without = [SCENARIOS[each].title for each in faults if each not in timed]
     also = f"Played too, without a pause to time: {', '.join(without)}. " if without else ""
-    hosts = sorted({row["hosts"] for row in results["rows"]})
     loads = [row["load_1min"] for row in results["rows"]]
     cores = results["runs"][0]["machine"]["cores"]
     origin = f"`benchmarks/results/{path.parent.name}/{path.name}`, {' and '.join(map(str, hosts))} hosts"

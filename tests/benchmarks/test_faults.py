@@ -93,6 +93,9 @@ def test_steps_that_a_host_makes_before_it_notices_that_it_is_cut_off() -> None:
     settings = systems.Settings(detect_s=2.0, step_ms=100.0)
     steps = [local_steps(replace(settings, algorithm=name)) for name in ("bytegrad", "local_sgd", "async")]
     assert steps == [0, 7, 22]  # none without the others, an interval, and those of `detect_s`
+    # On a ring of eight, those in the middle of a half wait for ranks that wait.
+    rings = [replace(settings, algorithm="low_precision_decentralized", hosts=hosts) for hosts in (4, 8)]
+    assert list(map(local_steps, rings)) == [1, 2]
 
 
 def test_longest_intervals() -> None:
