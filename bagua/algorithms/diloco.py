@@ -88,7 +88,8 @@ class DiLoCo(Algorithm):
             weights shows. Nothing is exchanged for it; two tensors of the size of the weights are kept. Needs a plain
             outer step (rate 1, no momentum), one fragment, no delay and no mixing. None (default): with these, rounds
             of up to 4 steps and at least 3 bits, for `torch.optim.Adam` and `AdamW` without amsgrad and weights of at
-            least 32 bits, unless `scale_second_moment` is true; a notice says so.
+            least 32 bits, unless `scale_second_moment` is true; a notice says so. Other optimizers beside them, such as
+            Muon, keep their state as it is.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
             mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
             and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with the same optimizers and
@@ -210,7 +211,7 @@ class DiLoCo(Algorithm):
     def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """An optimizer must have moments where they are to be corrected."""
         if self.mean_moments:
-            check_mean_moments(params, optimizers)
+            check_mean_moments(params, optimizers, others=True)
         if self.scale_second_moment:
             check_scalable(optimizers)
 
@@ -274,7 +275,7 @@ class DiLoCo(Algorithm):
     def _means(self, ctx: Context) -> bool:
         fits = self._averages and shows_mean_steps(self.interval, self._codec)
         left_open = self.mean_moments is None and not self.scale_second_moment and fits
-        return fit_mean_moments(None if left_open else bool(self.mean_moments), ctx, self.name)
+        return fit_mean_moments(None if left_open else bool(self.mean_moments), ctx, self.name, others=True)
 
     def _scales(self, ctx: Context) -> bool:
         return fit_scaling(False if self._means(ctx) else self.scale_second_moment, ctx, self.name)

@@ -15,6 +15,8 @@ _ERROR = 0.02
 
 __all__ = [
     "Slot",
+    "adam_slots_of",
+    "adams",
     "check_mean_moments",
     "forget_steps",
     "infer_moments",
@@ -38,21 +40,32 @@ class Slot(NamedTuple):
         return int(self.state["step"])
 
 
+def adams(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Those that are Adam or AdamW of torch."""
+    return [each for each in optimizers if isinstance(each, torch.optim.Adam | torch.optim.AdamW)]
+
+
 def check_mean_moments(
-    params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer], option: str = "mean_moments"
+    params: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    option: str = "mean_moments",
+    *,
+    others: bool = False,
 ) -> None:
     """Check that the weights move as Adam moves them, and that their differences are exact enough.
 
     Args:
         option: that asks for it, for messages.
+        others: other optimizers may be there beside Adam; their parameters are left alone.
 
     Raises:
-        ValueError: an optimizer is neither Adam nor AdamW, or is AMSGrad, or a parameter has 16 bits.
+        ValueError: an optimizer is neither Adam nor AdamW, or all are others, or one is AMSGrad, or a parameter has 16
+            bits.
     """
-    kinds = [type(optimizer).__name__ for optimizer in optimizers] or ["none"]
-    if not all(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in optimizers) or not optimizers:
+    kinds, found = [type(optimizer).__name__ for optimizer in optimizers] or ["none"], adams(optimizers)
+    if not found or (len(found) < len(optimizers) and not others):
         raise ValueError(f"{option}: needs torch.optim.Adam or AdamW, got {', '.join(kinds)}")
-    if any(group["amsgrad"] for optimizer in optimizers for group in optimizer.param_groups):
+    if any(group["amsgrad"] for optimizer in found for group in optimizer.param_groups):
         raise ValueError(f"{option}: amsgrad keeps the largest second moment, which cannot be corrected")
     short = next((name for name, param in params.items() if param.element_size() < 4), None)
     if short is not None:
@@ -179,9 +192,18 @@ def _parts(ctx: Context, bucket: Bucket) -> list[tuple[nn.Parameter, Tensor, Ten
 
 def slots_of(ctx: Context) -> dict[nn.Parameter, Slot]:
     """Of the parameters that have state."""
+    return _slots_of(ctx.optimizers)
+
+
+def adam_slots_of(ctx: Context) -> dict[nn.Parameter, Slot]:
+    """Of the parameters that have state and that Adam or AdamW of torch trains."""
+    return _slots_of(adams(ctx.optimizers))
+
+
+def _slots_of(optimizers: Sequence[torch.optim.Optimizer]) -> dict[nn.Parameter, Slot]:
     return {
         param: Slot(optimizer.state[param], group)
-        for optimizer in ctx.optimizers
+        for optimizer in optimizers
         for group in optimizer.param_groups
         for param in group["params"]
         if "exp_avg" in optimizer.state.get(param, {})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bagua.algorithms.base import Bucket, Context
-from bagua.algorithms.mean_moments import Slot, slots_of, sums_of_bits
+from bagua.algorithms.mean_moments import Slot, adam_slots_of, sums_of_bits
 from bagua.codecs import Codec
 
 __all__ = [
@@ -55,7 +55,7 @@ def set_up_rounds(ctx: Context, interval: int) -> None:
 @torch.no_grad()
 def begin_round(ctx: Context, bucket: Bucket, interval: int) -> None:
     """After weights and moments were set: no local step has been made since."""
-    held, counts = slots_of(ctx), ctx.tensor("counts", bucket)
+    held, counts = adam_slots_of(ctx), ctx.tensor("counts", bucket)
     now: list[int] = []
     for param, momenta, second in _parts(ctx, bucket):
         slot = held.get(param)
@@ -84,7 +84,7 @@ def record_local_step(ctx: Context) -> None:
 
     May be called again for the same step.
     """
-    held = slots_of(ctx)
+    held = adam_slots_of(ctx)
     for bucket in ctx.buckets:
         counts, taken, sizes = (ctx.tensor(name, bucket).tolist() for name in ("counts", "taken", "size"))
         for i, (param, momenta, _) in enumerate(_parts(ctx, bucket)):
@@ -130,7 +130,7 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
     size = ctx.groups.world.size
     if size == 1:
         return
-    held = slots_of(ctx)
+    held = adam_slots_of(ctx)
     counts, taken, sizes = (ctx.tensor(name, bucket).tolist() for name in ("counts", "taken", "size"))
     unchanged = ~ctx.tensor("changed", bucket)  # stays on the device
     weights, means = bucket.split(bucket.flat), bucket.split(mean)

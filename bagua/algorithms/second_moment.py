@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bagua.algorithms.base import Context
-from bagua.algorithms.mean_moments import Slot, slots_of
+from bagua.algorithms.mean_moments import Slot, adams, slots_of
 
 __all__ = [
     "check_scalable",
@@ -52,15 +52,16 @@ def fit_scaling(wanted: bool | None, ctx: Context, name: str) -> bool:
     return ctx.keep("scales", lambda: _fit(wanted, ctx, told))
 
 
-def fit_mean_moments(wanted: bool | None, ctx: Context, name: str) -> bool:
+def fit_mean_moments(wanted: bool | None, ctx: Context, name: str, *, others: bool = False) -> bool:
     """Resolve `mean_moments`, once, as `fit_scaling` does.
 
     Args:
         wanted: the option, False where an average does not show the mean step.
         ctx: of the algorithm, in `setup` or later.
         name: of the algorithm, for the notice.
+        others: other optimizers may be there beside Adam.
     """
-    return ctx.keep("means", lambda: _fit(wanted, ctx, told_of_mean_moments(name)))
+    return ctx.keep("means", lambda: _fit(wanted, ctx, told_of_mean_moments(name), others))
 
 
 def told_of_mean_moments(name: str) -> str:
@@ -68,26 +69,33 @@ def told_of_mean_moments(name: str) -> str:
     return f"{name}: moments of Adam are set to those of mean gradients (mean_moments)"
 
 
-def corrects_moments(ctx: Context) -> bool:
+def corrects_moments(ctx: Context, *, others: bool = False) -> bool:
     """Whether moments are corrected by default: several ranks, and Adam or AdamW of torch makes the steps.
 
     Not with amsgrad, and not for weights of 16 bits, whose moments are too coarse to tell what was added.
+
+    Args:
+        others: other optimizers may be there beside Adam.
     """
     wide = all(bucket.flat.dtype in _WIDE for bucket in ctx.buckets)
-    return ctx.groups.size > 1 and wide and fits_adam(ctx.optimizers)
+    return ctx.groups.size > 1 and wide and fits_adam(ctx.optimizers, others=others)
 
 
-def fits_adam(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether there are optimizers, and each is Adam or AdamW of torch, without amsgrad, with wide weights."""
-    adam = all(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in optimizers)
-    groups = [group for each in optimizers for group in each.param_groups]
-    if not (groups and adam) or any(group["amsgrad"] for group in groups):
+def fits_adam(optimizers: Sequence[torch.optim.Optimizer], *, others: bool = False) -> bool:
+    """Whether there are optimizers, and each is Adam or AdamW of torch, without amsgrad, with wide weights.
+
+    Args:
+        others: as in `corrects_moments`.
+    """
+    found = adams(optimizers)
+    groups = [group for each in found for group in each.param_groups]
+    if not groups or (len(found) < len(optimizers) and not others) or any(group["amsgrad"] for group in groups):
         return False
     return all(param.dtype in _WIDE for group in groups for param in group["params"])
 
 
-def _fit(wanted: bool | None, ctx: Context, told: str) -> bool:
-    if wanted is not None or not corrects_moments(ctx):
+def _fit(wanted: bool | None, ctx: Context, told: str, others: bool = False) -> bool:
+    if wanted is not None or not corrects_moments(ctx, others=others):
         return bool(wanted)
     ctx.notice(told)
     return True

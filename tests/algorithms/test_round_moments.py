@@ -96,6 +96,49 @@ def test_all_ways_to_average(algorithm: Algorithm) -> None:
     check(run_teams(3, follow, algorithm, STEPS, adamw, nodes=[0, 0, 1]), oracle(3, 3))
 
 
+def follow_two(team: Team, algorithm: Algorithm, *makes: Any) -> tuple[np.ndarray, set[str]]:
+    """Weights after 24 steps in which b and w have an optimizer each, and names of what is kept."""
+    model = Quadratic()
+    params = [model.b, model.w]
+    optimizers = [make([param]) for make, param in zip(makes, params, strict=True)]
+    bagua.distribute(model, optimizers, algorithm, process_group=team, bucket_bytes=1 << 20)
+    for step in range(STEPS):
+        for each in optimizers:
+            each.zero_grad()
+        model(torch.tensor(targets(3, step)[team.rank], dtype=torch.float32)).backward()
+        for each in optimizers:
+            each.step()
+    kept = {each["name"] for each in bagua.state_dict(model)["tensors"]}
+    bagua.detach(model)
+    return torch.cat([each.detach().view(-1) for each in params]).numpy(), kept
+
+
+@pytest.mark.parametrize("adam_first", [False, True])
+def test_other_optimizers_beside_adam(adam_first: bool) -> None:
+    """Adam's parameters train as they do alone, those of SGD as without `mean_moments`."""
+    makes = [partial(torch.optim.SGD, lr=LR), adamw][:: -1 if adam_first else 1]
+    found = run_teams(3, follow_two, local(3), *makes)
+    plain = run_teams(3, follow_two, local(3, mean_moments=False), *makes)
+    b = Quadratic().b.numel()
+    of_adam, of_sgd = (slice(0, b), slice(b, N))[:: 1 if adam_first else -1]
+    want = oracle(3, 3)[-1]
+    for rank, ((mine, kept), (other, _)) in enumerate(zip(found, plain, strict=True)):
+        assert "momenta" in kept
+        assert np.abs(mine - want[rank])[of_adam].max() < TOLERANCE < np.abs(mine - other)[of_adam].max() / 20
+        assert np.array_equal(mine[of_sgd], other[of_sgd])
+
+
+def test_an_adam_of_another_kind_beside_adam_keeps_its_moments() -> None:
+    nadam = partial(torch.optim.NAdam, lr=LR)
+    found = run_teams(3, follow_two, LocalSGD(1), adamw, nadam)
+    plain = run_teams(3, follow_two, local(1, mean_moments=False), adamw, nadam)
+    b = Quadratic().b.numel()
+    for (mine, kept), (other, _) in zip(found, plain, strict=True):
+        assert "momenta" in kept and not np.array_equal(mine[:b], other[:b])
+        assert np.array_equal(mine[b:], other[b:])
+    assert all("momenta" not in kept for _, kept in run_teams(3, follow_two, LocalSGD(1), nadam, nadam))
+
+
 def test_large_parameters_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_moments, "_BLOCK", 8)
     check(run_teams(3, follow, local(2), STEPS, adamw), oracle(3, 2))
