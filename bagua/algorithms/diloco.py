@@ -72,7 +72,7 @@ class DiLoCo(Algorithm):
         codec: encoding of d: "int4", "eden:bits=3", "minmax_uint8", "bf16", "identity", or any codec.
             If none of these five options nor `fragments`, `delay` or `mixing` is given there is a round of 3 bits every
             3 steps whose outer step takes the average of the weights (rate 1, no momentum). Runs of some 500 steps
-            learn much better by that (docs/algorithms/diloco.md).
+            learn much better by that (docs/algorithms/local_sgd.md).
             If one is given, the others are 8 steps, a rate of 0.7, a momentum of 0.5 and "int4": half the bytes. In
             runs of 5 to 80 rounds 0.5 was better than 0.9 with SGD, Adam and Muon.
         error_feedback: add the compression error of one round to the next (lossy, non-linear codecs).

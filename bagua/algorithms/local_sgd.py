@@ -95,7 +95,8 @@ class LocalSGD(Algorithm):
         return shown(self, ("mean_moments",))
 
     def __post_init__(self) -> None:
-        rounds = _ROUNDS if self.communication_interval or self.codec else _SHORT_ROUNDS
+        given = self.communication_interval is not None or self.codec is not None
+        rounds = _ROUNDS if given else _SHORT_ROUNDS
         for name, value in zip(("communication_interval", "codec"), rounds, strict=True):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)

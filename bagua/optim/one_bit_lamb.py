@@ -54,8 +54,9 @@ class OneBitLamb(WarmedUp):
         coeff_beta: decay of the running mean a of c.
         factor_max, factor_min: bounds of f.
         factor_threshold: how far f may move in one step.
-        variance_floor: share of its tensor's mean that v has at least when the warm-up ends, elements that never had a
-            gradient included; with `fixed_scaling` also while it is fixed and followed, see `QAdam`.
+        variance_floor: share of its tensor's mean that v has at least when the warm-up ends; with `fixed_scaling` also
+            while it is fixed and followed. Elements that are exactly 0 then never had a gradient and no longer move:
+            see `QAdam`.
 
     Raises:
         ValueError: an argument is wrong; the message names it.
@@ -121,7 +122,7 @@ class OneBitLamb(WarmedUp):
                         slot.pop(name, None)
                     if "exp_avg_sq_fresh" in slot:  # v was fixed, and followed beside it
                         slot["exp_avg_sq"] = with_floor(slot.pop("exp_avg_sq_fresh"), group["variance_floor"])
-                        slot["num_updates"] = slot["step"]
+                        slot["num_updates"], slot["raised"] = slot["step"], True
                 elif end is not None and slot["step"] >= end and "coeff" not in slot:
                     raise ValueError(
                         f"state dict: saved by another optimizer, or without fixed_scaling, at step {slot['step']}, "
@@ -196,10 +197,11 @@ class OneBitLamb(WarmedUp):
 
 
 def _raise_variances(group: dict[str, Any], live: list[tuple[Tensor, Tensor, dict[str, Any]]]) -> None:
-    """Give v its floor, at the end of the warm-up: momenta of few bits move elements that have no gradient, too."""
+    """Give v its floor, once, after the warm-up: momenta of 1 bit would move elements that have no gradient, too."""
     for _, _, slot in live:
-        if slot["num_updates"] == end_of(group):
+        if not slot.get("raised"):  # again it would find the infinite ones
             slot["exp_avg_sq"].copy_(with_floor(slot["exp_avg_sq"], group["variance_floor"]))
+            slot["raised"] = True
 
 
 def _decays(group: dict[str, Any]) -> tuple[float, float]:

@@ -17,7 +17,7 @@ _TESTS = 16  # in one window, at most
 
 
 class WarmedUp(TwoStage):
-    """Two-stage optimizer whose second moment v is learned for `warmup_steps` steps and then fixed.
+    """Two-stage optimizer whose second moment v is learned for `warmup_steps` steps and then fixed, if it is.
 
     With `warmup_steps="auto"` the warm-up ends when v is stable. With n_t the sum of the elements of v / (1 - b2^t)
     over all parameters, and D = 1 / (1 - b2) steps, rounded up to a multiple of the distance between two tests:

@@ -179,6 +179,22 @@ def test_a_state_with_fixed_scaling_goes_on_without() -> None:
         own.load_state_dict(state)
 
 
+def test_unused_elements_of_a_state_of_adam_stay_too() -> None:
+    """Loaded past the warm-up: nothing has raised its second moment yet."""
+    param = nn.Parameter(torch.ones(4))
+    adam = torch.optim.Adam([param])
+    for _ in range(WARMUP + 3):
+        param.grad = torch.tensor([1.0, -1.0, 0.5, 0.0])
+        adam.step()
+    own = optimizer([param])
+    own.load_state_dict(adam.state_dict())
+    before = param.detach().clone()
+    for sign in (1, -1, -1):
+        param.grad = torch.tensor([1.0, -1.0, 0.5, 0.1 * sign])
+        own.step()
+    assert param[3] == before[3] and (param[:3] != before[:3]).all() and param.isfinite().all()
+
+
 def test_state_of_another_optimizer_past_the_warm_up_is_refused() -> None:
     param = nn.Parameter(torch.ones(3))
     adam = torch.optim.Adam([param])
