@@ -42,9 +42,8 @@ def gpu_of(rank: int) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def _host_of_its_own(rank: int) -> dict[str, str]:
-    if os.environ.get(SHARE_GPU) != "nccl":
-        return {}
+def host_of_its_own(rank: int) -> dict[str, str]:
+    """Environment with which NCCL takes ranks that share a GPU."""
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
@@ -101,7 +100,8 @@ class RankPool:
                 backend = "gloo"
             job = next(self._jobs)
             for rank, worker in enumerate(self._workers[:size]):
-                extra = {**_host_of_its_own(rank), **({"GROUP_RANK": str(nodes[rank])} if nodes else {})}
+                alone = host_of_its_own(rank) if os.environ.get(SHARE_GPU) == "nccl" else {}
+                extra = {**alone, **({"GROUP_RANK": str(nodes[rank])} if nodes else {})}
                 worker.send((job, rank, size, {**(env or {}), **extra}, group_timeout_s, init, backend, function, args))
             deadline = time.monotonic() + timeout_s
             found = {rank: self._workers[rank].receive(deadline) for rank in range(size) if rank not in stops}

@@ -10,7 +10,15 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("bagua", "lightning_bagua")
 # Attributes of torch's process groups and modules and of a Redis connection, which objects of ours have too.
-OTHERS = {"_timeout", "_sock", "_buffers", "_reduce_scatter_base"}
+OTHERS = {
+    "_timeout",
+    "_sock",
+    "_buffers",
+    "_reduce_scatter_base",
+    "_allgather_base",
+    "_start_coalescing",
+    "_end_coalescing",
+}
 
 
 @cache

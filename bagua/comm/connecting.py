@@ -1,4 +1,4 @@
-"""Connects a gloo group, in time also where a rank of it dies meanwhile."""
+"""Connects a group of gloo or NCCL, in time also where a rank of it dies meanwhile."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from bagua.comm import abortable_nccl
+from bagua.comm.abortable_nccl import AbortableNccl
 from bagua.comm.own_threads import start_thread
 from bagua.comm.store import RendezvousStore
 
-__all__ = ["LateGloo", "connect_gloo"]
+__all__ = ["LateGloo", "connect_gloo", "connect_nccl"]
 
 _ALERT_S = 0.05  # between two alerts
 
@@ -56,6 +59,41 @@ def connect_gloo(
         pg.barrier().wait()
         return pg
 
+    connections = rendezvous.connections
+    return _unless_alerted(connect, alert, lambda: None if connections is None else connections.shut_down())
+
+
+def connect_nccl(
+    rendezvous: RendezvousStore,
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    device: torch.device,
+    alert: Callable[[], object],
+) -> AbortableNccl:
+    """Return an NCCL group that can be aborted. Collective: returns when all of its ranks are connected.
+
+    Args:
+        rendezvous: in which the ranks say that they are there, before NCCL waits for them without a look at anything.
+        store: torch's, in which NCCL meets.
+        timeout: of connecting, and of each operation later.
+        device: of this rank.
+        alert: called again and again; raises if a rank is lost.
+
+    Raises:
+        RuntimeError: not all ranks have come in time, or a connection has failed.
+    """
+    rendezvous.set(f"here/{rank}", b"1")
+    rendezvous.wait([f"here/{each}" for each in range(size)], timeout)
+    pg = abortable_nccl.make_nccl(store, rank, size, timeout)
+    made = AbortableNccl(pg, device, timeout.total_seconds(), alert)
+    _unless_alerted(made.connect, alert, made.abort)
+    return made
+
+
+def _unless_alerted(connect: Callable[[], Any], alert: Callable[[], object] | None, cut: Callable[[], object]) -> Any:
+    """What `connect` returns, from a thread that is left behind when `alert` raises. Then `cut` is called."""
     if alert is None:
         return connect()
     ended: queue.Queue[tuple[Any, RuntimeError | None]] = queue.Queue()
@@ -66,7 +104,7 @@ def connect_gloo(
         except RuntimeError as error:
             ended.put((None, error.with_traceback(None)))
 
-    start_thread(work, "bagua-gloo")
+    start_thread(work, "bagua-connect")
     while True:
         try:
             pg, error = ended.get(timeout=_ALERT_S)
@@ -75,8 +113,7 @@ def connect_gloo(
             try:
                 alert()
             except BaseException:
-                if rendezvous.connections is not None:
-                    rendezvous.connections.shut_down()
+                cut()
                 raise
     if error is not None:
         raise error

@@ -53,9 +53,11 @@ class Group:
             to rank if they are larger. Equal on all ranks; changes no bit.
         connections: of gloo, where a loss can have to free what waits.
         address: at which gloo listens, if it was looked for.
+        abortable: `pg` is an `AbortableNccl`, or would be if there were other ranks: collectives are over when they
+            have been waited for.
         mesh: of the native transport, which then carries what `pipelined` and `collectives` say; None: gloo does.
         waits_since: when the lane's thread began to wait for the transfer that it waits for; None: it does not wait.
-            Known if there are `connections`.
+            Known if there are `connections`, or if `abortable`.
     """
 
     pg: Any
@@ -70,6 +72,7 @@ class Group:
     straight_chunk_bytes: int = STRAIGHT_CHUNK_BYTES
     connections: GlooConnections | None = None
     address: str | None = None
+    abortable: bool = False
     mesh: Mesh | None = None
     waits_since: float | None = None
     _left: bool = False
@@ -80,7 +83,7 @@ class Group:
         Raises:
             CommunicationError: the wait was given up meanwhile, see `give_up_wait`.
         """
-        if self.connections is None:
+        if self.connections is None and not self.abortable:
             work.wait()
             return
         self.waits_since = time.monotonic()

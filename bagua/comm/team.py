@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagua.comm.abortable_nccl import AbortableNccl
 from bagua.comm.backend_kind import backend_kind
-from bagua.comm.connecting import LateGloo, connect_gloo
+from bagua.comm.connecting import LateGloo, connect_gloo, connect_nccl
 from bagua.comm.flight_recorder import avoid_race
 from bagua.comm.groups import Group, Groups
 from bagua.comm.mesh_connect import MeshError, add_meshes
@@ -50,6 +51,7 @@ class Team(StoreTeam):
             is the first, and ranks of one node follow one another. All sums then take the ring. (): in the order of
             the ranks.
         prepared: groups that `open` will return, by name.
+        device: of this rank; needed for NCCL with `alert`, whose groups are connected when they are opened.
     """
 
     backend: str = "gloo"
@@ -59,6 +61,7 @@ class Team(StoreTeam):
     nodes: tuple[tuple[int, ...], ...] = ()
     prepared: dict[str, Groups] = field(default_factory=dict)
     order: tuple[int, ...] = ()
+    device: torch.device | None = None
 
     @classmethod
     def of(cls, process_group: Any, device: torch.device) -> Team:
@@ -259,8 +262,11 @@ class Team(StoreTeam):
         late: str | None = None,
     ) -> Group:
         rank, size = ranks.index(self.rank), len(ranks)
+        abortable = self.backend == "nccl" and self.alert is not None
         if size == 1:
-            return Group(None, rank, size, ranks, self.backend)
+            return Group(None, rank, size, ranks, self.backend, abortable=abortable)
+        if abortable:
+            return Group(self._connect_nccl(name, ranks), rank, size, ranks, self.backend, abortable=True)
         rendezvous: RendezvousStore | None = None
         if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
@@ -290,6 +296,20 @@ class Team(StoreTeam):
                 self.alert()  # it knows better why
             gone = self.describe_missing(f"unconnected/{name}")
             raise CommunicationError(f"ranks {ranks}: connecting over gloo failed: {error}{gone}") from error
+
+    def _connect_nccl(self, name: str, ranks: tuple[int, ...]) -> AbortableNccl:
+        assert self.alert is not None and self.device is not None
+        store = self.store.under(f"group/{name}")
+        rendezvous = RendezvousStore(store, ranks, self.alert)
+        try:
+            made = connect_nccl(
+                rendezvous, store.unbounded, ranks.index(self.rank), len(ranks), self.timeout, self.device, self.alert
+            )
+        except RuntimeError as error:
+            self.alert()  # it knows better why
+            raise CommunicationError(f"ranks {ranks}: connecting over NCCL failed: {error}") from error
+        self.retire([f"group/{name}/{key}" for key in rendezvous.written])
+        return made
 
     def _connect_late(self, name: str, ranks: tuple[int, ...], rendezvous: RendezvousStore) -> Any:
         pg = self._connect_gloo(name, ranks, rendezvous)

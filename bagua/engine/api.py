@@ -164,6 +164,7 @@ def distribute(
         gradient_as_bucket_view,
         rank_order,
         transport=transport,
+        tolerates_over=None if tolerance is None else tolerance.backend,
     )
     try:
         request.check(module, optimizers, algorithm, algorithm_options, autotune)

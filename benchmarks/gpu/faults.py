@@ -1,6 +1,6 @@
 """Part 13: a fault-tolerant job with CUDA models: a rank is killed and comes back, and the others train on.
 
-Each rank is a host of `bagua.lab`; they share the GPU. Groups are of gloo, through host memory.
+Each rank is a host of `bagua.lab`; they share the GPU. Groups are of gloo, through host memory, and of NCCL.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from benchmarks.gpu.record import Record, Skip
 __all__ = ["check", "run"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_ALGORITHMS = ("bytegrad", "low_precision_decentralized")
+_JOBS = tuple((name, backend) for backend in ("gloo", "nccl") for name in ("bytegrad", "low_precision_decentralized"))
 _HOSTS = 3
 _LIMIT_S = 110
 
 
 def run(record: Record) -> None:
-    """One check for each algorithm."""
+    """One check for each algorithm and backend."""
     on_gpu = torch.cuda.is_available() and not record.dry
-    for algorithm in _ALGORITHMS if on_gpu else _ALGORITHMS[:1]:
+    for algorithm, backend in _JOBS if on_gpu else _JOBS[:1]:
         with (
-            record.check(f"{algorithm}: a rank is killed and comes back") as entry,
+            record.check(f"{algorithm} over {backend}: a rank is killed and comes back") as entry,
             tempfile.TemporaryDirectory() as at,
         ):
             lab = [sys.executable, "-m", "bagua", "lab", "run", "--hosts", str(_HOSTS), "--keep-going", "--"]
             job = [sys.executable, "-m", "bagua", "run", "--fault-tolerant", "--max-restarts", "1"]
-            job += ["benchmarks/gpu/faults_rank.py", at, algorithm, "cuda" if on_gpu else "cpu"]
+            job += ["benchmarks/gpu/faults_rank.py", at, algorithm, "cuda" if on_gpu else "cpu", backend]
             env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
             words = [*lab, *job]
             done = subprocess.run(words, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=_LIMIT_S)

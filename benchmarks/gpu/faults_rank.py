@@ -1,6 +1,6 @@
 """One rank of `faults`: trains on handwritten digits, and ends itself once on the last host. Started by `bagua run`.
 
-python -m bagua run --fault-tolerant --max-restarts 1 benchmarks/gpu/faults_rank.py FOLDER ALGORITHM DEVICE
+python -m bagua run --fault-tolerant --max-restarts 1 benchmarks/gpu/faults_rank.py FOLDER ALGORITHM DEVICE BACKEND
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ def main() -> None:
     digits = import_module("digits")
     folder, algorithm, device = Path(sys.argv[1]), sys.argv[2], torch.device(sys.argv[3])
     host = int(os.environ["BAGUA_LAB_HOST"])
+    tolerance = bagua.FaultTolerance(backend=sys.argv[4])
+    if tolerance.backend == "nccl":
+        os.environ.update(NCCL_HOSTID=f"host{host}", NCCL_IB_DISABLE="1")  # else it refuses to share a GPU
     torch.set_num_threads(1)
     torch.manual_seed(0)
     train, test = digits.load_data()
     images, labels = (each.to(device) for each in train.tensors)
     model = digits.DigitsNet().to(device)
     optimizer = digits.make_optimizer(algorithm, model.parameters(), None, sgd_lr=0.05)
-    bagua.distribute(model, optimizer, algorithm, fault_tolerant=True, **digits.make_options(algorithm))
+    bagua.distribute(model, optimizer, algorithm, fault_tolerant=tolerance, **digits.make_options(algorithm))
     lost, stop = folder / "lost", folder / "stop"
     if host == _HOST and lost.exists():
         _write(stop, str(bagua.stats(model).steps + _MORE))

@@ -44,7 +44,7 @@ PARTS = {
         Part("overlap", "overlap", 120, "exchanges beside the backward pass; step time beside DDP"),
         Part("shared", "shared", 300, "tests with several ranks over NCCL, on one GPU"),
         Part("link", "link", 600, "step time beside DDP over NCCL on emulated networks"),
-        Part("faults", "faults", 240, "a rank is killed and comes back"),
+        Part("faults", "faults", 420, "a rank is killed and comes back"),
         Part("launches", "launches", 60, "CPU time of launching codecs and exchanges"),
     )
 }

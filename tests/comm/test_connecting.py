@@ -25,7 +25,7 @@ def rendezvous(store: dist.Store, alert: Callable[[], object] = lambda: None) ->
 def await_threads() -> None:
     """Those that were left behind end, since what they wait for is cut or knows the alert."""
     for thread in threading.enumerate():
-        if thread.name == "bagua-gloo":
+        if thread.name == "bagua-connect":
             thread.join(LIMIT_S)
             assert not thread.is_alive()
 

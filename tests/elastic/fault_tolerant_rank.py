@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import logging
 import math
+import multiprocessing as mp
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ from bagua.errors import CommunicationError
 from bagua.membership import Agent, Epoch, Member, Options, Record
 from bagua.membership.seat import LocalSeat, payload_of
 from bagua.membership.transport import Transport
+from tests.elastic.nccl_stand_in import prepare_nccl
 from tests.fork_server import ForkServer
 
 __all__ = ["Job", "digest", "make_model", "make_optimizer", "open_seat", "start_job"]
@@ -41,7 +43,7 @@ Line = dict[str, Any]
 
 def digest(module: torch.nn.Module) -> str:
     """Of the weights."""
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
+    return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in module.parameters())).hexdigest()
 
 
 def weights(module: torch.nn.Module) -> list[float]:
@@ -82,7 +84,7 @@ def outer_digest(module: torch.nn.Module) -> str:
     kept = kept_tensors(attachments[module].engine)
     own = ("residual", "second_moment", "adam_steps")
     alike = [each for (name, _), each in kept.items() if name not in own]
-    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in alike)).hexdigest()
+    return hashlib.sha256(b"".join(each.cpu().numpy().tobytes() for each in alike)).hexdigest()
 
 
 def watch_commit(pipe: Connection, place: int, step: int, point: str, action: str) -> None:
@@ -193,13 +195,16 @@ def train_steps(pipe: Connection, job: Line) -> None:
     seat, server = open_seat(pipe, job)
     place = job["place"]
     arrives = place >= job["size"]
-    model = make_model()
+    device = torch.device(job["device"])
+    if job["backend"] == "nccl":
+        prepare_nccl(device, place)
+    model = make_model().to(device)
     optimizer = make_optimizer(job["algorithm"], model)
     if job["lr"] is not None:
         optimizer.param_groups[0]["lr"] = job["lr"]
     options = {**job["options"], **(job["options_of_arrival"] if arrives else {})}
     os.environ["BAGUA_SITE"] = options.pop("site", "")
-    tolerance = bagua.FaultTolerance(seat=seat, max_blocked_s=90.0)
+    tolerance = bagua.FaultTolerance(seat=seat, max_blocked_s=90.0, backend=job["backend"])
     if job["at_commit"] is not None and job["at_commit"][0] == place:
         watch_commit(pipe, *job["at_commit"])
     if job["dies_in_distribute"] is not None:
@@ -227,7 +232,7 @@ def train_steps(pipe: Connection, job: Line) -> None:
                 if not job["until_told"] or pipe.poll():
                     break
                 pipe.send({"enough": place})
-        x = torch.randn(8, 20, generator=generator)
+        x = torch.randn(8, 20, generator=generator).to(device)
         if [place, attempt] == job["holds_at"]:
             pipe.send({"holds": attempt})
             pipe.recv()
@@ -294,7 +299,14 @@ class Job:
             pipe.send(self._founders)
 
     def _fork(self, place: int) -> None:
-        self._pipes.append(self._server.fork(run_rank, {"place": place, "size": self._size, **self._job}))
+        job = {"place": place, "size": self._size, **self._job}
+        if self._job["device"] == "cpu":
+            self._pipes.append(self._server.fork(run_rank, job))
+        else:  # CUDA does not stand a fork
+            ours, theirs = mp.Pipe()
+            mp.get_context("spawn").Process(target=run_rank, args=(theirs, job), daemon=True).start()
+            theirs.close()
+            self._pipes.append(ours)
         self.lines.append([])
 
     def arrive(self) -> int:
@@ -374,7 +386,7 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
             `holds_at`: place and attempt; `dies_in_distribute`: place and argument of `die_in_distribute`, and ranks
             begin with weights of their own; `late_in_distribute`: places that call it when a rank is lost; `lr`: of
             the optimizer; `pull`: outputs are drawn there, or away at odd places; `gossip`: tell weights and replicas
-            at the end; others as in `Job`.
+            at the end; `device`, `backend`: of the exchanges, see `prepare_nccl`; others as in `Job`.
     """
     given = {
         "train": train_steps,
@@ -396,6 +408,8 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
         "gossip": False,
         "bucket_bytes": None,
         "lr": None,
+        "device": "cpu",
+        "backend": "gloo",
         "rounds": 0,
         "until_told": False,
         **job,

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from bagua.comm.abortable_nccl import AbortableNccl
 from bagua.comm.gloo_connections import GlooConnections
 from bagua.comm.groups import Groups
 from bagua.comm.mesh import Mesh
@@ -170,7 +171,7 @@ class InlineLane(Lane):
 
 
 class ThreadLane(Lane):
-    """One worker thread, for collectives that block (gloo).
+    """One worker thread, for collectives that block (gloo, and NCCL between ranks that may be lost).
 
     On a GPU the thread works on a stream of its own and a job ends when the GPU has done it: who has waited for the
     ticket needs no event, on whichever stream.
@@ -183,7 +184,8 @@ class ThreadLane(Lane):
         self._running: list[Ticket] = []
         self._cut: float | None = None
         self._left: CommunicationError | None = None
-        free = partial(_free, self._queue, gate, groups.world.connections, groups.world.mesh)
+        nccl = groups.world.pg if groups.world.abortable else None
+        free = partial(_free, self._queue, gate, groups.world.connections, groups.world.mesh, nccl)
         self._thread = start_thread(partial(_work, self._queue, self._running, gate), "bagua-lane", free)
         # The thread holds the queue, not the lane: a lane nobody holds is collected, and its thread ends.
         self._finalizer = weakref.finalize(self, _end, self._queue, gate)
@@ -216,7 +218,8 @@ class ThreadLane(Lane):
         """Let the thread end. One that is stuck in a collective keeps its groups: to free them would wait too."""
         self._finalizer()
         self._thread.join(timeout_s)
-        if self._thread.is_alive() and (self.groups.world.connections is not None or self.groups.native):
+        world = self.groups.world
+        if self._thread.is_alive() and (world.connections is not None or world.abortable or self.groups.native):
             self.sever()  # a thread that returned while the interpreter ends would abort the process
             self._thread.join(_STUCK_S)
         if not self._thread.is_alive():
@@ -254,9 +257,17 @@ def _end(jobs: _Jobs, gate: Gate | None) -> None:
     jobs.put(None)
 
 
-def _free(jobs: _Jobs, gate: Gate | None, connections: GlooConnections | None, mesh: Mesh | None) -> None:
+def _free(
+    jobs: _Jobs,
+    gate: Gate | None,
+    connections: GlooConnections | None,
+    mesh: Mesh | None,
+    nccl: AbortableNccl | None,
+) -> None:
     """At exit, of a lane that nobody holds any more and whose thread is in a collective."""
     _end(jobs, gate)
+    if nccl is not None:
+        nccl.abort()
     if mesh is not None:
         mesh.abort()
     if connections is not None:
@@ -392,6 +403,6 @@ class StreamTicket(Ticket):
 
 def make_lane(groups: Groups, device: torch.device) -> Lane:
     """Return the kind of lane that fits the groups' backend."""
-    if groups.world.backend == "nccl":
+    if groups.world.backend == "nccl" and not groups.world.abortable:
         return StreamLane(groups, device)
     return InlineLane(groups) if groups.world.backend == "local" else ThreadLane(groups, device=device)

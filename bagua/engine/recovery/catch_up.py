@@ -104,9 +104,8 @@ def catch_up(
         return
     place = involved.index(team.rank)
     store = team.store.under("catch_up")
-    part = Team(
-        place, len(involved), store, team.timeout, team.backend, team.name, "", staged=team.staged, alert=team.alert
-    )
+    staged = engine.inventory.device.type == "cuda"
+    part = Team(place, len(involved), store, team.timeout, "gloo", team.name, "", staged=staged, alert=team.alert)
     groups = part.open("state")
     inventory, device = engine.inventory, engine.inventory.device
     everything = {**inventory.parameters, **inventory.frozen}

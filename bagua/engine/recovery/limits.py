@@ -13,6 +13,7 @@ from bagua.algorithms.base import Algorithm
 from bagua.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from bagua.algorithms.registry import registry
 from bagua.algorithms.warmup import Warmup
+from bagua.comm.abortable_nccl import why_no_nccl
 from bagua.engine.startup.request import Request
 from bagua.membership.seat import Seat
 
@@ -29,7 +30,9 @@ def check_tolerates(request: Request, module: object, has_group: bool, seat: Sea
         has_group: the user gave a process group.
         seat: of this process; its agent counts the steps of one module, from the first on.
     """
-    algorithm = request.algorithm
+    algorithm, inventory = request.algorithm, request.inventory
+    if request.tolerates_over == "nccl" and inventory is not None and (problem := why_no_nccl(inventory.device)):
+        return ValueError(f'fault_tolerant: backend: "nccl" cannot be used: {problem}')
     if isinstance(algorithm, Warmup) and not algorithm.lost_step:
         return ValueError(
             "fault_tolerant: Warmup needs a first algorithm that skips a lost step, such as gradient_allreduce, "

@@ -6,21 +6,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 
 from bagua.algorithms.base import Algorithm
-from bagua.comm.node_keys import in_site
-from bagua.comm.remote_store import connect_store
 from bagua.comm.team import Team
 from bagua.engine.lanes.pool import LanePool
 from bagua.engine.recovery.backup import Backup
 from bagua.engine.recovery.change import MembershipChange
+from bagua.engine.recovery.epoch_team import team_of_epoch
 from bagua.engine.recovery.loss_scale import LossScale
-from bagua.engine.recovery.old_keys import prefix_of_group
 from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.options import FaultTolerance
 from bagua.engine.recovery.progress import Progress
@@ -171,21 +168,8 @@ class RecoveryManager:
         Raises:
             CommunicationError: the store does not answer, or the members have changed meanwhile.
         """
-        assert view.rank is not None
         self.view, self._severed = view, False
-        prefix, alert = prefix_of_group(view.group), partial(self._check_group, view.group)
-        store = connect_store(view.store, prefix, self.options.open_timeout_s, alert)
-        return Team(
-            view.rank,
-            len(view.members),
-            store,
-            timedelta(seconds=self.options.open_timeout_s),
-            "gloo",
-            f"epoch {view.epoch}",
-            node=in_site(f"host={self.seat.name}"),
-            staged=device.type == "cuda",
-            alert=alert,
-        )
+        return team_of_epoch(view, self.seat.name, self.options, device, partial(self._check_group, view.group))
 
     def watch(self, pool: LanePool) -> None:
         """Cut the connections of these lanes once their groups are out of use."""

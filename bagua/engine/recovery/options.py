@@ -13,6 +13,8 @@ from bagua.membership.seat import Seat
 
 __all__ = ["FaultTolerance", "as_fault_tolerance", "seat_of"]
 
+_BACKENDS = ("gloo", "nccl")
+
 
 @dataclass(frozen=True)
 class FaultTolerance:
@@ -25,9 +27,11 @@ class FaultTolerance:
         max_blocked_s: seconds to wait for a membership epoch, for example while a minority is cut off. After it the
             rank raises `CommunicationError`.
         seat: the connection to the agent of this host. Default: to the launcher's.
+        backend: what carries the exchanges of CUDA tensors: "gloo", through host memory, or "nccl", which has not been
+            tried on a GPU yet. Equal on all ranks. What newcomers fetch goes over gloo in any case.
 
     Raises:
-        ValueError: names the option that is not a positive number of seconds.
+        ValueError: names the option that is not a positive number of seconds, or no such backend.
 
     Examples:
         >>> bagua.FaultTolerance(max_blocked_s=600.0).open_timeout_s
@@ -37,12 +41,15 @@ class FaultTolerance:
     open_timeout_s: float = 60.0
     max_blocked_s: float = 1800.0
     seat: Seat | None = field(default=None, compare=False, repr=False)
+    backend: str = "gloo"
 
     def __post_init__(self) -> None:
         for name in ("open_timeout_s", "max_blocked_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"{name}: expected a positive number of seconds, got {value!r}")
+        if self.backend not in _BACKENDS:
+            raise ValueError(f"backend: expected one of {', '.join(map(repr, _BACKENDS))}, got {self.backend!r}")
 
 
 def as_fault_tolerance(value: Any) -> FaultTolerance | None:

@@ -323,7 +323,8 @@ def fingerprint(engine: Engine) -> str:
     given = recovery.algorithm if recovery is not None else None
     algorithm = repr(given or engine.state.root)  # the latter is fitted to the nodes, of which a newcomer has one
     sites = bool(site_of(engine.team.node))  # all ranks have one, or none: else a newcomer has to leave
-    return hashlib.sha256(encode([engine.inventory.signature(), algorithm, options, sites])).hexdigest()
+    backend = recovery.options.backend if recovery is not None else None
+    return hashlib.sha256(encode([engine.inventory.signature(), algorithm, options, sites, backend])).hexdigest()
 
 
 def _team(rank: int, store: str, learner: str, nonce: str, timeout_s: float, alert: Callable[[], object]) -> Team:

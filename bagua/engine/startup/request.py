@@ -53,6 +53,7 @@ class Request:
         inventory: the module's tensors.
         tune: how to tune the settings, or None.
         subclasses: tensor subclasses in the optimizers' state.
+        tolerates_over: the backend with which ranks may be lost; None: they may not.
     """
 
     bucket_bytes: int | None
@@ -71,6 +72,7 @@ class Request:
     inventory: Inventory | None = None
     tune: Autotune | None = None
     subclasses: list[Any] = field(default_factory=list)
+    tolerates_over: str | None = None
 
     def check(
         self, module: nn.Module, optimizers: Any, algorithm: str | Algorithm, options: dict[str, Any], autotune: Any
@@ -143,6 +145,7 @@ class Request:
             "gradient_as_bucket_view": str(self.gradient_as_bucket_view),
             "rank_order": repr(self.rank_order),
             "transport": self.transport or "the default",
+            "fault_tolerant": f"over {self.tolerates_over}" if self.tolerates_over else "off",
             "autotune": repr(self.tune),
             "optimizers": ", ".join(
                 f"{type(item).__name__} of {len(item.param_groups)} groups" for item in self.optimizers
