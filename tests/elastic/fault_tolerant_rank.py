@@ -256,6 +256,8 @@ def train_steps(pipe: Connection, job: Line) -> None:
         line |= {"rounds": rounds_of(model), "changes": len(bagua.stats(model).membership)}
         pipe.send({**line, "opening": recovery is not None and recovery.opening is not None})
         time.sleep(job["pause_s"])
+    if job["averages"]:
+        bagua.average_parameters(model)
     stats = bagua.stats(model)
     moments = [optimizer.state[p]["exp_avg_sq"].sum().item() for p in model.parameters()]
     changes = [{"lost": c.lost, "joined": c.joined, "step": c.step, "skipped": c.skipped} for c in stats.membership]
@@ -386,7 +388,8 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
             `holds_at`: place and attempt; `dies_in_distribute`: place and argument of `die_in_distribute`, and ranks
             begin with weights of their own; `late_in_distribute`: places that call it when a rank is lost; `lr`: of
             the optimizer; `pull`: outputs are drawn there, or away at odd places; `gossip`: tell weights and replicas
-            at the end; `device`, `backend`: of the exchanges, see `prepare_nccl`; others as in `Job`.
+            at the end; `averages`: take the mean of the replicas then; `device`, `backend`: of the exchanges, see
+            `prepare_nccl`; others as in `Job`.
     """
     given = {
         "train": train_steps,
@@ -406,6 +409,7 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
         "holds_at": None,
         "pull": 0.0,
         "gossip": False,
+        "averages": False,
         "bucket_bytes": None,
         "lr": None,
         "device": "cpu",

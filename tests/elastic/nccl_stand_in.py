@@ -46,6 +46,9 @@ class StandIn:
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> _Work:
         return self._begin(lambda: self._pg.broadcast(tensors, options), tensors)
 
+    def reduce(self, tensors: Sequence[Tensor], options: Any) -> _Work:
+        return self._begin(lambda: self._pg.reduce(tensors, options), tensors)
+
     def alltoall_base(self, target: Tensor, source: Tensor, to: list[int], of: list[int], options: Any) -> _Work:
         return self._begin(lambda: self._pg.alltoall_base(target, source, to, of, options), [target])
 

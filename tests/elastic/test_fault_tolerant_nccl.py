@@ -53,14 +53,13 @@ def test_a_rank_that_is_killed_between_two_exchanges(
 def test_a_killed_rank_is_left_out_of_what_its_peers_average(
     fork_server: ForkServer, device: torch.device, algorithm: str
 ) -> None:
-    """Each trains with weights of its own."""
+    """Each trains with weights of its own, of which they take the mean in the end."""
     extra = {"rounds": 2, "until_told": True} if algorithm == "async" else {}
-    options = {"sync_interval_ms": 0} if algorithm == "async" else {}
-    with start_job(
-        fork_server, 3, algorithm=algorithm, options=options, changes=ONCE, device=str(device), backend="nccl", **extra
-    ) as job:
+    given = {"algorithm": algorithm, "options": {"sync_interval_ms": 0} if extra else {}, "averages": True, **extra}
+    with start_job(fork_server, 3, changes=ONCE, device=str(device), backend="nccl", **given) as job:
         job.signal_at(1, 10, signal.SIGKILL)
         ends = job.ends([0, 2])
+    assert ends[0]["digest"] == ends[1]["digest"]
     assert [moves(end) for end in ends] == [[(("n1",), ())]] * 2
 
 
