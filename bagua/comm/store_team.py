@@ -197,7 +197,7 @@ class StoreTeam:
             raise CommunicationError(f"{what}: {error}") from error
 
 
-def is_loss(error: RuntimeError) -> bool:
+def is_loss(error: BaseException) -> bool:
     """Whether the error may come from a collective, unlike running out of memory."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 

@@ -11,6 +11,7 @@ import torch
 from bagua.algorithms.base import LostStep, Payload
 from bagua.comm.flight_recorder import recorded_collectives
 from bagua.comm.own_threads import start_thread
+from bagua.comm.store_team import is_loss
 from bagua.comm.team import Team
 from bagua.engine.lanes.lane import Ticket
 from bagua.engine.lanes.pool import LanePool
@@ -91,7 +92,7 @@ class Failures:
 
         See `step_is_lost`.
         """
-        if self.recovery is None:
+        if self.recovery is None or self.recovery.fails_in_vain:
             return False
         self._failed = True
         self.recovery.exchange_failed(str(why), loses_step=not self.keeps_step)
@@ -117,7 +118,7 @@ class Failures:
 
     def repeats_exchange(self, why: CommunicationError) -> bool:
         """The exchange at the end of a step has failed. Whether it is repeated with the ranks that are left."""
-        if self.recovery is None or self._state.lost_step is not LostStep.REPEAT:
+        if self.recovery is None or self._state.lost_step is not LostStep.REPEAT or self.recovery.fails_in_vain:
             return False
         self._failed = True
         self.recovery.exchange_failed(str(why), loses_step=False)
@@ -126,7 +127,7 @@ class Failures:
 
     def outlives_exchange(self, why: CommunicationError) -> bool:
         """An exchange of a step that counts already has failed. Whether training goes on without it."""
-        if self.recovery is None:
+        if self.recovery is None or self.recovery.fails_in_vain:
             return False
         self._failed = True
         self.recovery.exchange_failed(str(why), loses_step=False)
@@ -218,12 +219,19 @@ class Failures:
 
         Raises:
             CommunicationError: names the rank, the exchange and the bucket.
+            RuntimeError: the same, of an error that no lost rank can have caused, where ranks may be lost. Without the
+                others, the exchange would fail again.
         """
         self.look_for_broken()
+        recovery, error = self.recovery, ticket.error
+        assert error is not None
+        cut = recovery is not None and (recovery.severed or recovery.out_of_use)
         self.give_up()
-        error = ticket.error
-        if self.recovery is not None:  # the agents of the hosts know who is lost
-            raise CommunicationError(f"{ticket.label}: {type(error).__name__}: {error}") from error
+        if recovery is not None:  # the agents of the hosts know who is lost
+            text = f"{ticket.label}: {type(error).__name__}: {error}"
+            if cut or isinstance(error, CommunicationError | OSError) or is_loss(error):
+                raise CommunicationError(text) from error
+            raise RuntimeError(f"{text}; no lost rank is the cause, so this one ends") from error
         recorded = recorded_collectives() if self._team.backend == "gloo" else None
         who = self._team.describe_missing(self.key, _SIGN_OF_LIFE_S)
         failure = CommunicationError(f"rank {self._team.rank}, {ticket.label}: {type(error).__name__}: {error}{who}")

@@ -141,6 +141,17 @@ def die_in_exchange(model: torch.nn.Module) -> None:
     engine.context.launch = launch_and_die
 
 
+def break_exchange(model: torch.nn.Module) -> None:
+    """The next exchange fails on this rank, by a defect of its own."""
+    lane = attachments[model].engine.pool.shared[0]
+    submit = lane.submit
+
+    def defect() -> None:
+        raise TypeError("a defect")
+
+    lane.submit = lambda run, label: submit(defect, label)
+
+
 def die_in_distribute(point: str) -> None:
     """Kill this process when `bagua.distribute` comes to a function that it calls, or returns from it ("after ...")."""
     after, name = point.startswith("after "), point.removeprefix("after ")
@@ -238,6 +249,8 @@ def train_steps(pipe: Connection, job: Line) -> None:
             pipe.recv()
         if [place, attempt] == job["dies_in_exchange"]:
             die_in_exchange(model)
+        if [place, attempt] == job["breaks_at"]:
+            break_exchange(model)
         output = model(x)
         entered = digest(model)  # after groups were opened, if they were
         (output - target).square().mean().backward()
@@ -385,11 +398,11 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
             ends; `steps`: that are made after the last change, from the beginning of an `interval` (length, first end)
             of local steps on; `rounds`: of averaging in the background to be made after it; `until_told`: all train on
             until each has that; `at_commit`: arguments of `watch_commit`; `dies_in_step`, `dies_in_exchange`,
-            `holds_at`: place and attempt; `dies_in_distribute`: place and argument of `die_in_distribute`, and ranks
-            begin with weights of their own; `late_in_distribute`: places that call it when a rank is lost; `lr`: of
-            the optimizer; `pull`: outputs are drawn there, or away at odd places; `gossip`: tell weights and replicas
-            at the end; `averages`: take the mean of the replicas then; `device`, `backend`: of the exchanges, see
-            `prepare_nccl`; others as in `Job`.
+            `breaks_at`, `holds_at`: place and attempt; `dies_in_distribute`: place and argument of
+            `die_in_distribute`, and ranks begin with weights of their own; `late_in_distribute`: places that call it
+            when a rank is lost; `lr`: of the optimizer; `pull`: outputs are drawn there, or away at odd places;
+            `gossip`: tell weights and replicas at the end; `averages`: take the mean of the replicas then; `device`,
+            `backend`: of the exchanges, see `prepare_nccl`; others as in `Job`.
     """
     given = {
         "train": train_steps,
@@ -404,6 +417,7 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
         "at_commit": None,
         "dies_in_step": None,
         "dies_in_exchange": None,
+        "breaks_at": None,
         "dies_in_distribute": None,
         "late_in_distribute": [],
         "holds_at": None,

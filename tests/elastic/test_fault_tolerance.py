@@ -58,6 +58,21 @@ def test_a_killed_rank_is_left_out(
         check_survivors(job, others, f"n{place}")
 
 
+@pytest.mark.parametrize("algorithm", ["bytegrad", "local_sgd"])
+def test_a_rank_with_a_defect_says_so_and_the_others_train_on(fork_server: ForkServer, algorithm: str) -> None:
+    """It does not drop one step after the other, as if ranks had been lost."""
+    given: dict[str, Any] = {}
+    if algorithm == "local_sgd":
+        given = {"options": {"communication_interval": 2}, "interval": [2, 0], "steps": 16}
+    with start_job(fork_server, 3, algorithm=algorithm, changes=ONCE, breaks_at=[1, 10], **given) as job:
+        job.wait_for([1], lambda line: "error" in line, "error")
+        job.wait_for([0, 2], lambda line: "ended" in line, "end")
+        ends = job.ends([0, 2])
+    error = job.lines[1][-1]["error"]
+    assert "TypeError: a defect; no lost rank is the cause, so this one ends" in error
+    assert [moves(end) for end in ends] == [[(("n1",), ())]] * 2 and ends[0]["digest"] == ends[1]["digest"]
+
+
 @pytest.mark.parametrize(
     ("place", "point", "algorithm", "leads", "late"),
     [

@@ -29,6 +29,7 @@ __all__ = ["RecoveryManager"]
 
 _POLL_S = 0.002
 _RETRY_S = 0.1  # between two attempts to open groups
+_MANY_FAILURES = 20  # of exchanges, one after the other, in groups with the same members
 _log = logging.getLogger("bagua")
 
 
@@ -91,7 +92,8 @@ class RecoveryManager:
         self.transport: str | None = None
         self._pool: LanePool | None = None
         self._severed = self._fetched = self._stopped = False
-        self._noticed = 0.0
+        self._noticed = self._failing_since = self._failed = 0.0
+        self._failures = 0  # of exchanges, one after the other
         self._arrived = 0, 0  # group and round of the exchange in which this rank has said that it waits
 
     @property
@@ -241,6 +243,10 @@ class RecoveryManager:
             loses_step: the step is, too. Else the exchange is repeated, or the step is made without it.
         """
         self._noticed = self._noticed or time.monotonic()
+        now = time.monotonic()
+        if now - self._failed > self.options.open_timeout_s:
+            self._has_worked()  # of exchanges in the background only failures are known here
+        self._failures, self._failed, self._failing_since = self._failures + 1, now, self._failing_since or now
         if not loses_step:
             _log.info("recovery: groups %d have failed: %s", self.group, why)
         elif not self.lost:
@@ -248,6 +254,12 @@ class RecoveryManager:
             self.lost = why
         self.sever()
         self.seat.exchange_failed(self.group)
+
+    @property
+    def fails_in_vain(self) -> bool:
+        """Whether one exchange after the other fails, and no members are lost that would explain it."""
+        failing_s = time.monotonic() - self._failing_since if self._failing_since else 0.0
+        return self._failures >= _MANY_FAILURES and failing_s > self.options.open_timeout_s
 
     def reopening_failed(self, error: RuntimeError) -> None:
         """The groups of the present view could not be opened: have others, unless that has been tried for too long.
@@ -317,7 +329,11 @@ class RecoveryManager:
             self._noticed = self._noticed or time.monotonic()
             return False
         self.round = step + 1
+        self._has_worked()
         return True
+
+    def _has_worked(self) -> None:
+        self._failures, self._failing_since = 0, 0.0
 
     def _granted(self, ask: Callable[[], Verdict]) -> bool:
         deadline = time.monotonic() + self.options.max_blocked_s
@@ -375,6 +391,8 @@ class RecoveryManager:
         old = view.members if before is None else before.members
         gone = tuple(each for each in old if each not in view.members)
         came = tuple(each for each in view.members if each not in old)
+        if gone or came:
+            self._has_worked()
         stalled = stalled_s
         if stalled is None:
             stalled = time.monotonic() - self._noticed if self._noticed else 0.0
