@@ -33,7 +33,7 @@ class Script:
         backend: of the exchanges.
     """
 
-    def __init__(self, store: str, host: int, within: bool, backend: str) -> None:
+    def __init__(self, store: str, host: int, within: bool, backend: str = "gloo") -> None:
         self.names, self.host, self.within, self.backend = ["a", "b"], host, within, backend
         self.members = SharedMembership(self.names, store, self.called, RANKS)
         self.here = threading.local()
