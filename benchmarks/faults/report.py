@@ -127,13 +127,14 @@ def leaks(growth: dict[str, float], hosts: int = 0) -> list[str]:
     Args:
         hosts: whose ranks connect to the store of the first one. Another launcher's is used once that host is lost. A
             launcher whose rank was lost has a thread to tell each of the others. The first rank serves those that
-            arrive, at most all others.
+            arrive, at most all others: each over a connection to the store, and a group of gloo with its thread.
     """
     found = []
     for key, value in growth.items():
         limit = _LEAK_KB if key.endswith("memory_kb") else _LEAK_KEYS if key == "keys_per_change" else _LEAK_EACH
         limit += 2 * hosts if key in ("launcher_sockets", "launcher_descriptors", "launcher_threads") else 0
         limit = max(hosts - 1, limit) if key == "serving" else limit
+        limit += 2 * max(growth.get("serving", 0), 0) if key in ("threads", "descriptors", "sockets") else 0
         if value > limit:
             found.append(f"{key} +{value:.0f}")
     return found

@@ -84,6 +84,7 @@ def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
         "docs/fault_tolerance.md": {
             "faults": faults.rows(newest("faults", "faults.json")),
             "chaos": faults.chaos_rows(newest("chaos", "chaos.json")),
+            "200 faults": faults.chaos_rows(*(newest("hundreds", f"{name}.json") for name in ("chaos", "more"))),
         },
         "docs/algorithms.md": {losses.NAME: losses.misses(runs)},
     }

@@ -52,15 +52,14 @@ def rows(path: Path) -> str:
     return f"{markdown_table(head, cells)}\n\n{also}{origin}, {load}.\n"
 
 
-def chaos_rows(path: Path) -> str:
-    """The table of random faults, a line for each algorithm."""
-    results = json.loads(path.read_text())
+def chaos_rows(*paths: Path) -> str:
+    """The table of random faults, a line for each algorithm. Several files: one after the other."""
     head = (
         *("algorithm", "hosts", "faults", "made an hour", "lost a fault", "throughput at 125 an hour"),
         *("live ranks in an exchange, mean", "longest stall", "loss beside undisturbed", "steps that differ", "missed"),
     )
     cells = []
-    for row in results["chaos"]:
+    for row in (row for path in paths for row in json.loads(path.read_text())["chaos"]):
         ratio, made = row.get("loss_ratio"), row.get("made_per_hour")
         unequal = f"{row['unequal']} of {row['compared']}" if row["equal_expected"] else "by design"
         stall = row["longest_stall_s"] if "longest_stall_s" in row else max(row["stall_s"], default=None)
@@ -74,7 +73,8 @@ def chaos_rows(path: Path) -> str:
                 *(unequal, "; ".join(chaos_misses(row)) or "nothing"),
             ]
         )
-    return f"{markdown_table(head, cells)}\n\n`benchmarks/results/{path.parent.name}/{path.name}`.\n"
+    origin = " and ".join(f"`benchmarks/results/{path.parent.name}/{path.name}`" for path in paths)
+    return f"{markdown_table(head, cells)}\n\n{origin}.\n"
 
 
 def _seconds(value: float | None) -> str:

@@ -184,6 +184,8 @@ def test_time_without_training_and_growth() -> None:
     grown = chaos.growth(found, 12.0)
     assert (grown["threads"], grown["serving"]) == (0, 3)  # three hosts that arrive, and no leak
     assert report.leaks({"serving": 7}, 8) == [] and report.leaks({"serving": 8}, 8) == ["serving +8"]
+    assert report.leaks({"serving": 2, "descriptors": 4}, 8) == []  # two groups of gloo in which weights are sent
+    assert report.leaks({"serving": 2, "descriptors": 8}, 8) == ["descriptors +8"]
 
 
 def test_journals_are_read_while_they_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

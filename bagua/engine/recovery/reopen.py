@@ -5,33 +5,22 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from bagua.algorithms.base import Algorithm, LostStep, Payload
-from bagua.comm.store_team import decode, encode
-from bagua.comm.team import Team
-from bagua.comm.transport import goes_native, may_fall_back, why_gloo
+from bagua.algorithms.base import LostStep
 from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments
-from bagua.engine.lanes.lane import Lane, make_lane
 from bagua.engine.recovery.backup import Backup
-from bagua.engine.recovery.carry_errors import carry_errors
-from bagua.engine.recovery.catch_up import catch_up, go_on_without, kept_tensors, position_of
-from bagua.engine.recovery.leading import align, begun, who_leads
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.recovery.mean import average_replicas
-from bagua.engine.recovery.next_lanes import NextLanes
 from bagua.engine.recovery.old_keys import delete_old_groups
+from bagua.engine.recovery.opened_groups import AtRest, OpenedGroups, agree_on_groups, install_engine
 from bagua.engine.recovery.opening import Opening
-from bagua.engine.recovery.transfer import Arrivals, fetch_weights, fingerprint
-from bagua.engine.startup.rollback import unless_it_fails
+from bagua.engine.recovery.transfer import Arrivals, fetch_weights
 from bagua.errors import CommunicationError, RankMismatchError
 from bagua.membership.seat import View
 
@@ -41,7 +30,6 @@ _POLL_S = 0.002
 _AGAIN = 3  # times that a newcomer fetches what has changed during the last time
 _SOON_S = 5.0  # a transfer during which little changes that one step does not change
 _SHARE = 0.5  # of the weights that may have changed
-_AtRest = Callable[[], AbstractContextManager[None]]
 _log = logging.getLogger("bagua")
 
 
@@ -125,7 +113,7 @@ def _before_free_step(manager: RecoveryManager, arrivals: Arrivals, module: nn.M
         manager.opening, opened = None, opening.result()
         try:
             manager.check_group()
-            engine = _install(manager, attachment, opened)
+            engine = install_engine(manager, attachment, opened)
         except (RankMismatchError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
@@ -179,7 +167,7 @@ def _open_next(manager: RecoveryManager, module: nn.Module) -> None:
     while True:
         opened = _open_groups(manager, attachment.engine, before)
         try:
-            engine = _install(manager, attachment, opened)
+            engine = install_engine(manager, attachment, opened)
             break
         except (RankMismatchError, torch.OutOfMemoryError):
             raise
@@ -190,8 +178,8 @@ def _open_next(manager: RecoveryManager, module: nn.Module) -> None:
 
 
 def _open_groups(
-    manager: RecoveryManager, engine: Engine, before: View | None, opening: Opening[_Opened] | None = None
-) -> _Opened:
+    manager: RecoveryManager, engine: Engine, before: View | None, opening: Opening[OpenedGroups] | None = None
+) -> OpenedGroups:
     """Groups of the next epoch, in which no member is lost while they are opened.
 
     Args:
@@ -202,7 +190,7 @@ def _open_groups(
     while True:
         view = manager.await_view(partial(_learn, manager, engine, at_rest))
         try:
-            return _agree(manager, engine, manager.open_team(view, engine.inventory.device), before, at_rest)
+            return agree_on_groups(manager, engine, manager.open_team(view, engine.inventory.device), before, at_rest)
         except (RankMismatchError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
@@ -227,7 +215,7 @@ def _put_in_place(manager: RecoveryManager, module: nn.Module, engine: Engine, b
     delete_old_groups(engine.team, manager.group, manager.group if before is None else before.group)
 
 
-def _learn(manager: RecoveryManager, engine: Engine, at_rest: _AtRest, view: View) -> None:
+def _learn(manager: RecoveryManager, engine: Engine, at_rest: AtRest, view: View) -> None:
     """Fetch the weights beside training; if that fails it is tried again."""
 
     def check() -> None:
@@ -260,160 +248,3 @@ def _learn(manager: RecoveryManager, engine: Engine, at_rest: _AtRest, view: Vie
     if counts:
         manager.progress.receive(fetched.progress)
     _log.info("recovery: %s has fetched the weights of step %d%s", name, fetched.step, "" if counts else ", too late")
-
-
-@dataclass
-class _Opened:
-    """Groups that no engine uses yet.
-
-    Attributes:
-        before: the members before.
-        algorithm: fitted to their nodes.
-        ranks: what the ranks have told each other.
-        source, behind, without: see `who_leads`.
-        progress: see `_progress_of`.
-    """
-
-    before: View | None
-    algorithm: Algorithm
-    team: Team
-    key: str
-    lane: Lane
-    ranks: list[dict[str, Any]]
-    source: int
-    behind: list[int]
-    without: list[int]
-    progress: bytes
-
-    def drop(self) -> None:
-        """Give them up."""
-        self.lane.abandon()
-        for groups in self.team.prepared.values():
-            groups.leave(abort=True)
-        self.team.prepared.clear()
-
-
-def _agree(manager: RecoveryManager, old: Engine, team: Team, before: View | None, at_rest: _AtRest) -> _Opened:
-    """Groups of `team`. Collective among its ranks; those that are behind catch up first.
-
-    Raises:
-        CommunicationError: a member is lost, or the members have changed.
-        RankMismatchError: another rank trains another module or with other options.
-    """
-    inventory, config = old.inventory, old.config
-    mine = {
-        **position_of(manager, old),
-        "lanes": old.pool.num_opened,
-        "shared": len(old.pool.shared) - 1,
-        "lanes_of_sums": config.lanes_of_sums,
-        "straight_chunk_bytes": config.straight_chunk_bytes,
-        "order": old.state.order,
-        "node": team.node,
-        "fingerprint": fingerprint(old),
-        "over gloo": why_gloo(manager.transport, team, inventory.device, over_gloo=False),
-    }
-    messages = team.all_gather_bytes("opening the groups of a membership epoch", encode(mine))
-    ranks: list[dict[str, Any]] = [decode(each) for each in messages]
-    source, behind, without = who_leads(ranks)
-    manager.hear_of_means([each["means"] for each in ranks])
-    if mine["fingerprint"] != ranks[source]["fingerprint"]:
-        raise RankMismatchError(f"this rank trains another module than rank {source}, or with other options")
-    for rank, each in enumerate(ranks):
-        if each["fingerprint"] != mine["fingerprint"]:
-            raise CommunicationError(f"rank {rank} trains another module, or with other options: it has to leave")
-    lead = team.rank == source and bool(behind or without or any(each["newcomer"] for each in ranks))
-    key, nodes = team.next_lane(), team.discover_sites([each["node"] for each in ranks])
-    algorithm, _ = (manager.algorithm or old.state.root).for_nodes(nodes)
-    free = ranks[source]["lost_step"] == LostStep.FREE.value  # an engine is then made without waiting for the others
-    beside = bool(behind)  # ranks wait for a transfer, during which the lanes can be opened
-    more = ranks[source]["lanes"] if free else ranks[source]["shared"] if beside else 0
-    names = [f"lane/{key}", *(f"lane/{key}/{number + 1}" for number in range(more))]
-    native, or_gloo = goes_native(team, [each["over gloo"] for each in ranks]), may_fall_back(manager.transport)
-    lanes = NextLanes(team, names, algorithm.hierarchical_groups, nodes, beside, native, or_gloo)
-    try:
-        with at_rest() if lead or team.rank in behind else nullcontext():
-            progress = _progress_of(manager, team, ranks, source, bool(behind or without))
-            catch_up(manager, old, team, ranks, source, behind, progress)
-        manager.replicated = True
-        if team.rank in without:
-            go_on_without(manager, old, ranks[source], progress)
-        lane = make_lane(lanes.take(), inventory.device)
-    except BaseException:
-        lanes.drop()
-        raise
-    return _Opened(before, algorithm, team, key, lane, ranks, source, behind, without, progress)
-
-
-def _install(manager: RecoveryManager, attachment: Attachment, opened: _Opened) -> Engine:
-    """An engine on these groups, not in place yet. Collective, unless the groups were prepared.
-
-    Raises:
-        CommunicationError: a member is lost, or the members have changed.
-    """
-    old, team, lane, ranks, source = attachment.engine, opened.team, opened.lane, opened.ranks, opened.source
-    inventory, config = old.inventory, old.config
-    old.binding.release_buckets()
-    lead = ranks[source]
-    config = replace(config, lanes_of_sums=lead["lanes_of_sums"], straight_chunk_bytes=lead["straight_chunk_bytes"])
-    with unless_it_fails(inventory.trainable.values(), lane, remember=False):
-        order, notices = ranks[source]["order"], old.state.notices
-        engine = Engine(
-            config,
-            opened.algorithm,
-            inventory,
-            old.optimizers,
-            team,
-            lane,
-            opened.key,
-            order,
-            notices,
-            recovery=manager,
-            step=old.step,
-        )
-    try:
-        if engine.algorithm.payload is Payload.PARAM:
-            engine.dispatcher.rebuild()
-        if manager.out_of_use:
-            raise CommunicationError("the members have changed while the groups were opened")
-    except BaseException:
-        engine.failures.give_up()
-        engine.close()
-        raise
-    engine.reducer.sync = old.reducer.sync
-    _take_over(engine, old)
-    align(manager, ranks, source, {*opened.behind, *opened.without}, team.rank)
-    if manager.newcomer:
-        manager.progress.receive(opened.progress)
-    if manager.newcomer or engine.algorithm.payload is Payload.GRAD:
-        manager.loss_scale.receive(ranks[source]["loss_scale"])
-    free = ranks[source]["lost_step"] == LostStep.FREE.value
-    begins = engine.step if free else begun(ranks[source])
-    manager.progress.divide(begins, team.rank, team.size)
-    return engine
-
-
-def _progress_of(
-    manager: RecoveryManager, team: Team, ranks: Sequence[dict[str, Any]], source: int, wanted: bool
-) -> bytes:
-    """How far the user's loop is on rank `source`; empty if no rank has to know. Collective."""
-    if not wanted and not any(each["newcomer"] for each in ranks):
-        return b""
-    mine = manager.progress.report() if team.rank == source else b""
-    return team.all_gather_bytes("progress of the training loop", mine)[source]
-
-
-@torch.no_grad()
-def _take_over(engine: Engine, old: Engine) -> None:
-    """What `old` keeps goes on in `engine`."""
-    engine.followed.take_over(old.followed)
-    engine.carry_statistics(old)
-    engine.state.paused = old.state.paused
-    tensors = engine.memory.tensors
-    for (name, index), tensor in kept_tensors(old).items():
-        engine.memory.tensor(name, engine.buckets[index], tensor)
-        tensors[name, index].copy_(tensor)
-    carry_errors(old.memory.states, engine.memory.states)
-    if engine.buckets:
-        engine.algorithm.on_members_changed(engine.context)
-    if old.tracker.ending:
-        engine.tracker.go_on_ending()
