@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bagua.codecs import Int4
-from bagua.engine.recovery import reopen
+from bagua.engine.recovery import opened_groups
 from bagua.engine.recovery.carry_errors import carry_errors
 from bagua.exchanges import Exchange, Hierarchical, PowerSGD, ScatterGather
 from tests.engine.test_recovery_arrivals import Arrival, check_ends
@@ -82,7 +82,7 @@ def test_survivors_keep_them_and_a_newcomer_has_none(store: str, monkeypatch: py
         carry_errors(before, now)
         seen.append((old, errors(now)))
 
-    monkeypatch.setattr(reopen, "carry_errors", carry)
+    monkeypatch.setattr(opened_groups, "carry_errors", carry)
     script = Arrival(store, dies=False)
     options = {"codec": "int4", "hierarchical": False}
     check_ends(run_teams(2 * RANKS, script.train, "bytegrad", options))
