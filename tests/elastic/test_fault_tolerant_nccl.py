@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import bagua
 from tests.elastic import test_fault_tolerant_periodic
 from tests.elastic.fault_tolerant_rank import start_job
 from tests.elastic.test_fault_tolerance import ONCE, check_survivors, moves
@@ -88,8 +87,3 @@ def test_a_stopped_rank_is_left_out_and_joins_again_when_it_wakes(
         ends = job.ends([0, 1, 2])
     assert len({end["digest"] for end in ends}) == 1
     assert moves(ends[1]) == moves(ends[2]) == [(("n0",), ()), ((), ("n0",))]
-
-
-def test_a_backend_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"backend: expected one of 'gloo', 'nccl', got 'mpi'"):
-        bagua.FaultTolerance(backend="mpi")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +15,9 @@ from torch import nn
 import bagua
 from bagua import algorithms
 from bagua.algorithms import LostStep
+from bagua.comm.team import Team
 from bagua.engine.hooks import attachments
+from bagua.engine.recovery import limits
 from bagua.engine.recovery.limits import without_mixed_halves
 from bagua.errors import RankMismatchError
 from tests.engine.membership_store import serve_store
@@ -86,6 +88,35 @@ def test_arguments_that_do_not_go_together(name: str, store: tuple[str, dist.TCP
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     bagua.distribute(model, optimizer, "bytegrad", fault_tolerant=options)
     bagua.detach(model)
+
+
+def test_nccl_is_for_gpus(store: tuple[str, dist.TCPStore]) -> None:
+    model, optimizer = small()
+    options = replace(tolerance(store[0])[1], backend="nccl")
+    with pytest.raises(ValueError, match=r'^fault_tolerant: backend: "nccl" cannot be used: .* these are on cpu$'):
+        bagua.distribute(model, optimizer, fault_tolerant=options)
+
+
+@pytest.mark.parametrize("backend", ["mpi", "", None, 1])
+def test_a_backend_that_there_is_not(backend: Any) -> None:
+    with pytest.raises(ValueError, match=r"^backend: expected one of 'gloo', 'nccl', got "):
+        bagua.FaultTolerance(backend=backend)
+
+
+def test_ranks_with_different_backends_are_told(
+    store: tuple[str, dist.TCPStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "why_no_nccl", lambda device: None)
+
+    def rank(team: Team) -> str:
+        model, optimizer = small()
+        options = replace(tolerance(store[0], 2, team.rank)[1], backend=("gloo", "nccl")[team.rank])
+        with pytest.raises(RankMismatchError) as found:
+            bagua.distribute(model, optimizer, fault_tolerant=options)
+        return str(found.value)
+
+    for message in run_teams(2, rank):
+        assert "fault_tolerant" in message and "over gloo" in message and "over nccl" in message
 
 
 def test_lbfgs(store: tuple[str, dist.TCPStore]) -> None:
