@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
-
-from torch import Tensor
 
 from bagua import codecs, exchanges
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep
@@ -16,6 +14,7 @@ from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
 from bagua.exchanges import AllReduce, Exchange, Hierarchical
+from bagua.exchanges.low_rank import matrix_shape
 
 __all__ = ["PowerSGD"]
 
@@ -71,7 +70,7 @@ class PowerSGD(Algorithm):
 
     def exchange_for(self, bucket: Bucket) -> Exchange:
         """The exchange that knows the matrices of `bucket`."""
-        return self.exchange_of(tuple(_matrix_shape(param) for param in bucket.params))
+        return self.exchange_of(tuple(matrix_shape(param) for param in bucket.params))
 
     def exchange_of(self, shapes: tuple[tuple[int, int], ...]) -> Exchange:
         """The exchange of a bucket whose parameters are matrices of these shapes; vectors are (1, n)."""
@@ -96,7 +95,7 @@ class PowerSGD(Algorithm):
         for bucket in ctx.buckets:
             ctx.prepare(self.exchange_for(bucket), bucket)
         if self.rank is None and ctx.groups.size > 1:
-            ctx.notice(_chosen(self, [_matrix_shape(param) for bucket in ctx.buckets for param in bucket.params]))
+            ctx.notice(_chosen(self, [matrix_shape(param) for bucket in ctx.buckets for param in bucket.params]))
 
     def on_ready(self, ctx: Context, bucket: Bucket) -> None:
         """Launch at once."""
@@ -131,16 +130,3 @@ def _chosen(algorithm: PowerSGD, shapes: Sequence[tuple[int, int]]) -> str:
 def _exchange(algorithm: PowerSGD, shapes: tuple[tuple[int, int], ...]) -> Exchange:
     exchange = _low_rank(algorithm, shapes)
     return Hierarchical(exchange) if algorithm.hierarchical else exchange
-
-
-def _matrix_shape(param: Tensor) -> tuple[int, int]:
-    """(n, m) of a parameter as it lies in its bucket: the outermost dimension in memory, and the others."""
-    sizes = list(_sizes_in_memory(param))
-    return (sizes[0], math.prod(sizes[1:])) if len(sizes) > 1 else (1, math.prod(sizes))
-
-
-def _sizes_in_memory(param: Tensor) -> Iterator[int]:
-    """Sizes from the outermost dimension inwards, without those of one element. A transposed weight lies transposed."""
-    for _, size in sorted(zip(param.stride(), param.size(), strict=True), key=lambda each: -each[0]):
-        if size != 1:
-            yield size

@@ -23,7 +23,7 @@ class Exchange(ABC):
 
     A specification: it holds options and no tensors. State that lasts from step to step is in the `State` that
     `init` creates, one per bucket; scratch memory comes from `groups.buffers`. With a single rank an exchange
-    is the identity; the engine then does not even run it.
+    is the identity, unless it `runs_alone`; the engine then does not even run it.
     """
 
     @property
@@ -59,6 +59,11 @@ class Exchange(ABC):
     @property
     def two_phases(self) -> bool:
         """Whether `run` is `begin` and then `finish`, and leaves the payload alone after `begin`."""
+        return False
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether it does something with a single rank, too."""
         return False
 
     @property

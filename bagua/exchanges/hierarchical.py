@@ -83,6 +83,11 @@ class Hierarchical(Exchange):
         return getattr(self.inner, "average", True)
 
     @property
+    def runs_alone(self) -> bool:
+        """As the inner exchange."""
+        return self.inner.runs_alone
+
+    @property
     def fed_back(self) -> tuple[str, ...]:
         """As the inner exchange, on leaders."""
         return self.inner.fed_back

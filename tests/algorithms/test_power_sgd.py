@@ -363,7 +363,7 @@ def test_resume_is_bit_identical(size: int, error_feedback: bool) -> None:
 
 
 def test_matrices_as_they_lie_in_memory() -> None:
-    from bagua.algorithms.power_sgd import _matrix_shape
+    from bagua.exchanges.low_rank import matrix_shape
 
     image = torch.empty(8, 4, 3, 3)
     for param, shape in [
@@ -377,7 +377,7 @@ def test_matrices_as_they_lie_in_memory() -> None:
         (torch.empty(0, 4), (0, 4)),
         (torch.empty(1, 4, 1), (1, 4)),
     ]:
-        assert _matrix_shape(param) == shape
+        assert matrix_shape(param) == shape
 
 
 def test_warmup_begins_exactly() -> None:

@@ -21,7 +21,7 @@ class Run:
 
     Attributes:
         x_N: the part.
-        alone: the group has a single rank.
+        idle: the group has a single rank, with which the exchange does nothing.
         probe: measures the compression error, or None.
         key: bucket and part.
         source: where the elements of `x_N` are, if they are not there yet.
@@ -32,14 +32,14 @@ class Run:
     state: State
     groups: Groups
     step: int
-    alone: bool
+    idle: bool
     probe: Probe | None
     key: tuple[int, int]
     source: PayloadSource | None = None
 
     def __call__(self) -> None:
         """Exchange."""
-        if self.alone:
+        if self.idle:
             return
         self.groups.begin(self.key[0])
         if self.source is not None:

@@ -168,10 +168,11 @@ class Dispatcher:
                 "launch: with hook, pass before and after too; exchanges that cannot use the hook call those"
             )
         now, alone = state.step if step is None else step, self._team.size == 1
+        idle = alone and not exchange.runs_alone
         self._tally.launched(own.nbytes)
         self.launched = self.launched or lane is None
         state.exchanged = state.exchanged or lane is None
-        if alone and before is None and after is None:
+        if idle and before is None and after is None:
             ticket = Ticket(label)
             ticket.finish(0.0)
             return ticket
@@ -199,7 +200,7 @@ class Dispatcher:
             chosen = lanes[part]
             key = (own.index, part)
             piece = None if source is None else source.part(lo, hi)
-            run = Run(how, flat[lo:hi], states[(exchange, *key)], chosen.groups, now, alone, probe, key, piece)
+            run = Run(how, flat[lo:hi], states[(exchange, *key)], chosen.groups, now, idle, probe, key, piece)
             tickets.append(chosen.submit(pieces.wrap(run), label))
         if lane is None:
             self._tickets += tickets
