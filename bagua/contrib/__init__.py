@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bagua.contrib.decoupled_diloco import DecoupledDiLoCo, count_tokens
 from bagua.contrib.demo import DeMo
+from bagua.contrib.dion import Dion
 from bagua.contrib.signsgd import SignSGD
 
-__all__ = ["DeMo", "DecoupledDiLoCo", "SignSGD", "count_tokens"]
+__all__ = ["DeMo", "DecoupledDiLoCo", "Dion", "SignSGD", "count_tokens"]

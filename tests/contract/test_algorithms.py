@@ -54,6 +54,7 @@ SETTINGS: dict[str, Setting] = {
     "decoupled_diloco": Setting({"communication_interval": 2}, slow_sgd),
     "demo": Setting(optimizer=slow_sgd),
     "diloco": Setting({"communication_interval": 2}, slow_sgd),
+    "dion": Setting(optimizer=slow_sgd, skip=("bytes",)),  # its figure is that of 1024 x 1024 matrices
     "local_sgd": Setting({"communication_interval": 2}),
     "one_bit_lamb": Setting(optimizer=lamb),
     "power_sgd": Setting(skip=("bytes",)),  # its figure is that of 1024 x 1024 matrices
@@ -74,6 +75,7 @@ VARIANTS: dict[str, tuple[str, Setting]] = {
     ),
     "diloco, delayed": ("diloco", Setting({"communication_interval": 4, "delay": 2, "fragments": 2}, slow_sgd)),
     "low_precision_decentralized, overlap": ("low_precision_decentralized", Setting({"overlap": True})),
+    "dion, bf16": ("dion", Setting({"codec": "bf16", "rank_fraction": 1.0}, slow_sgd, skip=("bytes",))),
     "qadam, sign": ("qadam", Setting({"codec": "sign"}, qadam)),
 }
 CLASSES = algorithm_classes()

@@ -179,7 +179,7 @@ before = {row.name for row in bagua.algorithms.available()}, set(bagua.codecs.av
 assert "signsgd" not in before[0]
 import bagua.contrib
 names = {row.name for row in bagua.algorithms.available()}
-assert names - before[0] == {"decoupled_diloco", "demo", "signsgd"}, names
+assert names - before[0] == {"decoupled_diloco", "demo", "dion", "signsgd"}, names
 builtin = {row.name for row in bagua.algorithms.available(builtin_only=True)}
 assert builtin == before[0] and set(bagua.codecs.available(builtin_only=True)) == before[1]
 assert bagua.algorithms.get("signsgd", momentum=0.5) == bagua.contrib.SignSGD(momentum=0.5)
