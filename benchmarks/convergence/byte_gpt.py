@@ -32,6 +32,7 @@ from benchmarks.convergence.training import Schedule
 from benchmarks.overhead import describe_machine
 
 __all__ = [
+    "MATRIX_OPTIMIZERS",
     "MUON_RATE",
     "OWN_OPTIMIZERS",
     "TASKS",
@@ -56,6 +57,12 @@ OWN_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "qadam": partial(bagua.optim.QAdam, decoupled_weight_decay=True),
     "zero_one_adam": partial(bagua.optim.ZeroOneAdam, decoupled_weight_decay=True),
     "demo": torch.optim.SGD,
+}
+#: Optimizers of the matrices of the blocks, by the family or by the algorithm that needs this one; AdamW trains the
+#: rest. What `dion` gives SGD is orthonormalised, so the learning rate is that of Muon.
+MATRIX_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "muon": torch.optim.Muon,
+    "dion": torch.optim.SGD,
 }
 
 
@@ -136,7 +143,7 @@ def load_source(text: str) -> tuple[Tensor, Tensor, str]:
 
 
 def make_optimizers(kind: str, params: Sequence[nn.Parameter], task: Task) -> list[torch.optim.Optimizer]:
-    """Return the inner optimizers. Muon takes the matrices of the blocks, not embeddings and output."""
+    """Return the inner optimizers. Those of matrices take those of the blocks, not embeddings and output."""
     if kind == "sgd":
         return [torch.optim.SGD(params, lr=task.rates["sgd"], momentum=0.9)]
     if kind == "adamw":
@@ -147,7 +154,7 @@ def make_optimizers(kind: str, params: Sequence[nn.Parameter], task: Task) -> li
     inner = {id(p) for p in matrices}
     rest = [p for p in params if id(p) not in inner]
     return [
-        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01),
+        MATRIX_OPTIMIZERS[kind](matrices, lr=MUON_RATE, weight_decay=0.01),
         torch.optim.AdamW(rest, lr=task.rates["adamw"]),
     ]
 

@@ -5,7 +5,8 @@
 
 The tasks, schedules and learning rates of `byte_gpt`, on 4 simulated ranks. With "muon", matrices of the
 blocks are trained by `torch.optim.Muon` and everything else by AdamW. Nothing but the algorithm differs between the
-rows of an optimizer, except that `qadam`, `zero_one_adam` and `demo` have their own in the place of AdamW.
+rows of an optimizer, except that `qadam`, `zero_one_adam` and `demo` have their own in the place of AdamW, and that
+`dion` has SGD in the place of Muon.
 The figure is the validation loss of the averaged weights after the last step. A row is an algorithm with its options,
 `name:option=value:...`, where `/` and `~` in a value stand for `:` and `=`; `@0.25` makes the first quarter of the
 steps with gradient_allreduce. `delayed:delay=2:every=4` is `async` with rounds that take two steps and begin every four
@@ -25,6 +26,7 @@ import torch
 import bagua
 from bagua.algorithms import Algorithm, Warmup
 from benchmarks.convergence.byte_gpt import (
+    MATRIX_OPTIMIZERS,
     MUON_RATE,
     OWN_OPTIMIZERS,
     TASKS,
@@ -83,7 +85,7 @@ def parse_row(row: str) -> tuple[str, dict[str, Any], float]:
     """
     text, _, warm = row.partition("@")
     name, *options = text.split(":")
-    if name == "demo":
+    if name in ("demo", "dion"):
         import_module("bagua.contrib")
     given: dict[str, Any] = {}
     for key, _, value in (each.partition("=") for each in options):
@@ -98,7 +100,7 @@ def train(job: Job) -> Run:
     """Train 4 ranks in this process."""
     task = TASKS[job.task]
     algorithm = make_algorithm(job.row, job.steps)
-    own = job.optimizer if algorithm.name not in OWN_OPTIMIZERS else algorithm.name
+    own = algorithm.name if algorithm.name in {*OWN_OPTIMIZERS, *MATRIX_OPTIMIZERS} else job.optimizer
     result, seconds = train_ranks(job._replace(optimizer=own), algorithm)
     mean = copy.deepcopy(result.models[0])
     with torch.no_grad():

@@ -135,7 +135,10 @@ def test_every_algorithm_has_a_row_at_its_defaults_and_rows_are_told_apart() -> 
         select_rows(["nothing"])
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw", "lamb", "one_bit_lamb", "muon", "qadam", "zero_one_adam", "demo"])
+KINDS = ["sgd", "adamw", "lamb", "one_bit_lamb", "muon", "qadam", "zero_one_adam", "demo", "dion"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_optimizers_hold_all_parameters_once(kind: str) -> None:
     task = make_suite_task("conv" if kind == "sgd" else "vit", 1, 1)
     params = list(task.model().parameters())
@@ -143,8 +146,9 @@ def test_optimizers_hold_all_parameters_once(kind: str) -> None:
     made = task.optimizers(Configuration(kind, family, BASELINE, optimizer=kind), params)
     held = [param for each in made for group in each.param_groups for param in group["params"]]
     assert {id(param) for param in held} == {id(param) for param in params} and len(held) == len(params)
-    if kind == "muon":
-        assert isinstance(made[0], torch.optim.Muon) and len(made[0].param_groups[0]["params"]) == 8
+    if kind in ("muon", "dion"):
+        assert isinstance(made[0], torch.optim.Muon if kind == "muon" else torch.optim.SGD)
+        assert len(made[0].param_groups[0]["params"]) == 8
 
 
 def test_jobs_are_in_the_order_of_what_matters_most() -> None:

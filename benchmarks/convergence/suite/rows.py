@@ -33,7 +33,7 @@ BUDGETS = tuple(Fraction(1, 2**k) for k in range(1, 7))  # parts of the steps, f
 ORDERS = 4  # runs of the baseline with other samples, for each family, task and seed
 _BOTH = ("sgd", "adamw")  # families that an algorithm runs in unless it says otherwise
 _ONLY = {"qadam": ("adamw",), "zero_one_adam": ("adamw",), "one_bit_lamb": ("lamb",)}  # for want of another optimizer
-_OWN = {**{name: name for name in OWN_OPTIMIZERS}, "one_bit_lamb": "one_bit_lamb"}  # optimizers
+_OWN = {name: name for name in (*OWN_OPTIMIZERS, "one_bit_lamb", "dion")}  # optimizers
 SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("bytegrad:codec=eden/bits~1", _BOTH),
     ("bytegrad:codec=eden/bits~2", _BOTH),
@@ -65,6 +65,7 @@ SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("power_sgd:rank=16", _BOTH),
     ("demo", ("adamw",)),
     ("diloco", ("muon",)),
+    ("dion", ("muon",)),
     ("bytegrad:codec=int4", _BOTH),
     ("bytegrad:codec=sign", ("sgd",)),
     ("bytegrad:codec=sign:error_feedback=False", ("sgd",)),

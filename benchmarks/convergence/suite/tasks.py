@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import bagua
 from benchmarks.char_lm import draw_windows, even_windows
-from benchmarks.convergence.byte_gpt import MUON_RATE, OWN_OPTIMIZERS
+from benchmarks.convergence.byte_gpt import MATRIX_OPTIMIZERS, MUON_RATE, OWN_OPTIMIZERS
 from benchmarks.convergence.configurations import Configuration
 from benchmarks.convergence.suite import models
 from benchmarks.convergence.suite.data import Images, Noisy, load_text
@@ -40,7 +40,7 @@ class SuiteTask(Task):
 
     @cached_property
     def _matrices(self) -> list[bool]:
-        """For each parameter: whether Muon trains it. Muon takes the matrices of the blocks."""
+        """For each parameter: whether Muon or `dion` trains it. They take the matrices of the blocks."""
         named = self.model().named_parameters()
         return [name.startswith("blocks.") and param.dim() == 2 for name, param in named]
 
@@ -55,11 +55,11 @@ class SuiteTask(Task):
             return [bagua.optim.OneBitLamb(params, rates["lamb"], self.steps + 1, weight_decay=_DECAY)]
         if kind == "one_bit_lamb":
             return [bagua.optim.OneBitLamb(params, rates["lamb"], weight_decay=_DECAY)]
-        if kind == "muon":
+        if kind in MATRIX_OPTIMIZERS:
             matrices = [param for param, chosen in zip(params, self._matrices, strict=True) if chosen]
             rest = [param for param, chosen in zip(params, self._matrices, strict=True) if not chosen]
-            muon = torch.optim.Muon(matrices, lr=rates["muon"], weight_decay=_DECAY)
-            return [muon, torch.optim.AdamW(rest, lr=rates["adamw"], weight_decay=_DECAY)]
+            first = MATRIX_OPTIMIZERS[kind](matrices, lr=rates["muon"], weight_decay=_DECAY)
+            return [first, torch.optim.AdamW(rest, lr=rates["adamw"], weight_decay=_DECAY)]
         return [OWN_OPTIMIZERS[kind](params, lr=rates["adamw"], weight_decay=_DECAY)]
 
 
