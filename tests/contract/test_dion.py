@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from bagua.codecs import Bf16
 from bagua.comm.groups import Groups
 from bagua.contrib.dion import Orthonormalised
 from bagua.exchanges import Hierarchical
+from tests.checkpoint.runs import Case
+from tests.checkpoint.test_reshard import change, parts
 from tests.contract.members import CONTRIB_ALGORITHMS
 from tests.rank_threads import run_threads
 
@@ -395,3 +398,20 @@ def test_sparse_gradients_are_refused() -> None:
             steps=1,
             optimizer=make,
         )
+
+
+def plain_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=LR)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 1), (1, 2)])
+def test_the_mean_momentum_outlives_another_number_of_ranks(sizes: tuple[int, int], tmp_path: Path) -> None:
+    saved, loaded, later = change(Case(dion(), plain_sgd), *sizes, tmp_path)
+    for name in ("momentum", "right"):
+        old, new = parts(saved, name), parts(loaded, name)
+        assert old.keys() == new.keys() and old
+        for key, copies in old.items():
+            assert len(copies) == sizes[0] and len(new[key]) == sizes[1] and copies[0].any()
+            want, got = (torch.stack(each).mean(0) for each in (copies, new[key]))
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    assert all(torch.equal(state["model"]["inner.weight"], later[0]["model"]["inner.weight"]) for state in later)
