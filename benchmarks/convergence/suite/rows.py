@@ -66,6 +66,7 @@ SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("demo", ("adamw",)),
     ("diloco", ("muon",)),
     ("dion", ("muon",)),
+    ("dion:rank_fraction=0.5", ("muon",)),
     ("bytegrad:codec=int4", _BOTH),
     ("bytegrad:codec=sign", ("sgd",)),
     ("bytegrad:codec=sign:error_feedback=False", ("sgd",)),
