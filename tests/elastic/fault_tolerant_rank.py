@@ -74,6 +74,8 @@ def make_optimizer(algorithm: str | bagua.Algorithm, model: torch.nn.Module) -> 
         return bagua.optim.ZeroOneAdam(
             model.parameters(), lr=1e-3, var_freeze_step=5, local_step_scaler=4, local_step_clipper=4
         )
+    if getattr(algorithm, "name", "") == "dion":
+        return torch.optim.SGD(model.parameters(), lr=1e-2)
     return torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
@@ -272,7 +274,8 @@ def train_steps(pipe: Connection, job: Line) -> None:
     if job["averages"]:
         bagua.average_parameters(model)
     stats = bagua.stats(model)
-    moments = [optimizer.state[p]["exp_avg_sq"].sum().item() for p in model.parameters()]
+    states = [optimizer.state[p] for p in model.parameters()]
+    moments = [state["exp_avg_sq"].sum().item() for state in states if "exp_avg_sq" in state]
     changes = [{"lost": c.lost, "joined": c.joined, "step": c.step, "skipped": c.skipped} for c in stats.membership]
     pipe.send(
         {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import bagua
+from tests.contract.members import CONTRIB_ALGORITHMS
 from tests.elastic.fault_tolerant_rank import Job, start_job
 from tests.fork_server import ForkServer
 
@@ -44,10 +45,11 @@ def check_survivors(job: Job, places: list[int], lost: str) -> None:
         (2, "power_sgd", {}),
         (1, "qadam", {"codec": "sign"}),
         (0, "one_bit_lamb", {}),
+        (2, CONTRIB_ALGORITHMS["dion"](), {}),
         (1, bagua.algorithms.Warmup(5, "gradient_allreduce", "bytegrad"), {}),
         pytest.param(0, bagua.algorithms.Warmup(14, "gradient_allreduce", "power_sgd"), {}, marks=pytest.mark.slow),
     ],
-    ids=lambda value: value.name if isinstance(value, bagua.algorithms.Warmup) else None,
+    ids=lambda value: value.name if isinstance(value, bagua.Algorithm) else None,
 )
 def test_a_killed_rank_is_left_out(
     fork_server: ForkServer, place: int, algorithm: Any, options: dict[str, Any]
