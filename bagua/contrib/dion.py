@@ -147,6 +147,7 @@ class Dion(Algorithm):
 
     Examples:
         >>> import bagua.contrib
+        >>> model = torch.nn.Linear(8, 4)
         >>> matrices = [param for param in model.parameters() if param.dim() == 2]
         >>> sgd = torch.optim.SGD(matrices, lr=0.02, weight_decay=0.01)
         >>> adamw = torch.optim.AdamW([param for param in model.parameters() if param.dim() != 2], lr=3e-3)
