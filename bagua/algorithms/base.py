@@ -238,6 +238,8 @@ class Algorithm:
             training cannot go on.
         kept: with `fault_tolerant`, names of tensors (`Context.tensor`) that a rank keeps when the members change, and
             that a newcomer gets. All others are made anew by `setup`.
+        scales_with_loss: what the optimizers get is as many times larger as the loss. False, of a sign for example, has
+            gradient scalers refused: they would divide the steps by the loss scale.
     """
 
     name: ClassVar[str] = ""
@@ -246,6 +248,7 @@ class Algorithm:
     payload_kind: ClassVar[Payload] = Payload.GRAD
     lost_step: ClassVar[LostStep | None] = None
     kept: ClassVar[tuple[str, ...]] = ()
+    scales_with_loss: ClassVar[bool] = True
 
     @property
     def payload(self) -> Payload:

@@ -31,8 +31,8 @@ class DeMo(Algorithm):
     Each weight moves by the learning rate, up or down, whatever the size of its gradient. So use plain SGD without
     momentum, with a learning rate such as Adam would have; weight decay is the optimizer's, and decoupled, since it
     stays out of the sign: `torch.optim.SGD` adds it times the learning rate. A weight whose mean is exactly zero stays
-    where it is. A NaN or an infinity of one rank makes its block NaN on all ranks, so that a gradient scaler skips the
-    step, and sets this rank's momentum there to zero.
+    where it is. A NaN or an infinity of one rank makes its block NaN on all ranks, and sets this rank's momentum
+    there to zero. A gradient scaler is refused: it would divide the steps by the loss scale. bf16 needs none.
 
     Args:
         decay: of the momentum, 0 <= decay < 1.
@@ -58,6 +58,7 @@ class DeMo(Algorithm):
     name: ClassVar[str] = "demo"
     summary: ClassVar[str] = "signs of the largest frequencies of each rank's own momentum, 2 bits each"
     exactness: ClassVar[Exactness] = Exactness.LOSSY
+    scales_with_loss: ClassVar[bool] = False
 
     decay: float = 0.999
     chunk: int = 64

@@ -122,8 +122,8 @@ class Dion(Algorithm):
     vectors, and those of other optimizers. As with Muon, give embeddings and the output layer to AdamW. The learning
     rate of SGD is about that of `torch.optim.Muon`. Its weight decay is decoupled, since it is added to the step.
 
-    The size of a step does not depend on that of the gradients. So do not clip them, and use no loss scale: a
-    `GradScaler` would divide the steps by it. bf16 needs none.
+    The size of a step does not depend on that of the gradients. So do not clip them. A gradient scaler is refused: it
+    would divide the steps by the loss scale. bf16 needs none.
 
     A NaN or an infinity of one rank makes the step of its matrix NaN on all ranks. The momenta are then as before, but
     for zeros where this rank's gradient was not finite.
@@ -157,6 +157,7 @@ class Dion(Algorithm):
     name: ClassVar[str] = "dion"
     summary: ClassVar[str] = "orthonormalised steps of low rank, from each rank's own momentum"
     exactness: ClassVar[Exactness] = Exactness.LOSSY
+    scales_with_loss: ClassVar[bool] = False
     lost_step: ClassVar[LostStep | None] = LostStep.SKIP
 
     rank_fraction: float = 0.25

@@ -28,8 +28,8 @@ class SignSGD(Algorithm):
     vote and no more.
 
     Ties and zeros count as +1 at even steps and as -1 at odd ones, so a weight whose gradient is zero stays within one
-    learning rate of where it was. A NaN or an infinity makes a part of the result NaN, so that a gradient scaler skips
-    the step, and leaves the momentum.
+    learning rate of where it was. A NaN or an infinity makes a part of the result NaN on all ranks, and leaves the
+    momentum. A gradient scaler is refused: it would divide the steps by the loss scale. bf16 needs none.
 
     Args:
         momentum: of the gradients before the vote, 0 <= momentum < 1; 0 is signSGD, above it Signum.
@@ -48,6 +48,7 @@ class SignSGD(Algorithm):
     name: ClassVar[str] = "signsgd"
     summary: ClassVar[str] = "majority vote on the signs of all momenta, 1 bit"
     exactness: ClassVar[Exactness] = Exactness.LOSSY
+    scales_with_loss: ClassVar[bool] = False
 
     momentum: float = 0.9
 

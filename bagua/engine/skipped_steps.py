@@ -1,4 +1,4 @@
-"""Steps that a gradient scaler skips: checks that all ranks decide alike."""
+"""Steps that a gradient scaler makes or skips: checks that all ranks decide alike, and that steps have their size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def refuse_plain_scaler(
     trains_its_own: bool = False,
     fault_tolerant: bool = False,
 ) -> None:
-    """From an optimizer's hook: raise if a scaler of torch's makes this step and ranks may decide differently.
+    """From an optimizer's hook: raise if a scaler makes this step, and must not.
+
+    Any scaler, if what the optimizers get does not grow with the loss; one of torch's, if ranks may decide differently.
 
     Args:
         fault_tolerant: ranks may be lost and join, with steps that some of them drop.
@@ -38,6 +40,11 @@ def refuse_plain_scaler(
     Raises:
         RuntimeError: names the algorithm and the way out.
     """
+    if not algorithm.scales_with_loss and _stepping_scaler() is not None:
+        raise RuntimeError(
+            f"{algorithm.name!r} makes steps whose size does not depend on that of the gradients, so a GradScaler "
+            "would divide them by the loss scale; train in bf16 or fp32, without one"
+        )
     if fault_tolerant and steps_by_plain_scaler():
         raise RuntimeError(
             "fault_tolerant: torch.amp.GradScaler fails in a step that is lost, and a rank that joins would not get "
@@ -55,13 +62,19 @@ def refuse_plain_scaler(
 
 def steps_by_plain_scaler() -> bool:
     """From an optimizer's hook: whether a scaler of torch's makes this step, and ranks may decide differently."""
-    frame: Any = sys._getframe(1)
+    scaler = _stepping_scaler()
+    return scaler is not None and not getattr(scaler, "ranks_agree", False)
+
+
+def _stepping_scaler() -> Any:
+    """The enabled gradient scaler that calls the optimizer; None if there is none."""
+    frame: Any = sys._getframe(2)
     for _ in range(_FRAMES):
         frame = frame.f_back
         if frame is None:
-            return False
+            return None
         if frame.f_code is torch.amp.GradScaler.step.__code__:
             # Of this frame only: before Python 3.13, to look at a frame's locals keeps them alive until it ends.
             scaler = frame.f_locals["self"]
-            return scaler.is_enabled() and not getattr(scaler, "ranks_agree", False)
-    return False
+            return scaler if scaler.is_enabled() else None
+    return None
