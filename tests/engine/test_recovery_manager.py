@@ -95,13 +95,15 @@ def test_weights_that_were_fetched_too_late() -> None:
 # -- exchanges in flight ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ends", ["nothing", "an exchange that counts", "a lost member", "a while without failures"])
+@pytest.mark.parametrize(
+    "ends", ["nothing", "an exchange that counts", "a new epoch", "a lost member", "a while without failures"]
+)
 def test_exchanges_that_fail_for_no_reason_are_not_repeated_for_ever(
     monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr("bagua.engine.recovery.manager.time.monotonic", lambda: now[0])
-    _, manager, _ = in_group(3, GRANTED, open_timeout_s=10.0)
+    seat, manager, _ = in_group(3, GRANTED, open_timeout_s=10.0)
     for number in range(25):
         assert not manager.fails_in_vain, f"after {number} failures within {now[0] - 1000.0:.0f} s"
         manager.exchange_failed("connection closed by peer", loses_step=False)
@@ -110,6 +112,8 @@ def test_exchanges_that_fail_for_no_reason_are_not_repeated_for_ever(
     assert manager.fails_in_vain
     if ends == "an exchange that counts":
         assert manager.counts(7)
+    if ends == "a new epoch":
+        seat.now = view(4, "n0", "n1")
     if ends == "a lost member":
         manager.recovered(view(2, "n0", "n1", "n2", "n3"), 7)
     if ends == "a while without failures":

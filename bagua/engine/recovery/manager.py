@@ -259,7 +259,8 @@ class RecoveryManager:
     def fails_in_vain(self) -> bool:
         """Whether one exchange after the other fails, and no members are lost that would explain it."""
         failing_s = time.monotonic() - self._failing_since if self._failing_since else 0.0
-        return self._failures >= _MANY_FAILURES and failing_s > self.options.open_timeout_s
+        many = self._failures >= _MANY_FAILURES and failing_s > self.options.open_timeout_s
+        return many and not self.out_of_use
 
     def reopening_failed(self, error: RuntimeError) -> None:
         """The groups of the present view could not be opened: have others, unless that has been tried for too long.
