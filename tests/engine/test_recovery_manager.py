@@ -102,7 +102,7 @@ def test_exchanges_that_fail_for_no_reason_are_not_repeated_for_ever(
     monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("bagua.engine.recovery.manager.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("bagua.engine.recovery.failure_streak.time.monotonic", lambda: now[0])
     seat, manager, _ = in_group(3, GRANTED, open_timeout_s=10.0)
     for number in range(25):
         assert not manager.fails_in_vain, f"after {number} failures within {now[0] - 1000.0:.0f} s"

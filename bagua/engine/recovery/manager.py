@@ -17,6 +17,7 @@ from bagua.engine.lanes.pool import LanePool
 from bagua.engine.recovery.backup import Backup
 from bagua.engine.recovery.change import MembershipChange
 from bagua.engine.recovery.epoch_team import team_of_epoch
+from bagua.engine.recovery.failure_streak import FailureStreak
 from bagua.engine.recovery.loss_scale import LossScale
 from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.options import FaultTolerance
@@ -29,7 +30,6 @@ __all__ = ["RecoveryManager"]
 
 _POLL_S = 0.002
 _RETRY_S = 0.1  # between two attempts to open groups
-_MANY_FAILURES = 20  # of exchanges, one after the other, in groups with the same members
 _log = logging.getLogger("bagua")
 
 
@@ -92,8 +92,8 @@ class RecoveryManager:
         self.transport: str | None = None
         self._pool: LanePool | None = None
         self._severed = self._fetched = self._stopped = False
-        self._noticed = self._failing_since = self._failed = 0.0
-        self._failures = 0  # of exchanges, one after the other
+        self._noticed = 0.0
+        self._streak = FailureStreak(options.open_timeout_s)
         self._arrived = 0, 0  # group and round of the exchange in which this rank has said that it waits
 
     @property
@@ -243,10 +243,7 @@ class RecoveryManager:
             loses_step: the step is, too. Else the exchange is repeated, or the step is made without it.
         """
         self._noticed = self._noticed or time.monotonic()
-        now = time.monotonic()
-        if now - self._failed > self.options.open_timeout_s:
-            self._has_worked()  # of exchanges in the background only failures are known here
-        self._failures, self._failed, self._failing_since = self._failures + 1, now, self._failing_since or now
+        self._streak.failed()
         if not loses_step:
             _log.info("recovery: groups %d have failed: %s", self.group, why)
         elif not self.lost:
@@ -258,9 +255,7 @@ class RecoveryManager:
     @property
     def fails_in_vain(self) -> bool:
         """Whether one exchange after the other fails, and no members are lost that would explain it."""
-        failing_s = time.monotonic() - self._failing_since if self._failing_since else 0.0
-        many = self._failures >= _MANY_FAILURES and failing_s > self.options.open_timeout_s
-        return many and not self.out_of_use
+        return self._streak.too_long and not self.out_of_use
 
     def reopening_failed(self, error: RuntimeError) -> None:
         """The groups of the present view could not be opened: have others, unless that has been tried for too long.
@@ -330,11 +325,8 @@ class RecoveryManager:
             self._noticed = self._noticed or time.monotonic()
             return False
         self.round = step + 1
-        self._has_worked()
+        self._streak.end()
         return True
-
-    def _has_worked(self) -> None:
-        self._failures, self._failing_since = 0, 0.0
 
     def _granted(self, ask: Callable[[], Verdict]) -> bool:
         deadline = time.monotonic() + self.options.max_blocked_s
@@ -393,7 +385,7 @@ class RecoveryManager:
         gone = tuple(each for each in old if each not in view.members)
         came = tuple(each for each in view.members if each not in old)
         if gone or came:
-            self._has_worked()
+            self._streak.end()
         stalled = stalled_s
         if stalled is None:
             stalled = time.monotonic() - self._noticed if self._noticed else 0.0
