@@ -128,13 +128,17 @@ class AbortableNccl:
 
         return self._operation(begin)
 
-    def abort(self) -> None:
-        """End what is in flight, which raises then, and refuse all else. Returns soon, also if NCCL does not."""
+    def abort(self, wait: bool = True) -> None:
+        """End what is in flight, which raises then, and refuse all else. Returns soon, also if NCCL does not.
+
+        Args:
+            wait: for NCCL, a while. False: return at once.
+        """
         with self._aborting:
             if self._aborted.is_set():
                 return
             self._aborted.set()
-        start_thread(partial(_abort, self._pg), "bagua-nccl-abort").join(_SETTLE_S)
+        start_thread(partial(_abort, self._pg), "bagua-nccl-abort").join(_SETTLE_S if wait else 0.0)
 
     def shutdown(self) -> None:
         """Await what is in flight, on all ranks, and end the communicator."""

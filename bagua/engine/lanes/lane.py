@@ -267,7 +267,7 @@ def _free(
     """At exit, of a lane that nobody holds any more and whose thread is in a collective."""
     _end(jobs, gate)
     if nccl is not None:
-        nccl.abort()
+        nccl.abort(wait=False)
     if mesh is not None:
         mesh.abort()
     if connections is not None:
