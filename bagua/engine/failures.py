@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -23,6 +24,7 @@ from bagua.errors import CommunicationError
 
 __all__ = ["LOOK_S", "Failures"]
 
+_log = logging.getLogger("bagua")
 _LOOK_AT_MEMBERS_S = 0.02
 _SIGN_OF_LIFE_S = 3.0  # how long a failed rank waits for the others to fail too, before it names those that did not
 
@@ -92,10 +94,10 @@ class Failures:
 
         See `step_is_lost`.
         """
-        if self.recovery is None or self.recovery.fails_in_vain:
+        if (recovery := self._recovers()) is None:
             return False
         self._failed = True
-        self.recovery.exchange_failed(str(why), loses_step=not self.keeps_step)
+        recovery.exchange_failed(str(why), loses_step=not self.keeps_step)
         self._pool.abandon()
         return True
 
@@ -118,19 +120,19 @@ class Failures:
 
     def repeats_exchange(self, why: CommunicationError) -> bool:
         """The exchange at the end of a step has failed. Whether it is repeated with the ranks that are left."""
-        if self.recovery is None or self._state.lost_step is not LostStep.REPEAT or self.recovery.fails_in_vain:
+        if self._state.lost_step is not LostStep.REPEAT or (recovery := self._recovers()) is None:
             return False
         self._failed = True
-        self.recovery.exchange_failed(str(why), loses_step=False)
+        recovery.exchange_failed(str(why), loses_step=False)
         self._pool.abandon()
         return True
 
     def outlives_exchange(self, why: CommunicationError) -> bool:
         """An exchange of a step that counts already has failed. Whether training goes on without it."""
-        if self.recovery is None or self.recovery.fails_in_vain:
+        if (recovery := self._recovers()) is None:
             return False
         self._failed = True
-        self.recovery.exchange_failed(str(why), loses_step=False)
+        recovery.exchange_failed(str(why), loses_step=False)
         self._pool.abandon()
         self._pool.drain()  # the weights are the caller's from here on
         return True
@@ -237,6 +239,13 @@ class Failures:
         failure = CommunicationError(f"rank {self._team.rank}, {ticket.label}: {type(error).__name__}: {error}{who}")
         failure.flight_recorder = recorded
         raise failure from error
+
+    def _recovers(self) -> RecoveryManager | None:
+        """After an exchange has failed: who has other groups opened; None: it is final, or there is no hope any more."""
+        if self.recovery is None or not self.recovery.fails_in_vain:
+            return self.recovery
+        _log.error("recovery: one exchange after the other fails, although no host is lost; training ends here")
+        return None
 
     @property
     def _breaks_together(self) -> bool:
