@@ -17,6 +17,10 @@ __all__ = [
     "FAR_LANES",
     "FAR_LANES_OF_SUMS",
     "FAR_S",
+    "FAST_BYTES_PER_S",
+    "NEAR_LANES_OF_SUMS",
+    "SLOW_BYTES_PER_S",
+    "SMALLEST_BYTES",
     "TRANSPORTS",
     "chosen_transport",
     "goes_native",
@@ -32,6 +36,12 @@ _ENV = "BAGUA_TRANSPORT"
 _log = logging.getLogger("bagua")
 FAR_LANES = 8  # an exchange waits for two latencies, in which others use the link
 FAR_LANES_OF_SUMS = 3  # over the native transport: more flows of bulk data fill a switch's queue together, which drops
+# Nearer, one flow fills a slow link. With BBR several do not share it evenly, and in a ring each lane is as fast as the
+# slower of its two directions.
+NEAR_LANES_OF_SUMS = 1
+SLOW_BYTES_PER_S = 80e6  # at 1 Gbit/s more lanes were a little faster
+FAST_BYTES_PER_S = 160e6  # more than 1 Gbit/s can carry
+SMALLEST_BYTES = 8 * 2**20  # of a model whose broadcast tells how fast links are; less says more about its start
 FAR_S = 0.004  # there and back, over the native transport
 _FAR_OVER_GLOO_S = 0.03  # nearer, an exchange's own CPU time is what more lanes would add to
 

@@ -12,7 +12,14 @@ import bagua
 from bagua.bench import contenders
 from bagua.bench.bounds import Moment
 from bagua.bench.models import Model
-from bagua.comm.transport import FAR_LANES, FAR_LANES_OF_SUMS, FAR_S
+from bagua.comm.transport import (
+    FAR_LANES,
+    FAR_LANES_OF_SUMS,
+    FAR_S,
+    NEAR_LANES_OF_SUMS,
+    SLOW_BYTES_PER_S,
+    SMALLEST_BYTES,
+)
 from bagua.engine.reducer.bucketing import (
     DEFAULT_NUM_LANES,
     PART_BYTES,
@@ -117,7 +124,7 @@ def recipe_of(name: str, model: Model, cluster: Cluster) -> Recipe:
         buckets = _buckets(model, lambda shapes: _exchange(algorithm, shapes), cluster, bucket_bytes)
     except TypeError as error:  # an algorithm with several exchanges has no `exchange`
         raise UnknownCourseError(f"algorithms: how {name!r} spends a step is not known: {error}") from error
-    lanes = _lanes(buckets[0].exchange, bucket_bytes, cluster)
+    lanes = _lanes(buckets[0].exchange, bucket_bytes, cluster, _ELEMENT_BYTES * model.num_elements)
     if given_lanes is not None:
         lanes = check_num_lanes("num_lanes", given_lanes)
     every = max(int(getattr(algorithm, "communication_interval", 0) or 0) or traffic.every, 1)
@@ -145,12 +152,13 @@ def _matrices(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
     return tuple((shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape)) for shape in shapes)
 
 
-def _lanes(exchange: Exchange, bucket_bytes: int, cluster: Cluster) -> int:
+def _lanes(exchange: Exchange, bucket_bytes: int, cluster: Cluster, model_bytes: int) -> int:
     """Lanes that share the buckets over the native transport, by the rules of `bagua.distribute`."""
     far = 2 * cluster.latency >= FAR_S
     lanes = max(DEFAULT_NUM_LANES, FAR_LANES) if far else DEFAULT_NUM_LANES
-    if far and exchange.streaming:
-        lanes = min(lanes, FAR_LANES_OF_SUMS)
+    slow = model_bytes >= SMALLEST_BYTES and cluster.bandwidth / 8 < SLOW_BYTES_PER_S
+    if exchange.streaming and (far or slow):
+        lanes = min(lanes, FAR_LANES_OF_SUMS if far else NEAR_LANES_OF_SUMS)
     if exchange.elementwise and _narrowness(exchange, cluster) <= WIDE:
         held_bytes = cluster.bandwidth / 8 * cluster.latency if math.isfinite(cluster.bandwidth) else 0.0
         lanes = min(lanes, lanes_of_wide(bucket_bytes, cluster.ranks, held_bytes))

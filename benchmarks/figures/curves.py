@@ -20,6 +20,7 @@ LINES = {
     "bytegrad": "bytegrad, 8 bits",
     "int4": "gradient_allreduce, 4 bits",
     "qadam_1bit": "qadam, 1 bit",
+    "low_precision_decentralized": "low-precision gossip, 8 bits",
 }
 _COLOURS = dict(zip(LINES, (INK, *COLOURS), strict=False))
 _TICKS = (50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)

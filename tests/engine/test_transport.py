@@ -20,7 +20,7 @@ from bagua.comm import transport as transport_module
 from bagua.comm.connecting import LateGloo
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.team import Team
-from bagua.comm.transport import FAR_LANES, FAR_LANES_OF_SUMS, chosen_transport, why_no_transport
+from bagua.comm.transport import FAR_LANES, FAR_LANES_OF_SUMS, NEAR_LANES_OF_SUMS, chosen_transport, why_no_transport
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.startup import link_probe
 from tests.rank_pool import RankPool
@@ -200,9 +200,9 @@ def test_more_lanes_where_a_rank_is_far_away(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @there
-@pytest.mark.parametrize(("given", "far"), [(None, FAR_LANES_OF_SUMS), (6, None)])
-def test_plain_sums_have_fewer_lanes_far_away(
-    monkeypatch: pytest.MonkeyPatch, given: int | None, far: int | None
+@pytest.mark.parametrize(("given", "near", "far"), [(None, NEAR_LANES_OF_SUMS, FAR_LANES_OF_SUMS), (6, None, None)])
+def test_plain_sums_have_fewer_lanes_on_slow_links_and_far_away(
+    monkeypatch: pytest.MonkeyPatch, given: int | None, near: int | None, far: int | None
 ) -> None:
     def most(team: Team) -> int | None:
         model = make_model()
@@ -214,8 +214,11 @@ def test_plain_sums_have_fewer_lanes_far_away(
         bagua.detach(model)
         return found
 
-    monkeypatch.setattr(link_probe, "_FAST_BYTES_PER_S", math.inf)  # a fast link has few of them anyway
-    assert run_teams(3, most) == [None] * 3
+    monkeypatch.setattr(link_probe, "FAST_BYTES_PER_S", math.inf)  # a fast link has few of them anyway
+    assert run_teams(3, most) == [None] * 3  # so few bytes do not tell
+    monkeypatch.setattr(link_probe, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(link_probe, "SLOW_BYTES_PER_S", math.inf)
+    assert run_teams(3, most) == [near] * 3
     monkeypatch.setattr(Mesh, "round_trip_s", property(lambda self: 0.04))
     assert run_teams(3, most) == [far] * 3
 

@@ -18,12 +18,11 @@ import torch
 from bagua.comm.groups import STRAIGHT_CHUNK_BYTES, Groups
 from bagua.comm.store_team import decode, encode
 from bagua.comm.team import Team
+from bagua.comm.transport import FAST_BYTES_PER_S, SLOW_BYTES_PER_S, SMALLEST_BYTES
 from bagua.engine.startup.ring_rate import RingRate, measure_ring
 
 __all__ = ["Links", "probe_links"]
 
-_FAST_BYTES_PER_S = 160e6  # more than 1 Gbit/s can carry
-_SMALLEST_BYTES = 8 * 2**20  # less says more about the start than about the rate
 _CORES_PER_LANE = 2  # gloo's own thread and ours
 _ROUND_TRIPS = 3
 # Over the number of ranks, of what a link holds in one latency. Straight to their owners, chunks take 2 latencies
@@ -38,8 +37,9 @@ class Links:
     """What was found; the same on all ranks. It changes no bit of a result.
 
     Attributes:
-        lanes_of_sums: how many lanes plain sums should share; None: all, else at least 2: one divides and copies while
-            the other one sends.
+        lanes_of_sums: how many lanes plain sums should share where the links are faster than the CPU, at least 2: one
+            divides and copies while the other one sends. None: they are not, or it is not known.
+        slow: one flow fills them; False: it does not, or it is not known.
         straight_chunk_bytes: see `Group`.
         round_trip_s: from the farthest rank to rank 0 and back; 0.0: not measured.
         held_bytes: what a link holds in one latency; 0.0: not measured.
@@ -49,6 +49,7 @@ class Links:
     straight_chunk_bytes: int = STRAIGHT_CHUNK_BYTES
     round_trip_s: float = 0.0
     held_bytes: float = 0.0
+    slow: bool = False
 
 
 def probe_links(
@@ -87,8 +88,9 @@ def probe_links(
         _log.info("%s", _told(ring, longest_s, straight))
     rate = _typical_rate([rate for rate, _, _ in found], nodes)
     held = ring.bytes_per_s * longest_s / 2
-    if num_bytes < _SMALLEST_BYTES or rate < _FAST_BYTES_PER_S:
-        return Links(None, straight, longest_s, held)
+    if num_bytes < SMALLEST_BYTES or rate < FAST_BYTES_PER_S:
+        slow = num_bytes >= SMALLEST_BYTES and rate < SLOW_BYTES_PER_S
+        return Links(None, straight, longest_s, held, slow)
     return Links(max(2, int(min(cores for _, cores, _ in found) / _CORES_PER_LANE)), straight, longest_s, held)
 
 
