@@ -24,7 +24,16 @@ from bagua.errors import CommunicationError
 
 __all__ = ["AbortableNccl", "make_nccl", "why_no_nccl"]
 
-_ENV = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# For the watchdog and the monitor that a backend starts: an operation that fails must neither end the process nor hold
+# up the backend's end, and here operations fail whenever a rank is lost.
+_QUIET = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+_making = threading.Lock()
+_LATER = timedelta(seconds=60)  # the watchdog's own timeout comes after that of `AbortableNccl`
 _ALERT_S = 0.05  # between two looks at the members
 _SETTLE_S = 5.0  # for NCCL to abort, and for its kernels to end after that
 _SHARE = 0.1  # the end of an operation is seen late by that share of the time that it took,
@@ -39,15 +48,20 @@ def why_no_nccl(device: torch.device) -> str | None:
 
 
 def make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return an NCCL backend that is not connected yet.
-
-    torch's watchdog ends the process when an operation fails, unless told otherwise before the backend is made. An
-    operation fails here whenever a rank is lost.
-    """
-    os.environ[_ENV] = "0"
+    """Return an NCCL backend that is not connected yet, with a watchdog that leaves the process alone."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    options._timeout = timeout + _LATER
+    with _making:
+        before = {name: os.environ.get(name) for name in _QUIET}
+        os.environ.update(_QUIET)
+        try:
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 class AbortableNccl:
@@ -64,8 +78,10 @@ class AbortableNccl:
     """
 
     def __init__(self, pg: Any, device: torch.device, timeout_s: float, alert: Callable[[], object]) -> None:
-        self._pg, self._device, self._timeout_s, self._alert = pg, device, timeout_s, alert
+        self._pg: Any = pg  # None after an abort
+        self._device, self._timeout_s, self._alert = device, timeout_s, alert
         self._aborted, self._aborting = threading.Event(), threading.Lock()
+        self._abort: threading.Thread | None = None
         self._batch: list[Callable[[], Any]] | None = None
 
     def connect(self) -> None:
@@ -74,10 +90,12 @@ class AbortableNccl:
         Raises:
             CommunicationError: it was aborted meanwhile.
         """
+        pg = self._pg
+        self._check()
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
-            self._pg.eager_connect_single_device(self._device)
+            pg.eager_connect_single_device(self._device)
         if self._aborted.is_set():
-            _abort(self._pg)  # the communicator may be younger than the abort
+            _abort(pg)  # the communicator may be younger than the abort
         self._check()
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> _Operation:
@@ -122,8 +140,13 @@ class AbortableNccl:
 
         def begin() -> Any:
             self._pg._start_coalescing()
-            for call in batch:
-                call()
+            try:
+                for call in batch:
+                    call()
+            except BaseException:
+                with contextlib.suppress(Exception):  # or this thread's next operations would wait for the batch's end
+                    self._pg._end_coalescing()
+                raise
             return self._pg._end_coalescing()
 
         return self._operation(begin)
@@ -135,10 +158,13 @@ class AbortableNccl:
             wait: for NCCL, a while. False: return at once.
         """
         with self._aborting:
-            if self._aborted.is_set():
-                return
-            self._aborted.set()
-        start_thread(partial(_abort, self._pg), "bagua-nccl-abort").join(_SETTLE_S if wait else 0.0)
+            if self._abort is None:
+                self._aborted.set()
+                # The backend ends in that thread too: it waits for its watchdog then.
+                self._abort = start_thread(partial(_abort, self._pg), "bagua-nccl-abort")
+                self._pg = None
+        if wait:
+            self._abort.join(_SETTLE_S)  # also of another thread's abort: kernels may be writing until it is over
 
     def shutdown(self) -> None:
         """Await what is in flight, on all ranks, and end the communicator."""
@@ -159,8 +185,11 @@ class AbortableNccl:
         try:
             begin().wait()  # makes the current stream wait, not this thread
             self._await_stream()
-        except RuntimeError as error:
-            if not self._aborted.is_set() or isinstance(error, CommunicationError):
+        except CommunicationError:
+            raise
+        except Exception as error:
+            if not self._aborted.is_set():
+                self._alert()  # if the members have changed, that is the reason
                 raise
             raise CommunicationError(f"NCCL was aborted: {error}") from error
         self._check()

@@ -96,12 +96,12 @@ def _unless_alerted(connect: Callable[[], Any], alert: Callable[[], object] | No
     """What `connect` returns, from a thread that is left behind when `alert` raises. Then `cut` is called."""
     if alert is None:
         return connect()
-    ended: queue.Queue[tuple[Any, RuntimeError | None]] = queue.Queue()
+    ended: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
 
     def work() -> None:
         try:
             ended.put((connect(), None))
-        except RuntimeError as error:
+        except Exception as error:
             ended.put((None, error.with_traceback(None)))
 
     start_thread(work, "bagua-connect")

@@ -17,6 +17,7 @@ from bagua.errors import CommunicationError
 __all__ = ["STRAIGHT_CHUNK_BYTES", "Group", "Groups", "Meter"]
 
 _TAGS = 1 << 16  # of one lane
+_ABORT_S = 10.0  # for NCCL to abort and its kernels to end
 STRAIGHT_CHUNK_BYTES = 64 * 2**10  # so small a chunk costs latency only, even where all senders meet
 
 
@@ -106,6 +107,7 @@ class Group:
             after_s: for how long since then it must have waited.
         """
         since = self.waits_since
+        after_s = max(after_s, _ABORT_S) if self.abortable else after_s  # a kernel may write to its tensors until then
         if since is None or time.monotonic() - max(since, cut) < after_s:
             return False
         self._left = True

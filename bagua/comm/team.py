@@ -305,6 +305,8 @@ class Team(StoreTeam):
             made = connect_nccl(
                 rendezvous, store.unbounded, ranks.index(self.rank), len(ranks), self.timeout, self.device, self.alert
             )
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             self.alert()  # it knows better why
             raise CommunicationError(f"ranks {ranks}: connecting over NCCL failed: {error}") from error

@@ -242,7 +242,7 @@ class Failures:
 
     def _recovers(self) -> RecoveryManager | None:
         """After an exchange has failed: who has other groups opened. None: it is final, or there is no hope."""
-        if self.recovery is None or not self.recovery.fails_in_vain:
+        if self.recovery is None or not self.recovery.fails_in_vain():
             return self.recovery
         _log.error("recovery: one exchange after the other fails, although no host is lost; training ends here")
         return None

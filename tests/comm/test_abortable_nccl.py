@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bagua.comm import collectives
-from bagua.comm.abortable_nccl import AbortableNccl, why_no_nccl
+from bagua.comm.abortable_nccl import AbortableNccl, make_nccl, why_no_nccl
 from bagua.comm.groups import Group, Groups
 from bagua.engine.lanes.lane import StreamLane, ThreadLane, make_lane
 from bagua.errors import CommunicationError
@@ -195,6 +198,67 @@ def test_ranks_that_may_be_lost_have_a_lane_that_blocks(backend: Backend, monkey
         lane.close()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
     assert isinstance(make_lane(Groups(Group(None, 0, 2, (0, 1), "nccl"), ((0, 1),)), CUDA), StreamLane)
+
+
+def test_who_aborts_second_waits_for_the_first(backend: Backend) -> None:
+    """Else it would use tensors to which kernels may still write."""
+    released, began = threading.Event(), threading.Event()
+
+    def abort() -> None:
+        began.set()
+        assert released.wait(LIMIT_S)
+
+    backend.abort = abort  # type: ignore[method-assign]
+    pg = group_of(backend).pg
+    pg.abort(wait=False)
+    assert began.wait(LIMIT_S)
+    thread, errors = in_thread(pg.abort)
+    thread.join(0.1)
+    assert thread.is_alive()
+    released.set()
+    ended(thread)
+    assert not errors
+
+
+def test_a_batch_that_breaks_off_is_ended(backend: Backend) -> None:
+    """NCCL would add the next operations to it."""
+    backend.over.set()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("ncclInvalidArgument")
+
+    backend.send = fails
+    with pytest.raises(RuntimeError, match="ncclInvalidArgument"):
+        collectives.swap(group_of(backend), [(1, torch.ones(2))], [(1, torch.zeros(2))])
+    assert backend.called == ["_start_coalescing", "recv", "_end_coalescing"]
+
+
+def test_what_fails_since_the_members_have_changed_is_a_loss(backend: Backend) -> None:
+    def alert() -> None:
+        raise CommunicationError("the members of group 3 have changed")
+
+    backend.error = RuntimeError("an illegal memory access")
+    with pytest.raises(CommunicationError, match="members of group 3"):
+        collectives.all_reduce_(group_of(backend, alert=alert), torch.ones(3))
+
+
+def test_the_watchdog_of_these_groups_alone_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    class Nccl:
+        def __init__(self, *_: Any) -> None:
+            seen.extend(os.environ.get(name) for name in names)
+
+        class Options:
+            _timeout: Any = None
+
+    names = ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setenv(names[0], "1")
+    monkeypatch.delenv(names[1], raising=False)
+    make_nccl(None, 0, 2, timedelta(seconds=60))
+    assert seen == ["0"] * 3
+    assert os.environ[names[0]] == "1" and names[1] not in os.environ
 
 
 def test_tensors_of_a_cpu_are_refused() -> None:

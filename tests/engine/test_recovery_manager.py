@@ -102,14 +102,15 @@ def test_exchanges_that_fail_for_no_reason_are_not_repeated_for_ever(
     monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     now = [1000.0]
+    monkeypatch.setattr("bagua.engine.recovery.manager._LOOKS", 2)
     monkeypatch.setattr("bagua.engine.recovery.failure_streak.time.monotonic", lambda: now[0])
     seat, manager, _ = in_group(3, GRANTED, open_timeout_s=10.0)
     for number in range(25):
-        assert not manager.fails_in_vain, f"after {number} failures within {now[0] - 1000.0:.0f} s"
+        assert not manager.fails_in_vain(), f"after {number} failures within {now[0] - 1000.0:.0f} s"
         manager.exchange_failed("connection closed by peer", loses_step=False)
         now[0] += 0.4
     now[0] += 1.0
-    assert manager.fails_in_vain
+    assert manager.fails_in_vain()
     if ends == "an exchange that counts":
         assert manager.counts(7)
     if ends == "a new epoch":
@@ -119,7 +120,20 @@ def test_exchanges_that_fail_for_no_reason_are_not_repeated_for_ever(
     if ends == "a while without failures":
         now[0] += 11.0
         manager.exchange_failed("connection closed by peer", loses_step=False)
-    assert manager.fails_in_vain == (ends == "nothing")
+    assert manager.fails_in_vain() == (ends == "nothing")
+
+
+def test_groups_that_cannot_be_opened_have_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`max_blocked_s`: until a partition heals, exchanges cannot work."""
+    now = [1000.0]
+    monkeypatch.setattr("bagua.engine.recovery.manager._LOOKS", 2)
+    monkeypatch.setattr("bagua.engine.recovery.manager._RETRY_S", 0.0)
+    monkeypatch.setattr("bagua.engine.recovery.manager.time.monotonic", lambda: now[0])
+    _, manager, _ = in_group(3, GRANTED, open_timeout_s=10.0)
+    for _ in range(60):
+        manager.reopening_failed(RuntimeError("connection refused"))
+        now[0] += 1.0
+    assert not manager.fails_in_vain()
 
 
 def test_a_failed_exchange_loses_the_step_and_its_groups() -> None:

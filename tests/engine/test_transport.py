@@ -23,6 +23,8 @@ from bagua.comm.team import Team
 from bagua.comm.transport import FAR_LANES, FAR_LANES_OF_SUMS, NEAR_LANES_OF_SUMS, chosen_transport, why_no_transport
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.startup import link_probe
+from bagua.engine.startup.link_probe import Links
+from bagua.engine.startup.request import Request
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
 
@@ -397,3 +399,20 @@ def test_ranks_must_choose_alike() -> None:
 
     with pytest.raises(AssertionError, match="transport differs: rank 1 has native, rank 0 has gloo"):
         run_teams(2, work)
+
+
+@pytest.mark.parametrize(
+    ("tolerates", "round_trip_s", "num_lanes", "sums"),
+    [
+        ("gloo", 0.04, 4, None),  # they open no more lanes where ranks are far away, and keep all for sums
+        ("gloo", 0.001, 4, NEAR_LANES_OF_SUMS),
+        (None, 0.04, FAR_LANES, FAR_LANES_OF_SUMS),
+        (None, 0.001, 4, NEAR_LANES_OF_SUMS),
+    ],
+)
+def test_lanes_of_sums_where_ranks_may_be_lost(
+    tolerates: str | None, round_trip_s: float, num_lanes: int, sums: int | None
+) -> None:
+    request = Request(1 << 20, 4, None, False, False, True, chooses_lanes=True, tolerates_over=tolerates)
+    links = Links(round_trip_s=round_trip_s, slow=True)
+    assert request.config(num_lanes, links, False, 3, native=True).lanes_of_sums == sums

@@ -31,6 +31,7 @@ from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.reducer.bucketing import DEFAULT_NUM_LANES, PART_BYTES, last_part_bytes
 from bagua.engine.stats import Tally
 from bagua.engine.training_state import TrainingState
+from bagua.errors import CommunicationError
 from bagua.exchanges import AllReduce, ElementwiseHook, Exchange, Hierarchical
 
 __all__ = ["Dispatcher", "fitting_part_bytes", "is_plain_sum"]
@@ -304,7 +305,7 @@ class Dispatcher:
             try:
                 yield groups.world
             except RuntimeError as error:
-                if is_loss(error):
+                if is_loss(error) or isinstance(error, CommunicationError):
                     self._failures.give_up()
                 raise
 

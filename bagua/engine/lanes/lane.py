@@ -227,8 +227,8 @@ class ThreadLane(Lane):
 
     def sever(self) -> None:
         """Cut the connections; see `Lane.sever`."""
-        self._cut = time.monotonic()
         super().sever()
+        self._cut = time.monotonic()
 
     def leave_stuck(self) -> bool:
         """The thread ends with the transfer that holds it, at the timeout of the groups."""

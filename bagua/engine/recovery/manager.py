@@ -29,6 +29,7 @@ from bagua.membership.seat import Seat, View
 __all__ = ["RecoveryManager"]
 
 _POLL_S = 0.002
+_LOOKS = 2500  # about 5 s, in which agents notice a loss
 _RETRY_S = 0.1  # between two attempts to open groups
 _log = logging.getLogger("bagua")
 
@@ -242,8 +243,11 @@ class RecoveryManager:
         Args:
             loses_step: the step is, too. Else the exchange is repeated, or the step is made without it.
         """
-        self._noticed = self._noticed or time.monotonic()
         self._streak.failed()
+        self._give_groups_up(why, loses_step)
+
+    def _give_groups_up(self, why: str, loses_step: bool) -> None:
+        self._noticed = self._noticed or time.monotonic()
         if not loses_step:
             _log.info("recovery: groups %d have failed: %s", self.group, why)
         elif not self.lost:
@@ -252,10 +256,16 @@ class RecoveryManager:
         self.sever()
         self.seat.exchange_failed(self.group)
 
-    @property
     def fails_in_vain(self) -> bool:
-        """Whether one exchange after the other fails, and no members are lost that would explain it."""
-        return self._streak.too_long and not self.out_of_use
+        """Whether one exchange after the other fails, and no members are lost that would explain it.
+
+        Waits a little if it seems so: a closed connection may be known before the epoch that explains it.
+        """
+        for _ in range(_LOOKS):
+            if not self._streak.too_long or self.out_of_use:
+                return False
+            time.sleep(_POLL_S)
+        return self._streak.too_long
 
     def reopening_failed(self, error: RuntimeError) -> None:
         """The groups of the present view could not be opened: have others, unless that has been tried for too long.
@@ -270,7 +280,7 @@ class RecoveryManager:
                 f"host {self.seat.name}: no groups could be opened within {self.options.max_blocked_s:g} s; at last: "
                 f"{error}"
             ) from error
-        self.exchange_failed(f"{type(error).__name__}: {error}", loses_step=False)
+        self._give_groups_up(f"{type(error).__name__}: {error}", loses_step=False)
         time.sleep(_RETRY_S)
 
     def has_fetched(self, epoch: int, step: int) -> bool:

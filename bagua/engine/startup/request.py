@@ -15,7 +15,7 @@ from bagua.algorithms.base import Algorithm
 from bagua.algorithms.registry import registry
 from bagua.autotune import Autotune, as_options
 from bagua.comm.store_team import encode
-from bagua.comm.transport import FAR_LANES_OF_SUMS, NEAR_LANES_OF_SUMS, chosen_transport
+from bagua.comm.transport import FAR_LANES_OF_SUMS, FAR_S, NEAR_LANES_OF_SUMS, chosen_transport
 from bagua.engine.buffers import check_broadcast
 from bagua.engine.config import EngineConfig
 from bagua.engine.guard import Guard
@@ -171,7 +171,7 @@ class Request:
         if num_lanes > self.num_lanes:  # far away; only exchanges of few bits gain by more
             most = min(self.num_lanes, FAR_LANES_OF_SUMS) if native else self.num_lanes
             lanes_of_sums = min(lanes_of_sums or most, most)
-        elif native and links.slow:
+        elif native and links.slow and not (self.tolerates_over and links.round_trip_s >= FAR_S):  # no more lanes there
             lanes_of_sums = NEAR_LANES_OF_SUMS
         return EngineConfig(
             self.bucket_bytes,
