@@ -156,7 +156,7 @@ def _lanes(exchange: Exchange, bucket_bytes: int, cluster: Cluster, model_bytes:
     """Lanes that share the buckets over the native transport, by the rules of `bagua.distribute`."""
     far = 2 * cluster.latency >= FAR_S
     lanes = max(DEFAULT_NUM_LANES, FAR_LANES) if far else DEFAULT_NUM_LANES
-    slow = model_bytes >= SMALLEST_BYTES and cluster.bandwidth / 8 < SLOW_BYTES_PER_S
+    slow = model_bytes >= SMALLEST_BYTES and cluster.bandwidth * cluster.ring_share / 8 < SLOW_BYTES_PER_S
     if exchange.streaming and (far or slow):
         lanes = min(lanes, FAR_LANES_OF_SUMS if far else NEAR_LANES_OF_SUMS)
     if exchange.elementwise and _narrowness(exchange, cluster) <= WIDE:
