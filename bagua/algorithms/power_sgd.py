@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,11 +13,9 @@ from bagua.algorithms.nodes import fit_hierarchy
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
 from bagua.exchanges import AllReduce, Exchange, Hierarchical
-from bagua.exchanges.low_rank import matrix_shape
+from bagua.exchanges.low_rank import TYPICAL, matrix_shape, typical_bytes
 
 __all__ = ["PowerSGD"]
-
-_TYPICAL = (1024, 1024)  # the matrix for which `bytes_per_rank` speaks
 
 
 @register
@@ -65,7 +62,7 @@ class PowerSGD(Algorithm):
     codec: str | Codec | None = None
 
     def __post_init__(self) -> None:
-        _low_rank(self, (_TYPICAL,))  # refuse bad options now, not in the middle of a run
+        _low_rank(self, (TYPICAL,))  # refuse bad options now, not in the middle of a run
         object.__setattr__(self, "min_compression", float(self.min_compression))
 
     def exchange_for(self, bucket: Bucket) -> Exchange:
@@ -87,8 +84,7 @@ class PowerSGD(Algorithm):
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """A typical figure: as if all `n` elements lay in matrices of 1024 x 1024."""
-        typical = math.prod(_TYPICAL)
-        return _exchange(self, (_TYPICAL,)).bytes_per_rank(typical, size) / typical * n
+        return typical_bytes(_exchange(self, (TYPICAL,)), n, size)
 
     def setup(self, ctx: Context) -> None:
         """One exchange for each bucket, for its shapes."""

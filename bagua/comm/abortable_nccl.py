@@ -81,7 +81,7 @@ class AbortableNccl:
         self._pg: Any = pg  # None after an abort
         self._device, self._timeout_s, self._alert = device, timeout_s, alert
         self._aborted, self._aborting = threading.Event(), threading.Lock()
-        self._abort: threading.Thread | None = None
+        self._abort_thread: threading.Thread | None = None
         self._batch: list[Callable[[], Any]] | None = None
 
     def connect(self) -> None:
@@ -158,13 +158,15 @@ class AbortableNccl:
             wait: for NCCL, a while. False: return at once.
         """
         with self._aborting:
-            if self._abort is None:
+            if self._abort_thread is None:
                 self._aborted.set()
                 # The backend ends in that thread too: it waits for its watchdog then.
-                self._abort = start_thread(partial(_abort, self._pg), "bagua-nccl-abort")
+                self._abort_thread = start_thread(partial(_abort, self._pg), "bagua-nccl-abort")
                 self._pg = None
         if wait:
-            self._abort.join(_SETTLE_S)  # also of another thread's abort: kernels may be writing until it is over
+            self._abort_thread.join(
+                _SETTLE_S
+            )  # also of another thread's abort: kernels may be writing until it is over
 
     def shutdown(self) -> None:
         """Await what is in flight, on all ranks, and end the communicator."""

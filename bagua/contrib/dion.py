@@ -18,11 +18,10 @@ from bagua.algorithms.options import check_number
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec, Identity
 from bagua.exchanges import AllReduce, Exchange, Hierarchical, State
-from bagua.exchanges.low_rank import Factored, LowRank, matrix_shape
+from bagua.exchanges.low_rank import TYPICAL, Factored, LowRank, matrix_shape, typical_bytes
 
 __all__ = ["Dion", "Orthonormalised"]
 
-_TYPICAL = (1024, 1024)  # the matrix for which `bytes_per_rank` speaks
 _LEAST = 2.0**-16  # of the longest column of R: what is shorter is mostly rounding, and is not made as long as others
 
 
@@ -166,7 +165,7 @@ class Dion(Algorithm):
     hierarchical: bool | None = None
 
     def __post_init__(self) -> None:
-        _exchange(self, (_TYPICAL,), (1.0,))  # refuse bad options now, not in the middle of a run
+        _exchange(self, (TYPICAL,), (1.0,))  # refuse bad options now, not in the middle of a run
         if not isinstance(self.hierarchical, bool | None):
             raise ValueError(f"hierarchical: expected True, False or None, got {self.hierarchical!r}")
 
@@ -181,8 +180,7 @@ class Dion(Algorithm):
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """A typical figure: as if all `n` elements lay in matrices of 1024 x 1024."""
-        typical = math.prod(_TYPICAL)
-        return _exchange(self, (_TYPICAL,), (1.0,)).bytes_per_rank(typical, size) / typical * n
+        return typical_bytes(_exchange(self, (TYPICAL,), (1.0,)), n, size)
 
     def check(self, params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """SGD must train a matrix, and have no momentum of its own."""

@@ -19,8 +19,9 @@ from bagua.exchanges.all_reduce import AllReduce
 from bagua.exchanges.base import Exchange, State, check_codec
 from bagua.exchanges.payload_source import PayloadSource
 
-__all__ = ["Factored", "Layout", "LowRank", "Matrix", "matrix_shape"]
+__all__ = ["TYPICAL", "Factored", "Layout", "LowRank", "Matrix", "matrix_shape", "typical_bytes"]
 
+TYPICAL = (1024, 1024)  # the matrix for which figures without a model speak
 _SEED = 1905_13727  # of the first right factors; any number, as long as it is the same on all ranks
 _LOADING = threading.Lock()
 
@@ -243,6 +244,16 @@ class LowRank(Exchange):
         for matrix, target in zip(matrices, targets, strict=True):
             matrix.copy_(target)
         return matrices
+
+
+def typical_bytes(exchange: Exchange, n: int, size: int) -> float:
+    """Return the bytes that a rank sends, as if all `n` elements lay in matrices of the shape `TYPICAL`.
+
+    Args:
+        exchange: made for one such matrix.
+    """
+    typical = math.prod(TYPICAL)
+    return exchange.bytes_per_rank(typical, size) / typical * n
 
 
 def matrix_shape(param: Tensor) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from bagua.comm.team import Team
 from bagua.engine.lanes.lane import InlineLane, make_lane
 from bagua.exchanges import Hierarchical
 from tests.algorithms.quadratic import N, follow, start, targets
+from tests.low_rank_gradients import degenerate, normal
 from tests.rank_threads import run_teams, run_threads
 
 SIZES = [1, 2, 3, 4]
@@ -28,7 +29,7 @@ NUMEL = sum(n * m for n, m in SHAPES)
 
 
 def gradient(rank: int, step: int, numel: int = NUMEL) -> np.ndarray:
-    return np.random.default_rng([7, rank, step]).normal(size=numel)
+    return normal(rank, step, numel)
 
 
 class Oracle:
@@ -236,11 +237,8 @@ def test_zero_and_rank_deficient_gradients_leave_no_dead_columns() -> None:
     """A zero gradient wipes Q out; the next one must get through all the same."""
 
     def give(rank: int, step: int) -> np.ndarray:
-        if step < 2:
-            return np.zeros(NUMEL)
-        if step < 4:
-            return np.concatenate([np.outer(np.ones(n), gradient(0, n, m)).reshape(-1) for n, m in SHAPES])
-        return gradient(rank, 4)
+        found = degenerate(SHAPES, step)
+        return gradient(rank, 4) if found is None else found
 
     exchange = exchanges.PowerSGD(SHAPES, 3, min_compression=1.0)
     seen, state, _ = run_threads(2, partial(drive, give=give), exchange, 40)[0]

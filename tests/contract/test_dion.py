@@ -20,6 +20,7 @@ from bagua.exchanges import Hierarchical
 from tests.checkpoint.runs import Case
 from tests.checkpoint.test_reshard import change, parts
 from tests.contract.members import CONTRIB_ALGORITHMS
+from tests.low_rank_gradients import degenerate, normal
 from tests.rank_threads import run_threads
 
 STEPS, LR, DECAY, MOMENTUM, LEAST = 8, 0.05, 0.1, 0.9, 2.0**-16
@@ -37,7 +38,7 @@ def exchange_of(rank_fraction: float = 0.25, momentum: float = MOMENTUM, **optio
 
 
 def gradient(rank: int, step: int, numel: int = NUMEL) -> np.ndarray:
-    return np.random.default_rng([7, rank, step]).normal(size=numel)
+    return normal(rank, step, numel)
 
 
 def gram_schmidt(p: np.ndarray) -> np.ndarray:
@@ -176,11 +177,8 @@ def test_zero_and_rank_deficient_gradients() -> None:
     """No step without a gradient; rounding does not become a step of full length; a dead Q comes alive."""
 
     def give(rank: int, step: int) -> np.ndarray:
-        if step < 2:
-            return np.zeros(NUMEL)
-        if step < 4:
-            return np.concatenate([np.outer(np.ones(n), gradient(0, n, m)).reshape(-1) for n, m in SHAPES])
-        return gradient(rank, step)
+        found = degenerate(SHAPES, step)
+        return gradient(rank, step) if found is None else found
 
     for results, _ in run_threads(2, drive, exchange_of(0.5), 6, give):
         assert all(not x.any() for x in results[:2])
@@ -285,17 +283,22 @@ def first_right(groups: Groups, exchange: Orthonormalised, numel: int) -> tuple[
     return None, exchange.init(torch.zeros(numel, dtype=torch.float64), groups)["right"].numpy()
 
 
-@pytest.mark.parametrize(("ranks", "rank_fraction"), [(1, 0.25), (1, 1.0), (2, 0.25), (3, 0.6), (4, 0.25)])
-def test_training_follows_the_formula(ranks: int, rank_fraction: float) -> None:
-    run = bagua.simulate(
-        dion(rank_fraction=rank_fraction, momentum=MOMENTUM),
+def train(ranks: int, loss: Any, bucket_bytes: int, **options: Any) -> Any:
+    """`Parts` on simulated ranks."""
+    return bagua.simulate(
+        dion(**options),
         ranks=ranks,
         model=Parts,
         loss=loss,
         steps=STEPS,
         optimizer=optimizers,
-        bucket_bytes=8,
+        bucket_bytes=bucket_bytes,
     )
+
+
+@pytest.mark.parametrize(("ranks", "rank_fraction"), [(1, 0.25), (1, 1.0), (2, 0.25), (3, 0.6), (4, 0.25)])
+def test_training_follows_the_formula(ranks: int, rank_fraction: float) -> None:
+    run = train(ranks, loss, 8, rank_fraction=rank_fraction, momentum=MOMENTUM)
     want, first = expected(ranks, rank_fraction), dict(run.models[0].named_parameters())
     for model in run.models:
         for name, param in model.named_parameters():
@@ -307,18 +310,7 @@ def test_training_follows_the_formula(ranks: int, rank_fraction: float) -> None:
 
 def test_one_rank_has_no_other_algorithm() -> None:
     """Two ranks with the same samples and one rank make the same steps."""
-    runs = [
-        bagua.simulate(
-            dion(),
-            ranks=ranks,
-            model=Parts,
-            loss=same_loss,
-            steps=STEPS,
-            optimizer=optimizers,
-            bucket_bytes=300,
-        )
-        for ranks in (1, 2)
-    ]
+    runs = [train(ranks, same_loss, 300) for ranks in (1, 2)]
     for one, two in zip(runs[0].models[0].parameters(), runs[1].models[0].parameters(), strict=True):
         assert torch.allclose(one, two, rtol=0, atol=1e-9)
     assert runs[0].bytes_sent == 0 and runs[1].bytes_sent > 0

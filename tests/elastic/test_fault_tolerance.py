@@ -126,14 +126,19 @@ def test_a_rank_is_lost_in_distribute(
     assert begins[0]["digest"] in ([own[0], own[1]] if leads is None else [own[leads]])
 
 
-def test_a_stopped_rank_is_left_out_and_joins_again_when_it_wakes(fork_server: ForkServer) -> None:
-    with start_job(fork_server, 3, detect_s=4.0, algorithm="bytegrad", changes=[1, 2, 2]) as job:
+def stop_and_wake(fork_server: ForkServer, **given: Any) -> None:
+    """A stopped rank is left out, and joins again when it wakes. `given`: of `start_job`."""
+    with start_job(fork_server, 3, detect_s=4.0, algorithm="bytegrad", changes=[1, 2, 2], **given) as job:
         job.signal_at(0, 10, signal.SIGSTOP)
         job.wait_for([1, 2], lambda line: line.get("steps", 0) >= 20, "step without the stopped rank")
         job.resume(0)
         ends = job.ends([0, 1, 2])
     assert len({end["digest"] for end in ends}) == 1
     assert moves(ends[1]) == moves(ends[2]) == [(("n0",), ()), ((), ("n0",))]
+
+
+def test_a_stopped_rank_is_left_out_and_joins_again_when_it_wakes(fork_server: ForkServer) -> None:
+    stop_and_wake(fork_server)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from tests.elastic import test_fault_tolerant_periodic
 from tests.elastic.fault_tolerant_rank import start_job
-from tests.elastic.test_fault_tolerance import ONCE, check_survivors, moves
+from tests.elastic.test_fault_tolerance import ONCE, check_survivors, moves, stop_and_wake
 from tests.fork_server import ForkServer
 
 pytestmark = pytest.mark.process
@@ -78,12 +78,4 @@ def test_a_stopped_rank_is_left_out_and_joins_again_when_it_wakes(
     fork_server: ForkServer, device: torch.device
 ) -> None:
     """Its kernels, or what stands for them, wait without an error until they are aborted."""
-    with start_job(
-        fork_server, 3, detect_s=4.0, algorithm="bytegrad", changes=[1, 2, 2], device=str(device), backend="nccl"
-    ) as job:
-        job.signal_at(0, 10, signal.SIGSTOP)
-        job.wait_for([1, 2], lambda line: line.get("steps", 0) >= 20, "step without the stopped rank")
-        job.resume(0)
-        ends = job.ends([0, 1, 2])
-    assert len({end["digest"] for end in ends}) == 1
-    assert moves(ends[1]) == moves(ends[2]) == [(("n0",), ()), ((), ("n0",))]
+    stop_and_wake(fork_server, device=str(device), backend="nccl")
