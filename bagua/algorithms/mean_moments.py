@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ _ERROR = 0.02
 
 __all__ = [
     "Slot",
+    "adam_params_of",
     "adam_slots_of",
     "adams",
     "check_mean_moments",
@@ -158,16 +159,22 @@ def infer_moments(ctx: Context, bucket: Bucket, mixed: Tensor) -> None:
     sizes.zero_()
 
 
-def sums_of_bits(bucket: Bucket) -> Tensor:
+def sums_of_bits(bucket: Bucket, only: Collection[nn.Parameter] | None = None) -> Tensor:
     """Of each parameter the sum of its bits, as integers that wrap: whether it is still what the optimizer made it.
+
+    Args:
+        bucket: of weights.
+        only: these parameters of the bucket; None: all.
 
     Shapes: result: [P] int64, on the device of the bucket.
     """
+    wanted = None if only is None else set(only)
     parts, start = [], 0
     for param in bucket.params:  # as they lie: a parameter in channels_last has no flat view
-        parts.append(sum_of_bits(bucket.flat[start : start + param.numel()]))
+        if wanted is None or param in wanted:
+            parts.append(sum_of_bits(bucket.flat[start : start + param.numel()]))
         start += param.numel()
-    return torch.stack(parts)
+    return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.int64, device=bucket.flat.device)
 
 
 def sum_of_bits(x_N: Tensor) -> Tensor:
@@ -198,6 +205,12 @@ def slots_of(ctx: Context) -> dict[nn.Parameter, Slot]:
 def adam_slots_of(ctx: Context) -> dict[nn.Parameter, Slot]:
     """Of the parameters that have state and that Adam or AdamW of torch trains."""
     return _slots_of(adams(ctx.optimizers))
+
+
+def adam_params_of(ctx: Context) -> set[nn.Parameter]:
+    """All parameters that Adam or AdamW of torch trains, with or without state."""
+    groups = (group for optimizer in adams(ctx.optimizers) for group in optimizer.param_groups)
+    return {param for group in groups for param in group["params"]}
 
 
 def _slots_of(optimizers: Sequence[torch.optim.Optimizer]) -> dict[nn.Parameter, Slot]:

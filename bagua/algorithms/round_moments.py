@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bagua.algorithms.base import Bucket, Context
-from bagua.algorithms.mean_moments import Slot, adam_slots_of, sums_of_bits
+from bagua.algorithms.mean_moments import Slot, adam_params_of, adam_slots_of, sums_of_bits
 from bagua.codecs import Codec
 
 __all__ = [
@@ -38,17 +38,21 @@ def shows_mean_steps(interval: int, codec: Codec) -> bool:
 def set_up_rounds(ctx: Context, interval: int) -> None:
     """Begin a round from the moments that the optimizers hold.
 
+    Tensors are as long as the parameters that Adam trains: beside Muon, which trains most of a model, next to nothing
+    is kept.
+
     Args:
         ctx: of the algorithm, in `setup`.
         interval: H, local steps of a round.
     """
     for bucket in ctx.buckets:
+        params, device = _trained(ctx, bucket), bucket.flat.device
         for name in ("momenta", "second"):
-            ctx.tensor(name, bucket).zero_()
+            ctx.tensor(name, bucket, bucket.flat.new_zeros(sum(each.numel() for each in params))).zero_()
         for name, kind in (("size", torch.float64), ("counts", torch.int64), ("taken", torch.int64)):
-            ctx.tensor(name, bucket, torch.zeros(len(bucket.params), dtype=kind)).zero_()
-        ctx.tensor("sums", bucket, sums_of_bits(bucket))
-        ctx.tensor("changed", bucket, torch.zeros(len(bucket.params), dtype=torch.bool, device=bucket.flat.device))
+            ctx.tensor(name, bucket, torch.zeros(len(params), dtype=kind)).zero_()
+        ctx.tensor("sums", bucket, sums_of_bits(bucket, params))
+        ctx.tensor("changed", bucket, torch.zeros(len(params), dtype=torch.bool, device=device))
         begin_round(ctx, bucket, interval)
 
 
@@ -69,13 +73,14 @@ def begin_round(ctx: Context, bucket: Bucket, interval: int) -> None:
     counts.copy_(torch.tensor(now, dtype=torch.int64))
     for name in ("size", "taken", "changed"):
         ctx.tensor(name, bucket).zero_()
-    ctx.tensor("sums", bucket).copy_(sums_of_bits(bucket))
+    ctx.tensor("sums", bucket).copy_(sums_of_bits(bucket, _trained(ctx, bucket)))
 
 
 def look_for_changes(ctx: Context) -> None:
     """Before the optimizers' steps: note parameters that something else has changed, as a clamp or a mask."""
     for bucket in ctx.buckets:
-        ctx.tensor("changed", bucket).logical_or_(ctx.tensor("sums", bucket) != sums_of_bits(bucket))
+        sums = sums_of_bits(bucket, _trained(ctx, bucket))
+        ctx.tensor("changed", bucket).logical_or_(ctx.tensor("sums", bucket) != sums)
 
 
 @torch.no_grad()
@@ -100,7 +105,7 @@ def record_local_step(ctx: Context) -> None:
         for name, values in (("counts", counts), ("taken", taken), ("size", sizes)):
             own = ctx.tensor(name, bucket)
             own.copy_(torch.tensor(values, dtype=own.dtype))
-        ctx.tensor("sums", bucket).copy_(sums_of_bits(bucket))
+        ctx.tensor("sums", bucket).copy_(sums_of_bits(bucket, _trained(ctx, bucket)))
 
 
 @torch.no_grad()
@@ -133,14 +138,14 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
     held = adam_slots_of(ctx)
     counts, taken, sizes = (ctx.tensor(name, bucket).tolist() for name in ("counts", "taken", "size"))
     unchanged = ~ctx.tensor("changed", bucket)  # stays on the device
-    weights, means = bucket.split(bucket.flat), bucket.split(mean)
+    weights, means = (dict(zip(bucket.params, bucket.split(of), strict=True)) for of in (bucket.flat, mean))
     for i, (param, momenta, second) in enumerate(_parts(ctx, bucket)):
         slot = held.get(param)
         if slot is None or taken[i] != interval or slot.step != counts[i] or not sizes[i] or not param.numel():
             continue
         formulas = _Formulas.of(slot, sizes[i], interval, size, torch.finfo(param.dtype).eps)
         m, v = slot.state["exp_avg"], slot.state["exp_avg_sq"]
-        for block in in_blocks(m, v, momenta, second, weights[i], means[i]):
+        for block in in_blocks(m, v, momenta, second, weights[param], means[param]):
             formulas.apply(block, unchanged[i])
 
 
@@ -210,7 +215,18 @@ def in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(each.view(-1).split(_BLOCK) for each in tensors), strict=True)
 
 
+def _trained(ctx: Context, bucket: Bucket) -> list[nn.Parameter]:
+    """The parameters of the bucket that Adam or AdamW of torch trains, as of `set_up_rounds`."""
+
+    def find() -> list[nn.Parameter]:
+        trained = adam_params_of(ctx)
+        return [param for param in bucket.params if param in trained]
+
+    return ctx.keep(f"trained_{bucket.index}", find)
+
+
 def _parts(ctx: Context, bucket: Bucket) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
-    """The parameters, each with the sum of its momenta and the second moment with which the round began."""
-    momenta, seconds = (bucket.split(ctx.tensor(name, bucket)) for name in ("momenta", "second"))
-    return list(zip(bucket.params, momenta, seconds, strict=True))
+    """The parameters that Adam trains, each with the sum of its momenta and the second moment of the round's start."""
+    params = _trained(ctx, bucket)
+    momenta, seconds = (bucket.split(ctx.tensor(name, bucket), set(params)) for name in ("momenta", "second"))
+    return list(zip(params, momenta, seconds, strict=True))

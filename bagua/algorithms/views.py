@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -36,8 +36,13 @@ class Bucket(Protocol):
         """The payload: [N], one dtype; each parameter's gradient (or the parameter itself) is a view of it."""
         ...
 
-    def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """Return each parameter's part of `flat`, a tensor like the payload, in the parameter's shape."""
+    def split(self, flat: Tensor, only: Collection[torch.nn.Parameter] | None = None) -> Sequence[Tensor]:
+        """Return each parameter's part of `flat`, a tensor like the payload, in the parameter's shape.
+
+        Args:
+            flat: [N], or [M] with the elements of `only`, in the order of the bucket.
+            only: parameters of the bucket; None: all.
+        """
         ...
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bagua.algorithms.base import Payload
 from bagua.exchanges import ElementwiseHook, PayloadSource, Piece
@@ -65,11 +65,18 @@ class Bucket:
         """Ranges of `flat` of about `part_bytes` bytes each, as equal as can be."""
         return part_ranges(self.numel, self._flat.element_size(), part_bytes)
 
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part of `flat`, in the parameter's shape and, where that was dense, strides."""
+    def split(self, flat: Tensor, only: Collection[nn.Parameter] | None = None) -> list[Tensor]:
+        """Each parameter's part of `flat`, in the parameter's shape and, where that was dense, strides.
+
+        Args:
+            flat: [N], or [M] with the elements of `only`, in the order of the bucket.
+            only: parameters of the bucket; None: all.
+        """
         views: list[Tensor] = []
         offset = 0
         for param, strides in zip(self.params, self._strides, strict=True):
+            if only is not None and param not in only:
+                continue
             part = flat[offset : offset + param.numel()]
             views.append(part.view(param.size()) if strides is None else part.as_strided(param.size(), strides))
             offset += param.numel()
