@@ -25,7 +25,8 @@ from bagua.comm.store_team import decode, encode
 from bagua.comm.team import Team
 from bagua.comm.transport import goes_native, why_hook_uses_gloo
 from bagua.engine.lanes.label import Label
-from bagua.engine.lanes.lane import Lane, make_lane
+from bagua.engine.lanes.lane import Lane
+from bagua.engine.lanes.selection import make_lane
 from bagua.errors import CommunicationError, RankMismatchError
 
 __all__ = ["Compression", "Traffic"]

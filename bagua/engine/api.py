@@ -27,7 +27,7 @@ from bagua.engine.glance import describe
 from bagua.engine.guard import Guard
 from bagua.engine.hooks import Attachment, attach, attachments
 from bagua.engine.inference_mode import outside_inference
-from bagua.engine.lanes.lane import make_lane
+from bagua.engine.lanes.selection import make_lane
 from bagua.engine.optimizer_discovery import follow_optimizers
 from bagua.engine.recovery.catch_up import unless_interrupted
 from bagua.engine.recovery.interruptible import run_interruptibly

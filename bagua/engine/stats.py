@@ -9,7 +9,8 @@ from typing import Any
 from bagua.autotune.progress import Progress
 from bagua.comm.groups import Meter
 from bagua.engine.guard import Quality
-from bagua.engine.lanes.lane import StreamTicket, Ticket
+from bagua.engine.lanes.lane import Ticket
+from bagua.engine.lanes.stream_lane import StreamTicket
 from bagua.engine.recovery.change import MembershipChange
 
 __all__ = ["Series", "Stats", "StepStats", "Tally"]

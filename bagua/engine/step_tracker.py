@@ -14,7 +14,7 @@ from bagua.engine.binding import Binding
 from bagua.engine.choosing import Chooser, EngineChoices
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.label import Label
-from bagua.engine.lanes.lane import StreamLane
+from bagua.engine.lanes.stream_lane import StreamLane
 from bagua.engine.missing_steps import look_for_steps
 from bagua.engine.nested_steps import Nesting
 from bagua.engine.parts import ExchangeParts, TrainingParts

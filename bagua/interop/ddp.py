@@ -16,7 +16,7 @@ from bagua.algorithms import Algorithm
 from bagua.comm.shutdown import before_exit
 from bagua.comm.team import Team
 from bagua.engine.lanes.label import Label
-from bagua.engine.lanes.lane import make_lane
+from bagua.engine.lanes.selection import make_lane
 from bagua.errors import CommunicationError
 from bagua.exchanges import Exchange, State
 from bagua.interop.choice import choose, open_groups

@@ -16,7 +16,8 @@ from bagua.algorithms import PowerSGD, Warmup
 from bagua.codecs import Bf16
 from bagua.comm.groups import Group, Groups
 from bagua.comm.team import Team
-from bagua.engine.lanes.lane import InlineLane, make_lane
+from bagua.engine.lanes.lane import InlineLane
+from bagua.engine.lanes.selection import make_lane
 from bagua.exchanges import Hierarchical
 from tests.algorithms.quadratic import N, follow, start, targets
 from tests.low_rank_gradients import degenerate, normal

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from bagua.comm import collectives
 from bagua.comm.abortable_nccl import AbortableNccl, make_nccl, why_no_nccl
 from bagua.comm.groups import Group, Groups
-from bagua.engine.lanes.lane import StreamLane, ThreadLane, make_lane
+from bagua.engine.lanes.lane import ThreadLane
+from bagua.engine.lanes.selection import make_lane
+from bagua.engine.lanes.stream_lane import StreamLane
 from bagua.errors import CommunicationError
 
 CUDA = torch.device("cuda", 0)

@@ -246,7 +246,7 @@ def resume(algorithm: str, options: dict, lane: str) -> list[dict]:
         train(model, optimizer, range(4, 8))
         return [whole, values(model)]
     finally:
-        from bagua.engine.lanes.lane import make_lane
+        from bagua.engine.lanes.selection import make_lane
 
         bagua.engine.api.make_lane = make_lane
 

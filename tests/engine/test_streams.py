@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from bagua.comm.groups import Group, Groups
-from bagua.engine.lanes.lane import StreamLane, ThreadLane
+from bagua.engine.lanes.lane import ThreadLane
+from bagua.engine.lanes.stream_lane import StreamLane
 from bagua.engine.reducer.gradient_streams import GradientStreams
 from tests.engine.fake_cuda import FakeCuda, FakeStream, install
 

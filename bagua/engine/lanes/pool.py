@@ -12,8 +12,9 @@ from bagua.comm.groups import Groups, Meter
 from bagua.comm.shutdown import script_failed
 from bagua.comm.team import Team
 from bagua.engine.lanes.gate import Gate
-from bagua.engine.lanes.lane import BackgroundLane, InlineLane, Lane, ThreadLane, make_lane
+from bagua.engine.lanes.lane import BackgroundLane, InlineLane, Lane, ThreadLane
 from bagua.engine.lanes.quorum import QuorumGate
+from bagua.engine.lanes.selection import make_lane
 from bagua.engine.reducer.bucketing import WIDE
 from bagua.exchanges import AllReduce, Exchange
 

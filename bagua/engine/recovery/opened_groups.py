@@ -15,7 +15,8 @@ from bagua.comm.team import Team
 from bagua.comm.transport import goes_native, may_fall_back, why_gloo
 from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment
-from bagua.engine.lanes.lane import Lane, make_lane
+from bagua.engine.lanes.lane import Lane
+from bagua.engine.lanes.selection import make_lane
 from bagua.engine.recovery.carry_errors import carry_errors
 from bagua.engine.recovery.catch_up import catch_up, go_on_without, kept_tensors, position_of
 from bagua.engine.recovery.leading import align, begun, who_leads

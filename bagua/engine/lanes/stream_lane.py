@@ -1,0 +1,91 @@
+"""Lanes of NCCL: exchanges are enqueued on a CUDA stream of their own, and nobody waits for them on the CPU."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from bagua.comm.groups import Groups
+from bagua.engine.lanes.label import Label
+from bagua.engine.lanes.lane import Lane, Run, Ticket
+
+__all__ = ["StreamLane", "StreamTicket"]
+
+
+class StreamLane(Lane):
+    """A CUDA stream of its own, for collectives and codecs that only enqueue work (NCCL)."""
+
+    def __init__(self, groups: Groups, device: torch.device) -> None:
+        super().__init__(groups)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, run: Run, label: Label | str) -> Ticket:
+        """Enqueue on the stream behind what the current stream has done so far."""
+        ticket = StreamTicket(label)
+        if self.broken is not None:
+            ticket.error = self.broken
+            ticket.finish(0.0)
+            return ticket
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            ticket.begin_event.record(self._stream)
+            ticket.execute(run)
+            ticket.end_event.record(self._stream)
+        self.broken = ticket.error
+        return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        """Make the current stream wait; the calling thread continues. For a ticket of another lane, wait here."""
+        if not isinstance(ticket, StreamTicket):
+            ticket.wait()
+        elif ticket.error is None:
+            torch.cuda.current_stream(self._device).wait_event(ticket.end_event)
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Keep its memory from other uses, should it be freed while the stream still works on it.
+
+        Memory belongs to the stream that allocated it, and is free for that stream at once when the tensor goes: the
+        weights of a module that is dropped between its forward and its backward pass, say.
+        """
+        if tensor.is_cuda:
+            tensor.record_stream(self._stream)
+
+    def close(self) -> None:
+        """Wait for the stream, then give up the groups."""
+        if self.broken is None:
+            self._stream.synchronize()  # to end a communicator would end its kernels
+        super().close()
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait for the stream up to a limit. Aborting a communicator at once would cut the peers' last exchange."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            while self.broken is None and not self._stream.query() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            drained = self.broken is None and self._stream.query()
+        except RuntimeError:  # the GPU has failed
+            drained = False
+        self._leave(abort=not drained)
+
+
+class StreamTicket(Ticket):
+    """One launched exchange on a stream: done on the CPU once it is enqueued, over when the stream has come past it."""
+
+    def __init__(self, label: Label | str) -> None:
+        super().__init__(label)
+        self.begin_event = torch.cuda.Event(enable_timing=True)
+        self.end_event = torch.cuda.Event(enable_timing=True)
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream has come past it."""
+        return super().done and (self.error is not None or self.end_event.query())
+
+    def device_seconds(self) -> float | None:
+        """Time on the stream, or None while it is not over. Does not block."""
+        if self.error is not None or not self.end_event.query():
+            return None
+        return self.begin_event.elapsed_time(self.end_event) / 1000.0
