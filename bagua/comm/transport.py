@@ -19,13 +19,13 @@ __all__ = [
     "FAR_S",
     "FAST_BYTES_PER_S",
     "NEAR_LANES_OF_SUMS",
-    "SLOW_BYTES_PER_S",
     "SMALLEST_BYTES",
     "TRANSPORTS",
     "chosen_transport",
     "goes_native",
     "lanes_over",
     "may_fall_back",
+    "slow_bytes_per_s",
     "why_gloo",
     "why_hook_uses_gloo",
     "why_no_transport",
@@ -39,11 +39,19 @@ FAR_LANES_OF_SUMS = 3  # over the native transport: more flows of bulk data fill
 # Nearer, one flow fills a slow link. With BBR several do not share it evenly, and in a ring each lane is as fast as the
 # slower of its two directions.
 NEAR_LANES_OF_SUMS = 1
-SLOW_BYTES_PER_S = 80e6  # at 1 Gbit/s more lanes were a little faster
+_SLOW_BYTES_PER_S = 80e6  # at 1 Gbit/s more lanes were a little faster
 FAST_BYTES_PER_S = 160e6  # more than 1 Gbit/s can carry
 SMALLEST_BYTES = 8 * 2**20  # of a model whose broadcast tells how fast links are; less says more about its start
 FAR_S = 0.004  # there and back, over the native transport
 _FAR_OVER_GLOO_S = 0.03  # nearer, an exchange's own CPU time is what more lanes would add to
+
+
+def slow_bytes_per_s(num_bytes: int) -> float:
+    """Return the rate of a broadcast of so many bytes below which one flow fills the links; 0.0: it does not tell.
+
+    That of a model of 4 to 8 MiB takes half as long again on a fast link, and has to be slower for it.
+    """
+    return _SLOW_BYTES_PER_S * min(2 * num_bytes // SMALLEST_BYTES, 2) / 2
 
 
 def chosen_transport(transport: object) -> str | None:

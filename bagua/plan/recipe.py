@@ -17,8 +17,7 @@ from bagua.comm.transport import (
     FAR_LANES_OF_SUMS,
     FAR_S,
     NEAR_LANES_OF_SUMS,
-    SLOW_BYTES_PER_S,
-    SMALLEST_BYTES,
+    slow_bytes_per_s,
 )
 from bagua.engine.reducer.bucketing import (
     DEFAULT_NUM_LANES,
@@ -156,7 +155,7 @@ def _lanes(exchange: Exchange, bucket_bytes: int, cluster: Cluster, model_bytes:
     """Lanes that share the buckets over the native transport, by the rules of `bagua.distribute`."""
     far = 2 * cluster.latency >= FAR_S
     lanes = max(DEFAULT_NUM_LANES, FAR_LANES) if far else DEFAULT_NUM_LANES
-    slow = model_bytes >= SMALLEST_BYTES and cluster.bandwidth * cluster.ring_share / 8 < SLOW_BYTES_PER_S
+    slow = cluster.bandwidth * cluster.ring_share / 8 < slow_bytes_per_s(model_bytes)
     if exchange.streaming and (far or slow):
         lanes = min(lanes, FAR_LANES_OF_SUMS if far else NEAR_LANES_OF_SUMS)
     if exchange.elementwise and _narrowness(exchange, cluster) <= WIDE:

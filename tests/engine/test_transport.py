@@ -20,7 +20,14 @@ from bagua.comm import transport as transport_module
 from bagua.comm.connecting import LateGloo
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.team import Team
-from bagua.comm.transport import FAR_LANES, FAR_LANES_OF_SUMS, NEAR_LANES_OF_SUMS, chosen_transport, why_no_transport
+from bagua.comm.transport import (
+    FAR_LANES,
+    FAR_LANES_OF_SUMS,
+    NEAR_LANES_OF_SUMS,
+    chosen_transport,
+    slow_bytes_per_s,
+    why_no_transport,
+)
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.startup import link_probe
 from bagua.engine.startup.link_probe import Links
@@ -218,11 +225,15 @@ def test_plain_sums_have_fewer_lanes_on_slow_links_and_far_away(
 
     monkeypatch.setattr(link_probe, "FAST_BYTES_PER_S", math.inf)  # a fast link has few of them anyway
     assert run_teams(3, most) == [None] * 3  # so few bytes do not tell
-    monkeypatch.setattr(link_probe, "SMALLEST_BYTES", 0)
-    monkeypatch.setattr(link_probe, "SLOW_BYTES_PER_S", math.inf)
+    monkeypatch.setattr(link_probe, "slow_bytes_per_s", lambda num_bytes: math.inf)
     assert run_teams(3, most) == [near] * 3
     monkeypatch.setattr(Mesh, "round_trip_s", property(lambda self: 0.04))
     assert run_teams(3, most) == [far] * 3
+
+
+def test_small_models_have_to_be_slower_to_tell() -> None:
+    mib = 2**20
+    assert [slow_bytes_per_s(n * mib) for n in (0, 3, 4, 7, 8, 1000)] == [0.0, 0.0, 40e6, 40e6, 80e6, 80e6]
 
 
 @pytest.mark.parametrize(("round_trip_s", "more"), [(0.029, 4), (0.03, FAR_LANES)])

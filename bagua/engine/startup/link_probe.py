@@ -18,7 +18,7 @@ import torch
 from bagua.comm.groups import STRAIGHT_CHUNK_BYTES, Groups
 from bagua.comm.store_team import decode, encode
 from bagua.comm.team import Team
-from bagua.comm.transport import FAST_BYTES_PER_S, SLOW_BYTES_PER_S, SMALLEST_BYTES
+from bagua.comm.transport import FAST_BYTES_PER_S, SMALLEST_BYTES, slow_bytes_per_s
 from bagua.engine.startup.ring_rate import RingRate, measure_ring
 
 __all__ = ["Links", "probe_links"]
@@ -89,8 +89,7 @@ def probe_links(
     rate = _typical_rate([rate for rate, _, _ in found], nodes)
     held = ring.bytes_per_s * longest_s / 2
     if num_bytes < SMALLEST_BYTES or rate < FAST_BYTES_PER_S:
-        slow = num_bytes >= SMALLEST_BYTES and rate < SLOW_BYTES_PER_S
-        return Links(None, straight, longest_s, held, slow)
+        return Links(None, straight, longest_s, held, slow=rate < slow_bytes_per_s(num_bytes))
     return Links(max(2, int(min(cores for _, cores, _ in found) / _CORES_PER_LANE)), straight, longest_s, held)
 
 
