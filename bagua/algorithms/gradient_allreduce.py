@@ -19,6 +19,7 @@ from bagua.algorithms.noise import (
     denoise_second_moments,
     fit_denoising,
     note_steps,
+    num_encoding,
     set_up_noise,
     share_of_noise,
 )
@@ -144,7 +145,8 @@ class GradientAllReduce(Algorithm):
         codec = codecs.get(self.codec)
         if self._denoises(ctx) and isinstance(codec, Eden):
             scaled = fit_running_scale(self.running_scale, codec, feedback=False)
-            denoise_second_moments(ctx, share_of_noise(codec), scaled)
+            share = share_of_noise(codec, num_encoding(ctx, bool(self.hierarchical)))
+            denoise_second_moments(ctx, share, scaled)
 
     def _denoises(self, ctx: Context) -> bool:
         codec = codecs.get(self.codec)

@@ -19,6 +19,7 @@ __all__ = [
     "denoise_second_moments",
     "fit_denoising",
     "note_steps",
+    "num_encoding",
     "set_up_noise",
     "share_of_noise",
 ]
@@ -28,19 +29,25 @@ _FLOOR = 2.0  # times the square of the momentum; chosen on tasks of their own
 _LEFT = (0.36338, 0.1175, 0.03454, 0.009497)
 
 
-def share_of_noise(codec: Eden) -> float:
-    """Return the part of the square of a mean gradient that is noise, after the codec was used twice.
+def num_encoding(ctx: Context, hierarchical: bool) -> int:
+    """Return how many ranks use the codec; with `hierarchical` one of each node."""
+    return len(ctx.groups.nodes) if hierarchical else ctx.groups.size
+
+
+def share_of_noise(codec: Eden, num: int) -> float:
+    """Return the part of the square of a mean gradient that is noise, with `num` ranks that use the codec.
 
     `eden` is unbiased and multiplies the expected square of what it encodes by 1 / (1 - d), d being what its centroids
     leave of a normal distribution. Gradients of small batches are mostly noise of their own, independent on each rank.
     The squares of the ranks' gradients are then R times that of their mean, and so are the errors of the ranks, whose
-    mean has 1/R of that: one more factor of 1 / (1 - d). So 1 - (1 - d)^2 of the square is the codec's.
+    mean has 1/R of that: a factor of 1 / (1 - d). With more than two ranks the mean is encoded again: one more. So
+    1 - (1 - d)^2 of the square is the codec's, and d with two ranks.
 
     Examples:
-        >>> round(share_of_noise(bagua.codecs.Eden(bits=1)), 2)
+        >>> round(share_of_noise(bagua.codecs.Eden(bits=1), num=4), 2)
         0.59
     """
-    return 1 - (1 - _LEFT[codec.bits - 1]) ** 2
+    return 1 - (1 - _LEFT[codec.bits - 1]) ** (1 if num == 2 else 2)
 
 
 def check_denoisable(params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -74,7 +81,7 @@ def fit_denoising(
     """
 
     def fit() -> bool:
-        apart = len(ctx.groups.nodes) if hierarchical else ctx.groups.size
+        apart = num_encoding(ctx, hierarchical)
         if wanted is not None or not (isinstance(codec, Eden) and not feedback and corrects_moments(ctx)):
             return bool(wanted) and apart > 1
         if apart > 1:

@@ -216,7 +216,10 @@ def in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _trained(ctx: Context, bucket: Bucket) -> list[nn.Parameter]:
-    """The parameters of the bucket that Adam or AdamW of torch trains, as of `set_up_rounds`."""
+    """The parameters of the bucket that Adam or AdamW of torch trains, as of `set_up_rounds`.
+
+    One that Adam takes over later keeps the moments of its own rank.
+    """
 
     def find() -> list[nn.Parameter]:
         trained = adam_params_of(ctx)
@@ -228,5 +231,5 @@ def _trained(ctx: Context, bucket: Bucket) -> list[nn.Parameter]:
 def _parts(ctx: Context, bucket: Bucket) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
     """The parameters that Adam trains, each with the sum of its momenta and the second moment of the round's start."""
     params = _trained(ctx, bucket)
-    momenta, seconds = (bucket.split(ctx.tensor(name, bucket), set(params)) for name in ("momenta", "second"))
+    momenta, seconds = (bucket.split(ctx.tensor(name, bucket), params) for name in ("momenta", "second"))
     return list(zip(params, momenta, seconds, strict=True))

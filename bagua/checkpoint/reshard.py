@@ -5,7 +5,7 @@
 | weights | their mean over the ranks, as `bagua.distribute` takes it when it switches; buffers: rank 0's |
 | optimizers | the mean of their tensors; numbers and single-element tensors: rank 0's |
 | residuals of error feedback | every rank gets the mean: what is still owed to the mean gradient stays the same |
-| residuals of owned chunks | concatenated and split again |
+| residuals of owned chunks | concatenated and split again; two ranks add them to what they owe |
 | right factors of PowerSGD | unchanged; they are equal on all ranks |
 | replicas of gossip | created from the weights, which are equal now |
 | gossip in flight (`overlap=True`) | dropped |
@@ -181,6 +181,10 @@ def _state(
         else:
             what = f"{where}: {name!r} of {exchange.name}"
             made[name] = _apply(rule, copies, tensor, what, _scale(rule, inner, len(copies), group))
+    chunks = [each["chunk_residual"] for each in old if "chunk_residual" in each]
+    if isinstance(inner, ScatterGather) and chunks and made and "chunk_residual" not in made and group is not None:
+        owed = torch.cat(chunks)[:numel].view(-1)  # by the owners, to the mean or the sum
+        made["residual"].view(-1).add_(owed, alpha=1.0 if inner.average else 1 / group.size)
     return made
 
 

@@ -33,7 +33,7 @@ __all__ = [
 
 LIBRARY = Path(__file__).with_name("_native.so")
 ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
-_ABI = 9
+_ABI = 10
 _BLOCK_CODECS = ("eden1", "eden2", "eden3", "eden4", "int4", "minmax_uint8", "sign")
 _SCRATCH = 2048  # elements, as in blocks.h
 _SAMPLE = 1 << 14  # as in top_k.cpp
@@ -71,6 +71,7 @@ class NativeKernels:
             "encode": self._encode,
             "encode_feedback": self._encode_feedback,
             "decode": self._decode,
+            "decode_mean": self._decode_mean,
             "decode_mean_encode": self._decode_mean_encode,
         }
         return {name: _address(kernel) for name, kernel in kernels.items()}
@@ -162,10 +163,16 @@ class NativeLerp:
     def __init__(self, library: ctypes.CDLL, layout: str, isa: str) -> None:
         self._encode = _function(library, f"{layout}_encode_lerp_{isa}", "ppfpss" + "ppp")
         self._decode = _function(library, f"{layout}_decode_lerp_{isa}", "ppss" + "pf" + "pps")
+        self._decode_mean = _function(library, f"{layout}_decode_mean_lerp_{isa}", "ppssssf" + "pf" + "pp")
 
     def addresses(self) -> dict[str, int]:
         """As `NativeKernels.addresses`."""
-        return {"encode_lerp": _address(self._encode), "decode_lerp": _address(self._decode)}
+        kernels = {
+            "encode_lerp": self._encode,
+            "decode_lerp": self._decode,
+            "decode_mean_lerp": self._decode_mean,
+        }
+        return {name: _address(kernel) for name, kernel in kernels.items()}
 
     def encode_lerp(
         self,

@@ -175,6 +175,8 @@ class Groups:
     def share_connections(self, other: Groups, lane: int) -> None:
         """Send and receive over the connections of `other`, the groups of another lane of the same engine."""
         for mine, theirs in zip(self._every(), other._every(), strict=True):  # of the same ranks
+            if mine.backend == "nccl":  # a batch is of one communicator
+                continue
             mine.p2p, mine.tag = theirs.pg, lane * _TAGS
 
     @property

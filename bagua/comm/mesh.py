@@ -22,7 +22,7 @@ from bagua.errors import CommunicationError
 __all__ = ["LIBRARY", "SUMMED", "Encoded", "Kernels", "Mesh", "Piece", "why_no_mesh"]
 
 LIBRARY = Path(__file__).with_name("_mesh.so")
-_ABI = 3
+_ABI = 4
 _RAISED = 1  # result of a step that raised
 SUMMED = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}  # numbers as in csrc/abi.h
 
@@ -36,7 +36,10 @@ class _Steps(ctypes.Structure):
 
 
 class _Rows(ctypes.Structure):
-    _fields_ = [("rows", ctypes.c_void_p), ("peers", ctypes.c_void_p), ("bytes", ctypes.c_void_p)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("rows", "peers", "bytes")),
+        ("swapped", ctypes.c_int32),
+    ]
 
 
 class _Limits(ctypes.Structure):
@@ -58,7 +61,7 @@ class Kernels(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("encode", "encode_feedback", "encode_lerp", "decode", "decode_lerp")),
-        ("decode_mean_encode", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("decode_mean", "decode_mean_encode", "decode_mean_lerp")),
         *((name, ctypes.c_int64) for name in ("header_bytes", "code_bits", "block", "stream_from")),
     ]
 
@@ -79,6 +82,7 @@ class Encoded(ctypes.Structure):
         ("weight", ctypes.c_float),
         ("rows", ctypes.c_void_p),
         ("peers", ctypes.c_void_p),
+        ("swapped", ctypes.c_int32),
     ]
 
 
@@ -179,15 +183,21 @@ class Mesh:
         write: Callable[[int], object],
         combine: Callable[[], object],
         read: Callable[[int], object],
+        swapped: bool = False,
     ) -> None:
         """Send row r to rank r, combine what has come into this rank's row, and gather the results.
+
+        Two ranks may swap both rows instead, in as many bytes and one latency. Then nothing is combined. `peers` ends
+        as both ranks' versions of this rank's row, by rank, and `rows` as those of the other one's.
 
         Args:
             rows: contiguous CPU tensors by rank, of sizes that all ranks know; row r ends as what rank r has made.
             peers: row r becomes what rank r sent; as long as this rank's own row.
-            write: `write(r)` fills row r; for this rank, row r of `peers`.
+            write: `write(r)` fills row r; for this rank, row r of `peers`. If `swapped`, for the other rank this rank's
+                place in `rows`.
             combine: makes this rank's row of all `peers`.
-            read: `read(r)` is called when row r is final.
+            read: `read(r)` is called when row r is final, or both versions of it are there.
+            swapped: with two ranks only, and rows of one length.
 
         Raises:
             CommunicationError: names the rank; the mesh is of no use then.
@@ -213,7 +223,7 @@ class Mesh:
         at = (ctypes.c_void_p * (2 * num))(*(each.data_ptr() for each in (*rows, *peers)))
         sizes = (ctypes.c_int64 * num)(*(row.numel() * row.element_size() for row in rows))
         first = ctypes.addressof(at)
-        where = _Rows(first, first + num * ctypes.sizeof(ctypes.c_void_p), ctypes.addressof(sizes))
+        where = _Rows(first, first + num * ctypes.sizeof(ctypes.c_void_p), ctypes.addressof(sizes), swapped)
         try:
             self._run(self._library.bagua_mesh_exchange, ctypes.byref(where), ctypes.byref(steps))
         except CommunicationError:

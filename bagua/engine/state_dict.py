@@ -77,13 +77,15 @@ def load_states(
         ValueError: there is no place for an entry, or it has another shape.
     """
     known = {(repr(exchange), bucket, part): state for (exchange, bucket, part), state in states.items()}
+    outdated = {repr(exchange): set(exchange.outdated) for exchange, _, _ in states}
     for entry in data["states"]:
         where = f"state dict: {entry['exchange']}, bucket {entry['bucket']}, part {entry['part']}"
         state = known.get((entry["exchange"], entry["bucket"], entry["part"]))
-        if state is None or state.keys() != entry["tensors"].keys():
+        extra = entry["tensors"].keys() - state.keys() if state is not None else set[str]()
+        if state is None or state.keys() - entry["tensors"].keys() or extra - outdated[entry["exchange"]]:
             raise ValueError(f"{where}: unexpected tensors {', '.join(entry['tensors'])}")
         for key, tensor in entry["tensors"].items():
-            if tensor.shape != state[key].shape:
+            if key not in extra and tensor.shape != state[key].shape:
                 raise ValueError(f"{where}: {key} has shape {list(tensor.shape)}, not {list(state[key].shape)}")
     for entry in data["tensors"]:
         where = f"state dict: {entry['name']} of bucket {entry['bucket']}"
@@ -99,5 +101,6 @@ def load_states(
             tensors[key] = torch.empty_like(buckets[entry["bucket"]].flat)
         tensors[key].copy_(entry["value"])
     for entry in data["states"]:
-        for key, tensor in entry["tensors"].items():
-            known[entry["exchange"], entry["bucket"], entry["part"]][key].copy_(tensor)
+        state = known[entry["exchange"], entry["bucket"], entry["part"]]
+        for key in state:
+            state[key].copy_(entry["tensors"][key])

@@ -20,9 +20,9 @@ class AllGather(Exchange):
     """x = mean over ranks r of Q(x_r), Q = decode(encode(.)): each rank sends its encoded tensor to all others.
 
     Every rank decodes the same rows in the same order, so all get the same bits. What is sent is encoded once:
-    `ScatterGather` encodes the mean again, which for a sparse codec drops most of what only one rank has sent. In
-    exchange the bytes grow with the number of ranks; for codecs with more than about one bit per element
-    `ScatterGather` sends less.
+    `ScatterGather` encodes the mean again with more than two ranks, which for a sparse codec drops most of what one
+    rank has sent. In exchange the bytes grow with the number of ranks; for codecs with more than about one bit per
+    element `ScatterGather` sends less.
 
     Args:
         codec: any that is lossy.

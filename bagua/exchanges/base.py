@@ -75,6 +75,11 @@ class Exchange(ABC):
         """
         return ()
 
+    @property
+    def outdated(self) -> tuple[str, ...]:
+        """Names of the state's tensors that earlier versions saved, or other numbers of ranks; ignored on loading."""
+        return ()
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """Make the state for a bucket like `x_N`. Called once, when the algorithm is bound, on all ranks."""
         return {}

@@ -92,6 +92,11 @@ class Hierarchical(Exchange):
         """As the inner exchange, on leaders."""
         return self.inner.fed_back
 
+    @property
+    def outdated(self) -> tuple[str, ...]:
+        """As the inner exchange."""
+        return self.inner.outdated
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """The inner exchange's state on leaders, nothing elsewhere."""
         return self.inner.init(x_N, _among_leaders(groups)) if groups.inter is not None else {}

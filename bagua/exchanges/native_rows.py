@@ -42,6 +42,7 @@ class NativeRows:
         weight: float,
         wire_RW: Tensor,
         peers_RW: Tensor,
+        swapped: bool = False,
     ) -> NativeRows | None:
         """Describe a mean of encoded rows.
 
@@ -55,6 +56,7 @@ class NativeRows:
             c: elements of a row.
             weight: of the sum over ranks.
             wire_RW, peers_RW: encoded rows, [R, W] contiguous.
+            swapped: two ranks swap their versions of both rows.
         """
         if not isinstance(codec, BlockCodec):
             return None
@@ -85,6 +87,7 @@ class NativeRows:
             weight=weight,
             rows=wire_RW.data_ptr(),
             peers=peers_RW.data_ptr(),
+            swapped=swapped,
         )
         return cls(encoded, (pieces, mixed, source, residual_N, chunk_residual_C, wire_RW, peers_RW))
 

@@ -67,6 +67,17 @@ class WholeRows:
         else:
             self._codec.encode_with_feedback(x_RC, residual_RC, out=out_RW)
 
+    def read_mean(self, row: int, versions_RW: Tensor, weight: float) -> None:
+        """Decode the sum of the versions of a row, times `weight`, into the payload."""
+        x_N, c = self._x_N, self._c
+        first, stop = row * c, min((row + 1) * c, x_N.numel())
+        if stop == first + c:
+            self._codec.decode_mean(versions_RW, c, x_N[first:stop], weight)
+        elif first < stop:
+            tail = self._buffers.get("tail", (1, c), x_N.dtype, x_N.device)
+            self._codec.decode_mean(versions_RW, c, tail[0], weight)
+            x_N[first:].copy_(tail[0, : stop - first])
+
     def read(self, lo: int, hi: int, wire_RW: Tensor) -> None:
         """Decode rows lo to hi into the payload; `wire_RW` holds only these."""
         x_N, c = self._x_N, self._c
@@ -137,6 +148,11 @@ class PartRows:
             codec.encode_part(tail, wire_W, body - first, self._c, lost)
             if residual_N is not None and lost is not None:
                 residual_N[body:stop].copy_(lost[:m])
+
+    def read_mean(self, row: int, versions_RW: Tensor, weight: float) -> None:
+        """Decode the sum of the versions of a row, times `weight`, into the payload."""
+        WholeRows(self._codec, self._x_N, None, self._c, self._buffers).read_mean(row, versions_RW, weight)
+        self._source.leave(row * self._c, min((row + 1) * self._c, self._x_N.numel()))
 
     def read(self, lo: int, hi: int, wire_RW: Tensor) -> None:
         """Decode rows lo to hi into the payload; `wire_RW` holds only these."""

@@ -113,7 +113,8 @@ def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs, moment
         wire = exchange.codec.wire_bytes(-(-n // cluster.ranks), torch.float32) * cluster.ranks
         reads = 1.0 + (_FEEDBACK if exchange.error_feedback or exchange.running_scale else 0.0) + momenta
         rotates = isinstance(exchange.codec, Eden)
-        return _to_owners_and_back(n, wire, cluster, costs, reads=reads, rotates=rotates, writes=1.0 + momenta)
+        course = _swapped if cluster.ranks == 2 else _to_owners_and_back
+        return course(n, wire, cluster, costs, reads=reads, rotates=rotates, writes=1.0 + momenta)
     if isinstance(exchange, AllGather):
         sent, peers = exchange.bytes_per_rank(n, cluster.ranks), float(cluster.ranks - 1)
         return _to_peers(n, sent, cluster, costs, peers=peers, mixed=1.0)
@@ -199,6 +200,19 @@ def _to_owners_and_back(
     combine = n * (1 + back + (1 + forth) / size) * costs.element_s
     gather = Phase(combine, (writes + back) * n * costs.element_s + traffic, *away, wait, away[0] * efficiency)
     return [scatter, gather, Phase(before_s=n * costs.element_s / size)]
+
+
+def _swapped(
+    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, rotates: bool = False, writes: float = 1.0
+) -> list[Phase]:
+    """Two ranks send each other both rows; both decode the mean of each. Arguments as of `_to_owners_and_back`."""
+    forth, back = (_ROTATION, _ROTATION_BACK) if rotates else (0.0, 0.0)
+    row_s = (reads + forth) * n * costs.element_s / 2
+    decode_s = (1 + writes + 2 * back) * n * costs.element_s / 2  # of both versions of a row
+    efficiency = costs.mesh_efficiency * cluster.mesh_share
+    away, wait = _away(wire, cluster, costs, efficiency)
+    beside = row_s + decode_s + _traffic_s(wire, 2, costs)
+    return [Phase(row_s, beside, *away, wait, away[0] * efficiency), Phase(before_s=decode_s)]
 
 
 def _to_peers(

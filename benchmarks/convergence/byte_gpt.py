@@ -160,22 +160,23 @@ def make_optimizers(kind: str, params: Sequence[nn.Parameter], task: Task) -> li
 
 
 class Job(NamedTuple):
-    """One run: names of the task, of the optimizer and of the row."""
+    """One run: names of the task, of the optimizer and of the row; number of ranks."""
 
     task: str
     optimizer: str
     row: str
     seed: int
     steps: int
+    ranks: int = RANKS
 
 
 def train_ranks(job: Job, algorithm: Algorithm) -> tuple[Simulation, float]:
-    """Train 4 ranks in this process; returns what came of it, and the seconds."""
+    """Train the ranks in this process; returns what came of it, and the seconds."""
     task = TASKS[job.task]
     torch.set_num_threads(1)
     started, (text, _, _) = time.perf_counter(), load_source(task.text)
     generator = torch.Generator().manual_seed(job.seed)
-    batches = [[draw_windows(text, BATCH, task.context, generator) for _ in range(RANKS)] for _ in range(job.steps)]
+    batches = [[draw_windows(text, BATCH, task.context, generator) for _ in range(job.ranks)] for _ in range(job.steps)]
     schedules: dict[int, Schedule] = {}  # by the identity of the first parameter
 
     def optimizer(params: Any) -> list[torch.optim.Optimizer]:
@@ -190,7 +191,7 @@ def train_ranks(job: Job, algorithm: Algorithm) -> tuple[Simulation, float]:
 
     result = bagua.simulate(
         algorithm,
-        ranks=RANKS,
+        ranks=job.ranks,
         model=lambda: ByteGPT(task),
         loss=loss,
         steps=job.steps,
@@ -219,6 +220,7 @@ def base_parser(
     parser.add_argument("--task", choices=list(TASKS), default="small", help="default: %(default)s")
     parser.add_argument("--seeds", default=seeds, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=steps, help="default: %(default)s")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="default: %(default)s")
     parser.add_argument("--optimizers", default=optimizers, help="default: %(default)s")
     parser.add_argument("--only", default=",".join(rows), metavar="NAMES", help="rows: %(default)s")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
@@ -249,7 +251,7 @@ def run_jobs(
         "task": args.task,
         "data": {"what": task.text, "digest": load_source(task.text)[2]},
         "steps": args.steps,
-        "ranks": RANKS,
+        "ranks": args.ranks,
         "batch_per_rank": BATCH,
         "context": task.context,
         "parameters": sum(param.numel() for param in ByteGPT(task).parameters()),

@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
 
 def train(job: Job) -> Run:
-    """Train 4 ranks in this process."""
+    """Train the ranks in this process."""
     options = ROWS[job.row]
     if options is None:
         algorithm = bagua.algorithms.get("gradient_allreduce")
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     kinds, names, seeds = args.optimizers.split(","), args.only.split(","), map(int, args.seeds.split(","))
     jobs = [
-        Job(args.task, kind, name, seed, args.steps)
+        Job(args.task, kind, name, seed, args.steps, args.ranks)
         for seed in seeds
         for name in ROWS
         if name in names

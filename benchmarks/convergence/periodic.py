@@ -1,9 +1,9 @@
 """Algorithms that communicate every few dozen steps, with AdamW, Muon and SGD as the inner optimizer.
 
     python -m benchmarks.convergence.periodic [--json FILE] [--task NAME] [--seeds 31,32] [--steps N] [--only NAMES]
-        [--optimizers NAMES] [--workers N]
+        [--optimizers NAMES] [--ranks 4] [--workers N]
 
-The tasks, schedules and learning rates of `byte_gpt`, on 4 simulated ranks. With "muon", matrices of the
+The tasks, schedules and learning rates of `byte_gpt`, on simulated ranks. With "muon", matrices of the
 blocks are trained by `torch.optim.Muon` and everything else by AdamW. Nothing but the algorithm differs between the
 rows of an optimizer, except that `qadam`, `zero_one_adam` and `demo` have their own in the place of AdamW, and that
 `dion` has SGD in the place of Muon.
@@ -97,7 +97,7 @@ def parse_row(row: str) -> tuple[str, dict[str, Any], float]:
 
 
 def train(job: Job) -> Run:
-    """Train 4 ranks in this process."""
+    """Train the ranks in this process."""
     task = TASKS[job.task]
     algorithm = make_algorithm(job.row, job.steps)
     own = algorithm.name if algorithm.name in {*OWN_OPTIMIZERS, *MATRIX_OPTIMIZERS} else job.optimizer
@@ -147,7 +147,9 @@ def main(argv: list[str] | None = None) -> int:
     kinds, names, seeds = args.optimizers.split(","), args.only.split(","), [int(s) for s in args.seeds.split(",")]
     for name in names:
         make_algorithm(name, args.steps)
-    jobs = [Job(args.task, kind, name, seed, args.steps) for seed in seeds for kind in kinds for name in names]
+    jobs = [
+        Job(args.task, kind, name, seed, args.steps, args.ranks) for seed in seeds for kind in kinds for name in names
+    ]
     rates = dict(TASKS[args.task].rates) | {"muon": MUON_RATE}
     print(f"\n{table(run_jobs(args, jobs, train, summarise, rates))}")
     return 0

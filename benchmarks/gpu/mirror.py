@@ -75,8 +75,8 @@ class _Mirror:
         self._receives += tensors
 
     def _end_coalescing(self) -> _Work:
-        """What I send is what the other sends me."""
-        pairs = list(zip(self._receives, self._sends, strict=True))
+        """What I send is what the other sends me; of two rows, first mine and then its own, as I send them."""
+        pairs = list(zip(self._receives, reversed(self._sends), strict=True))
         return _Work(None, lambda: [receive.copy_(send) for receive, send in pairs])
 
     def abort(self) -> None:

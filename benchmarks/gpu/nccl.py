@@ -43,6 +43,8 @@ def run(record: Record) -> None:
     for algorithm in _ALGORITHMS:
         with record.check(f"a mirrored team of two: {algorithm}"):
             _mirrored(algorithm, device, on_gpu)
+    with record.check("a mirrored team of two: the mean of what the codec makes of equal tensors is that"):
+        _swapped(device, on_gpu)
     with record.check("two ranks on one GPU, NCCL with NCCL_HOSTID") as entry:
         if not on_gpu:
             raise Skip("dry run")
@@ -127,6 +129,18 @@ def _mirrored(algorithm: str, device: torch.device, on_gpu: bool) -> None:
         assert bool(b.isfinite().all())
         if algorithm in _EXACT:  # the mean of two equal tensors is the tensor
             assert torch.equal(a, b), f"differs from training alone by {float((a - b).abs().max()):.3g}"
+
+
+def _swapped(device: torch.device, on_gpu: bool) -> None:
+    """Rows that differ: they must not change places."""
+    codec, n = bagua.codecs.MinMaxUInt8(), 4096
+    x = torch.randn(n, generator=torch.Generator().manual_seed(2)).to(device)
+    want = codec.decode(codec.encode(x.view(2, n // 2)), n // 2).view(-1)
+    groups = mirror.MirrorTeam(mirror.nccl if on_gpu else mirror.gloo).open("lane")
+    exchange = bagua.exchanges.ScatterGather(codec)
+    exchange.run(x, exchange.init(x, groups), groups, 0)
+    torch.testing.assert_close(x, want, rtol=1e-6, atol=1e-6)
+    groups.leave(abort=False)
 
 
 def _train(algorithm: str | None, device: torch.device, on_gpu: bool) -> list[torch.Tensor]:

@@ -146,6 +146,26 @@ def test_a_wrong_frame_is_refused_with_the_peers_rank(pair: Any, changed: Any, t
     assert isinstance(again, CommunicationError) and "were cut" in str(again)
 
 
+def swap_rows_in(mesh: Mesh, mine: int, theirs: int) -> None:
+    rows = [torch.zeros(n, dtype=torch.uint8) for n in (mine, theirs)]
+    peers = [torch.zeros(mine, dtype=torch.uint8) for _ in range(2)]
+    mesh.exchange(rows, peers, lambda row: None, lambda: None, lambda row: None, swapped=True)
+
+
+def test_rows_of_two_lengths_cannot_be_swapped(pair: Any) -> None:
+    mesh, peer = pair()
+    with pytest.raises(CommunicationError, match="cannot swap rows"):
+        swap_rows_in(mesh, 8, 16)
+    assert peer.recv(1) == b""
+
+
+def test_a_peer_that_averages_does_not_understand_one_that_swaps(pair: Any) -> None:
+    mesh, peer = pair()
+    peer.sendall(frame() + bytes(8) + frame(phase=1) + bytes(8))
+    with pytest.raises(CommunicationError, match="rank 1 sent phase 1 instead of 5"):
+        swap_rows_in(mesh, 8, 8)
+
+
 @every_kind
 @pytest.mark.parametrize("after", [0, 10, 24, 30])
 def test_a_peer_that_dies_in_mid_exchange(pair: Any, after: int, kind: str) -> None:

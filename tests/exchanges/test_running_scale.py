@@ -68,7 +68,9 @@ def oracle(n: int, size: int, steps: int, codec: Eden) -> list[np.ndarray]:
         for row in rows:
             sums += np.concatenate([coded(part, codec) for part in np.split(row, size)])
         mean = sums * np.float32(1 / size)
-        x = np.concatenate([coded(part, codec) for part in np.split(mean, size)])[:n] * s
+        if size > 2:  # two ranks swap what they have encoded
+            mean = np.concatenate([coded(part, codec) for part in np.split(mean, size)])
+        x = mean[:n] * s
         magnitude = magnitude + (np.abs(x) - magnitude) * np.float32(0.01)
         results.append(x)
     return results

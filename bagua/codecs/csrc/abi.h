@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define BAGUA_CODECS_ABI 9
+#define BAGUA_CODECS_ABI 10
 
 #define BAGUA_JOIN2(a, b) a##_##b
 #define BAGUA_JOIN(a, b) BAGUA_JOIN2(a, b)
@@ -53,14 +53,17 @@ BAGUA_API int32_t bagua_codecs_isa();  // 0 baseline, 1 avx2, 2 avx512: the high
 
 // Not in the baseline, which has no fused multiply-add. torch's lerp(x, other, weight), bit for bit, is encoded, with
 // feedback unless `residual` is null; what is decoded becomes x there. `scratch` as for encode_difference. `away` is
-// not 0 if the output is to be written past the caches.
+// not 0 if the output is to be written past the caches. decode_mean_lerp: x is what decode_mean gives.
 #define BAGUA_BLOCK_CODEC_LERP(codec)                                                                            \
   BAGUA_API void BAGUA_FN(bagua_##codec##_encode_lerp)(const float* x, const float* other, float weight,         \
                                                        float* residual, int64_t n, int64_t block,                \
                                                        float* scratch, uint8_t* head, uint8_t* codes);           \
   BAGUA_API void BAGUA_FN(bagua_##codec##_decode_lerp)(const uint8_t* head, const uint8_t* codes, int64_t n,     \
                                                        int64_t block, const float* other, float weight,          \
-                                                       float* scratch, float* out, int64_t away)
+                                                       float* scratch, float* out, int64_t away);                \
+  BAGUA_API void BAGUA_FN(bagua_##codec##_decode_mean_lerp)(                                                     \
+      const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows, int64_t n, int64_t block,    \
+      float mean_weight, const float* other, float weight, float* scratch, float* out)
 
 BAGUA_BLOCK_CODEC(minmax_uint8);  // header min, max; one byte for each element
 BAGUA_BLOCK_CODEC(int4);          // header absmax; one nibble for each element, `block` even

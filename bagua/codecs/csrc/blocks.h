@@ -223,6 +223,18 @@ void decode_lerp(const uint8_t* head, const uint8_t* codes, int64_t n, int64_t b
   }
   if (streams) stream_end();
 }
+
+template <typename C>
+void decode_mean_lerp(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows, int64_t n,
+                      int64_t block, float mean_weight, const float* other, float weight, float* scratch, float* out) {
+  const int64_t step = scratch_of(n, block);
+  for (int64_t i = 0; i < n; i += step) {
+    const int64_t m = least(step, n - i);
+    decode_mean_rows<C>(head + i / block * C::kHeader, codes + i * C::kCodeBits / 8, wire_stride, rows, m, block,
+                        mean_weight, scratch);
+    lerp<false>(scratch, other + i, weight, m, out + i);
+  }
+}
 #endif
 
 }  // namespace
@@ -241,6 +253,11 @@ void decode_lerp(const uint8_t* head, const uint8_t* codes, int64_t n, int64_t b
       BAGUA_FN(bagua_##codec##_decode)(h, c, 0, 1, m, block, y, 0, INT64_MAX);                                     \
     };                                                                                                             \
     decode_lerp<C>(head, codes, n, block, other, weight, scratch, out, away != 0, decode);                         \
+  }                                                                                                                \
+  void BAGUA_FN(bagua_##codec##_decode_mean_lerp)(                                                                 \
+      const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows, int64_t n, int64_t block,      \
+      float mean_weight, const float* other, float weight, float* scratch, float* out) {                           \
+    decode_mean_lerp<C>(head, codes, wire_stride, rows, n, block, mean_weight, other, weight, scratch, out);       \
   }
 #else
 #define BAGUA_BLOCK_CODEC_LERP_FUNCTIONS(codec, C)

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define BAGUA_MESH_ABI 3
+#define BAGUA_MESH_ABI 4
 #define BAGUA_API extern "C" __attribute__((visibility("default")))
 
 struct Mesh;
@@ -20,10 +20,15 @@ struct Steps {
 
 // Where rows are. Row r of `rows` goes to rank r, and ends as what rank r has made of its rows. Row r of `peers`
 // becomes what rank r sent to this rank, and is as long as this rank's own row.
+//
+// Two ranks may exchange both rows as they are (`swapped`), in as many bytes. Then `peers` ends as both ranks' versions
+// of this rank's row, by rank, and `rows` as those of the other rank's. Nothing is combined: a row is read once both
+// versions are there. All rows are of one length.
 struct Rows {
   uint8_t* const* rows;
   uint8_t* const* peers;
   const int64_t* bytes;
+  int32_t swapped;
 };
 
 struct Limits {
@@ -45,7 +50,8 @@ struct Piece {
 
 // The kernels of a codec (bagua/codecs/csrc/abi.h) and their layout; a lerp without kernels is null.
 struct Kernels {
-  const void *encode, *encode_feedback, *encode_lerp, *decode, *decode_lerp, *decode_mean_encode;
+  const void *encode, *encode_feedback, *encode_lerp, *decode, *decode_lerp, *decode_mean, *decode_mean_encode;
+  const void* decode_mean_lerp;
   int64_t header_bytes, code_bits, block;
   int64_t stream_from;  // bytes of a range from which it is written past the caches
 };
@@ -64,6 +70,7 @@ struct Encoded {
   float weight;           // of the sum over ranks
   uint8_t* rows;          // size rows each, contiguous
   uint8_t* peers;
+  int32_t swapped;  // as in Rows; there is no chunk_residual then
 };
 
 // Types of the elements of a sum.

@@ -17,7 +17,9 @@ using EncodeFeedback = decltype(&bagua_int4_encode_feedback_baseline);
 using EncodeLerp = decltype(&bagua_int4_encode_lerp_baseline);
 using Decode = decltype(&bagua_int4_decode_baseline);
 using DecodeLerp = decltype(&bagua_int4_decode_lerp_baseline);
+using DecodeMean = decltype(&bagua_int4_decode_mean_baseline);
 using DecodeMeanEncode = decltype(&bagua_int4_decode_mean_encode_baseline);
+using DecodeMeanLerp = decltype(&bagua_int4_decode_mean_lerp_baseline);
 
 constexpr int64_t kLerpScratch = 2048;  // as in bagua/codecs/csrc/blocks.h
 
@@ -77,7 +79,8 @@ class EncodedRows {
   }
 
   void read(int64_t row) {
-    const uint8_t* const wire = e_.rows + row * e_.row_bytes;
+    // Versions of a row that was swapped lie one after the other.
+    const uint8_t* const wire = e_.swapped ? (row == rank_ ? e_.peers : e_.rows) : e_.rows + row * e_.row_bytes;
     const int64_t first = row * e_.c, last = first + e_.c;
     const int64_t stop = most(least(last, e_.n), first);
     const int64_t body = stop == last ? last : first + (stop - first) / k_.block * k_.block;
@@ -166,13 +169,21 @@ class EncodedRows {
   }
 
   void decode(const uint8_t* wire, int64_t start, int64_t m, float* out) {
-    as<Decode>(k_.decode)(wire + head_at(start), wire + code_at(start), 0, 1, m, k_.block, out, 0, k_.stream_from);
+    const uint8_t *const head = wire + head_at(start), *const codes = wire + code_at(start);
+    if (e_.swapped)
+      as<DecodeMean>(k_.decode_mean)(head, codes, e_.row_bytes, size_, m, k_.block, e_.weight, out);
+    else
+      as<Decode>(k_.decode)(head, codes, 0, 1, m, k_.block, out, 0, k_.stream_from);
   }
 
   void decode_mixed(const uint8_t* wire, int64_t start, int64_t m, const float* other, float* out) {
+    const uint8_t *const head = wire + head_at(start), *const codes = wire + code_at(start);
     const int64_t away = m * static_cast<int64_t>(sizeof(float)) >= k_.stream_from;
-    as<DecodeLerp>(k_.decode_lerp)(wire + head_at(start), wire + code_at(start), m, k_.block, other, e_.leave, scratch_,
-                                   out, away);
+    if (e_.swapped)
+      as<DecodeMeanLerp>(k_.decode_mean_lerp)(head, codes, e_.row_bytes, size_, m, k_.block, e_.weight, other, e_.leave,
+                                              scratch_, out);
+    else
+      as<DecodeLerp>(k_.decode_lerp)(head, codes, m, k_.block, other, e_.leave, scratch_, out, away);
   }
 
   const Encoded e_;
@@ -216,7 +227,7 @@ int32_t bagua_mesh_exchange_encoded(Mesh* mesh, const Encoded* encoded, const Li
       at[size + r] = encoded->peers + static_cast<int64_t>(r) * encoded->row_bytes;
       bytes[r] = encoded->row_bytes;
     }
-    const Rows where = {at, at + size, bytes};
+    const Rows where = {at, at + size, bytes, encoded->swapped};
     const Steps steps = {write_step, combine_step, read_step, &rows};
     result = bagua_mesh_exchange(mesh, &where, &steps, limits, problem);
   }

@@ -1,6 +1,8 @@
 // One exchange: every rank sends a row to each other one, combines what has come, and sends the result to all.
 //
 // One thread encodes the next row while the kernel sends the one before, and decodes rows as they come.
+//
+// With `swapped` the same frames are sent, but the second of a rank is its own version of its row: it waits for nothing.
 #include <stdlib.h>
 
 #include "flow.h"
@@ -32,6 +34,8 @@ class Exchange : public Flow {
   bool involves(int) const { return true; }
 
   bool run() {
+    if (rows_.swapped && (size_ != 2 || rows_.bytes[0] != rows_.bytes[1]))
+      return fail("%d ranks cannot swap rows of %lld and more bytes", size_, static_cast<long long>(rows_.bytes[0]));
     for (int r = 0; r < size_; ++r) {
       peers_[r] = Peer{};
       skip_empty(r);
@@ -48,6 +52,12 @@ class Exchange : public Flow {
 
  private:
   int at(int turn) const { return (rank_ + 1 + turn) % size_; }
+
+  // Where what goes to rank r is written, what is sent to all, and whether that is there.
+  uint8_t* outgoing(int r) const { return rows_.rows[rows_.swapped ? rank_ : r]; }
+  uint8_t* answer() const { return rows_.swapped ? rows_.peers[rank_] : rows_.rows[rank_]; }
+  Phase name_of(Phase phase) const { return rows_.swapped && phase == kGather ? kVersion : phase; }
+  bool answered() const { return rows_.swapped ? own_written_ : combined_; }
 
   int64_t length_of(const Peer& peer, int r) const { return peer.phase == kScatter ? mine_ : rows_.bytes[r]; }
 
@@ -79,8 +89,8 @@ class Exchange : public Flow {
       const int r = at(turn_ % (size_ - 1));
       const int64_t bytes = gather ? mine_ : rows_.bytes[r];
       if (bytes) {
-        if (gather ? !combined_ : !peers_[r].written) return true;
-        if (!push(r, gather ? kGather : kScatter, gather ? rows_.rows[rank_] : rows_.rows[r], bytes, worked)) return false;
+        if (gather ? !answered() : !peers_[r].written) return true;
+        if (!push(r, gather ? kGather : kScatter, gather ? answer() : outgoing(r), bytes, worked)) return false;
         if (blocked_ >= 0) return true;
         peers_[r].sent = peers_[r].sent || !gather;
         gathered_ += gather;
@@ -92,7 +102,7 @@ class Exchange : public Flow {
   }
 
   bool push(int r, Phase phase, uint8_t* row, int64_t bytes, bool* worked) {
-    Frame header = frame(r, phase, bytes);
+    Frame header = frame(r, name_of(phase), bytes);
     iovec parts[2];
     const ssize_t n = send_some(r, parts, split(&header, row, pushed_, bytes, parts));
     if (n < 0) return false;
@@ -110,7 +120,7 @@ class Exchange : public Flow {
       const int r = at(k);
       if (peers_[r].written) continue;
       peers_[r].written = *worked = true;
-      return step(steps_.write(steps_.self, r, rows_.rows[r]));
+      return step(steps_.write(steps_.self, r, outgoing(r)));
     }
     if (mine_ && !own_written_) {
       own_written_ = *worked = true;
@@ -118,7 +128,7 @@ class Exchange : public Flow {
     }
     if (!combined_ && all_scattered()) {
       combined_ = own_unread_ = *worked = true;
-      return step(steps_.combine(steps_.self));
+      return rows_.swapped || step(steps_.combine(steps_.self));
     }
     if (own_unread_) {
       own_unread_ = false;
@@ -150,9 +160,9 @@ class Exchange : public Flow {
 
   // -- receiving -------------------------------------------------------------------------------------------------------
 
-  // A final row must not come before the row that lies there has gone.
+  // A final row must not come before the row that lies there has gone; swapped ones have places of their own.
   bool expects(int r) const {
-    return peers_[r].phase == kScatter || (peers_[r].phase == kGather && peers_[r].sent);
+    return peers_[r].phase == kScatter || (peers_[r].phase == kGather && (peers_[r].sent || rows_.swapped));
   }
 
   bool receive(bool worked) {
@@ -184,7 +194,7 @@ class Exchange : public Flow {
     peer.got += n;
     if (!had_header) {
       if (peer.got < kFrameBytes) return true;
-      return check(r, peer.header, peer.phase, bytes) && pull(r);
+      return check(r, peer.header, name_of(peer.phase), bytes) && pull(r);
     }
     if (peer.got < kFrameBytes + bytes) return true;
     peer.unread = peer.phase == kGather;

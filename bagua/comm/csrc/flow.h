@@ -13,7 +13,7 @@
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little-endian");
 
 // Of a frame. A peer that is in another kind of exchange is told by it.
-enum Phase : uint32_t { kScatter = 0, kGather = 1, kDone = 2, kSum = 3, kSwap = 4 };
+enum Phase : uint32_t { kScatter = 0, kGather = 1, kDone = 2, kSum = 3, kSwap = 4, kVersion = 5 };
 
 struct Frame {
   uint32_t magic, sequence, bucket, phase;

@@ -73,9 +73,9 @@ class Bucket:
             only: parameters of the bucket; None: all.
         """
         views: list[Tensor] = []
-        offset = 0
+        offset, wanted = 0, set(self.params if only is None else only)
         for param, strides in zip(self.params, self._strides, strict=True):
-            if only is not None and param not in only:
+            if param not in wanted:
                 continue
             part = flat[offset : offset + param.numel()]
             views.append(part.view(param.size()) if strides is None else part.as_strided(param.size(), strides))

@@ -124,8 +124,9 @@ def lanes_are_given() -> bool:
 def lanes_of_wide(bucket_bytes: int, size: int, held_bytes: float) -> int:
     """Return how many lanes fill a link with exchanges of 8 bits per element.
 
-    An exchange sends 2 (R - 1) / R of its W encoded bytes, and waits for 2 latencies. While it waits others have to
-    send what the link holds in that time; and since those that began together wait together, twice as many.
+    An exchange sends 2 (R - 1) / R of its W encoded bytes, and waits for 2 latencies (two ranks that swap rows: 1,
+    and have more lanes than they need). While it waits others have to send what the link holds in that time; and since
+    those that began together wait together, twice as many.
 
     Args:
         bucket_bytes: of fp32 gradients.
