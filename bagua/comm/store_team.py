@@ -137,28 +137,37 @@ class StoreTeam:
         """Check in under `key` and return the ranks that do not within `seconds`. Never raises."""
         return self._find_missing(key, seconds)[0]
 
-    def describe_missing(self, key: str, seconds: float = _GRACE_S) -> str:
-        """The result of `missing_ranks` as the end of an error message; "" if all other ranks are missing, or none."""
-        gone, problem = self._find_missing(key, seconds)
+    def describe_missing(self, key: str, seconds: float = _GRACE_S, alert: Callable[[], object] | None = None) -> str:
+        """The result of `missing_ranks` as the end of an error message; "" if all other ranks are missing, or none.
+
+        Args:
+            alert: called while ranks are waited for; may raise, as it knows better why they are missing.
+        """
+        gone, problem = self._find_missing(key, seconds, alert)
         if problem is not None:
             return f"; {problem}"
         if not gone or (len(gone) == self.size - 1 and self.size > 2):  # nobody else failed: the fault is here
             return ""
         return f"; no response from rank {', '.join(map(str, gone))}: it has exited or is late"
 
-    def _find_missing(self, key: str, seconds: float) -> tuple[list[int], CommunicationError | None]:
-        waiting = set(range(self.size))
-        try:
-            store = self.store.within(seconds)
-            store.set(f"{key}/{self.rank}", b"1")
-            deadline = time.monotonic() + seconds
-            while True:
+    def _find_missing(
+        self, key: str, seconds: float, alert: Callable[[], object] | None = None
+    ) -> tuple[list[int], CommunicationError | None]:
+        waiting, store, here = set(range(self.size)), self.store.within(seconds), False
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if not here:
+                    store.set(f"{key}/{self.rank}", b"1")
+                    here = True
                 waiting = {rank for rank in waiting if not store.check([f"{key}/{rank}"])}
-                if not waiting or time.monotonic() > deadline:
-                    return sorted(waiting), None
-                time.sleep(_POLL_S)
-        except CommunicationError as error:  # the store lives in rank 0
-            return sorted(waiting) if 0 not in waiting else [0] if self.rank else [], error
+            except CommunicationError as error:  # the store lives in rank 0
+                return sorted(waiting) if 0 not in waiting else [0] if self.rank else [], error
+            if not waiting or time.monotonic() > deadline:
+                return sorted(waiting), None
+            if alert is not None:
+                alert()
+            time.sleep(_POLL_S)
 
     def _next_serial(self) -> int:
         self.counters.collectives += 1

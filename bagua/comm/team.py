@@ -123,7 +123,7 @@ class Team(StoreTeam):
             groups.leave(abort=True)
             if not is_loss(error):
                 raise
-            gone = self.describe_missing(key)
+            gone = self.describe_missing(key, alert=self.alert)
             raise CommunicationError(f"{what} on rank {self.rank} of {self.size}: {error}{gone}") from error
 
     def ordered(self, order: tuple[int, ...]) -> Team:
@@ -294,7 +294,8 @@ class Team(StoreTeam):
         except RuntimeError as error:
             if self.alert is not None:
                 self.alert()  # it knows better why
-            gone = self.describe_missing(f"unconnected/{name}")
+            # A lost rank is noticed by others a moment later than by its connections.
+            gone = self.describe_missing(f"unconnected/{name}", alert=self.alert)
             raise CommunicationError(f"ranks {ranks}: connecting over gloo failed: {error}{gone}") from error
 
     def _connect_nccl(self, name: str, ranks: tuple[int, ...]) -> AbortableNccl:

@@ -71,3 +71,27 @@ def test_an_error_of_connecting_is_raised() -> None:
     with pytest.raises(RuntimeError, match="rank 1 published no address"):
         connect_gloo(rendezvous(dist.HashStore()), 0, 2, timedelta(seconds=0.2), lambda: None)
     await_threads()
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_loss_may_be_noticed_later_than_by_its_connections(noticed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks for the missing ranks hears of it."""
+    calls: list[None] = []
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def alert() -> None:
+        calls.append(None)
+        if noticed and len(calls) > 3:
+            raise CommunicationError("rank 1 is lost")
+
+    monkeypatch.setattr("bagua.comm.team.connect_gloo", fail)
+    monkeypatch.setattr(Team.describe_missing, "__defaults__", (0.3, None))
+    team = Team(0, 2, dist.HashStore(), timedelta(seconds=LIMIT_S), "gloo", "team", "", alert=alert)
+    told = (
+        "rank 1 is lost" if noticed else "Connection closed by peer; no response from rank 1: it has exited or is late"
+    )
+    with pytest.raises(CommunicationError, match=told):
+        team.open("lane", native=False)
+    assert len(calls) >= 4
