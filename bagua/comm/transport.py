@@ -49,7 +49,8 @@ _FAR_OVER_GLOO_S = 0.03  # nearer, an exchange's own CPU time is what more lanes
 def slow_bytes_per_s(num_bytes: int) -> float:
     """Return the rate of a broadcast of so many bytes below which one flow fills the links; 0.0: it does not tell.
 
-    That of a model of 4 to 8 MiB takes half as long again on a fast link, and has to be slower for it.
+    Its start counts for more where few bytes follow. So the rate has to be half of that for 4 to 8 MiB, and with fewer
+    it is not asked for.
     """
     return _SLOW_BYTES_PER_S * min(2 * num_bytes // SMALLEST_BYTES, 2) / 2
 

@@ -154,7 +154,7 @@ def swap_rows_in(mesh: Mesh, mine: int, theirs: int) -> None:
 
 def test_rows_of_two_lengths_cannot_be_swapped(pair: Any) -> None:
     mesh, peer = pair()
-    with pytest.raises(CommunicationError, match="cannot swap rows"):
+    with pytest.raises(CommunicationError, match="2 ranks cannot swap rows of 8 and 16 bytes"):
         swap_rows_in(mesh, 8, 16)
     assert peer.recv(1) == b""
 

@@ -2,7 +2,8 @@
 //
 // One thread encodes the next row while the kernel sends the one before, and decodes rows as they come.
 //
-// With `swapped` the same frames are sent, but the second of a rank is its own version of its row: it waits for nothing.
+// With `swapped` as many frames of the same lengths are sent. The second of a rank is its own version of its row, and
+// waits for nothing.
 #include <stdlib.h>
 
 #include "flow.h"
@@ -35,7 +36,8 @@ class Exchange : public Flow {
 
   bool run() {
     if (rows_.swapped && (size_ != 2 || rows_.bytes[0] != rows_.bytes[1]))
-      return fail("%d ranks cannot swap rows of %lld and more bytes", size_, static_cast<long long>(rows_.bytes[0]));
+      return fail("%d ranks cannot swap rows of %lld and %lld bytes", size_, static_cast<long long>(rows_.bytes[0]),
+                  static_cast<long long>(rows_.bytes[size_ - 1]));
     for (int r = 0; r < size_; ++r) {
       peers_[r] = Peer{};
       skip_empty(r);

@@ -56,6 +56,8 @@ SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("low_precision_decentralized:gradient_interval=0", ("adamw",)),
     ("decentralized:peer_selection_mode=shift_one:gradient_interval=0", ("adamw",)),
     ("sparse_loco:communication_interval=15", _BOTH),
+    ("sparse_loco:communication_interval=1", ("adamw",)),
+    ("sparse_loco:communication_interval=4", ("adamw",)),
     ("local_sgd@0.25", _BOTH),
     ("local_sgd:mean_moments=False", ("adamw",)),
     ("local_sgd:communication_interval=8:codec=identity", _BOTH),
