@@ -22,7 +22,7 @@ from torch import Tensor
 from bagua.comm.own_threads import start_thread
 from bagua.errors import CommunicationError
 
-__all__ = ["AbortableNccl", "make_nccl", "why_no_nccl"]
+__all__ = ["AbortableNccl", "make_nccl", "warm_up_nccl", "why_no_nccl"]
 
 # For the watchdog and the monitor that a backend starts: an operation that fails must neither end the process nor hold
 # up the backend's end, and here operations fail whenever a rank is lost.
@@ -62,6 +62,17 @@ def make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+def warm_up_nccl(device: torch.device) -> None:
+    """Have this process do what NCCL does once: a second or two, which its peers would wait for in its first group."""
+    device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    pg = make_nccl(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    with torch.cuda.device(device):
+        pg.eager_connect_single_device(device)
+        pg.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
+        torch.cuda.current_stream(device).synchronize()
+        pg.shutdown()
 
 
 class AbortableNccl:

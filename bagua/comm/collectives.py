@@ -28,6 +28,7 @@ __all__ = [
     "reduce_",
     "sum_of_pieces_",
     "swap",
+    "swap_tensors",
 ]
 
 REDUCE_OPS: dict[str, Any] = {
@@ -170,6 +171,17 @@ def swap(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[t
     for work in works:
         group.wait(work)
     group.meter.add(sum(_nbytes(t) for _, t in sends), sum(_nbytes(t) for _, t in receives))
+
+
+def swap_tensors(group: Group, out_RW: Tensor, x_RW: Tensor) -> None:
+    """On NCCL, two ranks: `out_RW` becomes the other rank's `x_RW`, in one call.
+
+    Shapes: equal, contiguous.
+    Bytes: those of `x_RW` sent per rank.
+    """
+    splits = [x_RW.shape[0] if peer != group.rank else 0 for peer in range(2)]
+    group.wait(group.pg.alltoall_base(out_RW, x_RW, splits, splits, dist.AllToAllOptions()))
+    group.meter.add(_nbytes(x_RW), _nbytes(x_RW))
 
 
 def _tagged(pairs: Sequence[tuple[int, Tensor]]) -> list[tuple[int, tuple[int, Tensor]]]:

@@ -1,6 +1,6 @@
 """Pipelined all-to-all, reduction and all-gather: rows are sent as soon as written and read as they arrive.
 
-Legend: R = ranks of the group, W = bytes of a row.
+Legend: R = ranks of the group, V = versions of a row, one of each rank, W = bytes of a row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bagua.comm.collectives import all_gather_rows, all_to_all_rows, swap
+from bagua.comm.collectives import all_gather_rows, all_to_all_rows, swap_tensors
 from bagua.comm.groups import Group
 
 __all__ = ["scatter_gather_rows", "swap_rows"]
@@ -95,57 +95,53 @@ def scatter_gather_rows(
 
 def swap_rows(
     group: Group,
-    wire_RW: Tensor,
-    peers_RW: Tensor,
+    versions_VRW: Tensor,
     *,
     write: Rows,
     read: Callable[[int], object],
 ) -> None:
     """Give each of two ranks both versions of both rows: the bytes of `scatter_gather_rows`, and half the latency.
 
-    The other rank's row goes first, so that transfers are those of `scatter_gather_rows` in order and length.
+    On gloo and a mesh the other rank's row goes first, so that transfers are those of `scatter_gather_rows` in order
+    and length.
 
     Args:
         group: two ranks.
-        wire_RW: becomes the versions of the other rank's row, by rank.
-        peers_RW: becomes those of this rank's row, by rank.
-        write: `write(row, row + 1, out)` writes this rank's version of a row into `out`.
+        versions_VRW: `versions_VRW[v, r]` becomes the version of row r that rank v has written.
+        write: `write(lo, hi, out)` writes this rank's versions of rows lo to hi into `out`.
         read: `read(row)` is called when both versions of a row are there.
 
-    Shapes: both [2, W], rows contiguous, same dtype; they must not overlap.
+    Shapes: [2, 2, W], contiguous.
     Bytes: 2 rows sent per rank.
     """
     rank = group.rank
     other = 1 - rank
-    mine_1W, theirs_1W = peers_RW[rank : rank + 1], wire_RW[rank : rank + 1]
+    mine_RW, theirs_RW = versions_VRW[rank], versions_VRW[other]
     if group.backend == "nccl":
-        write(other, other + 1, theirs_1W)
-        write(rank, rank + 1, mine_1W)
-        sends = [(other, wire_RW[rank]), (other, peers_RW[rank])]
-        swap(group, sends, [(other, peers_RW[other]), (other, wire_RW[other])])
-        read(other)
-        read(rank)
+        write(0, 2, mine_RW)
+        swap_tensors(group, theirs_RW, mine_RW)
+        read(0)
+        read(1)
         return
     if group.mesh is not None:
+        wire, peers = ([versions_VRW[v, r] for v in (0, 1)] for r in (other, rank))
 
         def fill(row: int) -> None:
-            write(row, row + 1, mine_1W if row == rank else theirs_1W)
+            write(row, row + 1, mine_RW[row : row + 1])
 
-        rows, peers = (list(each.unbind()) for each in (wire_RW, peers_RW))
-        group.mesh.exchange(rows, peers, fill, _nothing, read, swapped=True)
-        _count(group, wire_RW)
+        group.mesh.exchange(wire, peers, fill, _nothing, read, swapped=True)
+        _count(group, mine_RW)
         return
-    first = group.recv(peers_RW[other], other, _SCATTER)
-    second = group.recv(wire_RW[other], other, _GATHER)
-    write(other, other + 1, theirs_1W)
-    sent = _send_next(group, wire_RW[rank], other, _SCATTER, None)
-    write(rank, rank + 1, mine_1W)
-    sent = _send_next(group, peers_RW[rank], other, _GATHER, sent)
-    for received, row in ((first, rank), (second, other)):
-        group.wait(received)
+    received = [group.recv(theirs_RW[row], other, tag) for row, tag in ((rank, _SCATTER), (other, _GATHER))]
+    sent = None
+    for row, tag in ((other, _SCATTER), (rank, _GATHER)):
+        write(row, row + 1, mine_RW[row : row + 1])
+        sent = _send_next(group, mine_RW[row], other, tag, sent)
+    for work, row in zip(received, (rank, other), strict=True):
+        group.wait(work)
         read(row)
     group.wait(sent)
-    _count(group, wire_RW)
+    _count(group, mine_RW)
 
 
 def _nothing() -> None:

@@ -5,8 +5,7 @@ Legend: R = ranks, N = elements of the payload, C = elements of a chunk, W = byt
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -160,9 +159,8 @@ class ScatterGather(Exchange):
         rank, size, n, device = group.rank, group.size, x_N.numel(), x_N.device
         c = chunk_numel(n, size)
         dtype = x_N.dtype if codec.lossless else torch.float32
-        wire_shape = (size, codec.wire_bytes(c, dtype))
-        wire_RW = buffers.get("wire", wire_shape, torch.uint8, device)
-        peers_RW = buffers.get("peers", wire_shape, torch.uint8, device)
+        both = buffers.get("wire", (2, size, codec.wire_bytes(c, dtype)), torch.uint8, device)
+        wire_RW, peers_RW = both
         weight, residual_N = 1.0 / size if self.average else 1.0, state.get("residual")
         chunk_residual_C, swapped = state.get("chunk_residual"), size == 2
         if group.mesh is not None and source is not None and not codec.lossless:
@@ -177,9 +175,7 @@ class ScatterGather(Exchange):
         else:
             rows = PartRows(codec, source, residual_N, c, buffers)
         if swapped:
-            versions = {rank: peers_RW, 1 - rank: wire_RW}
-            read = functools.partial(_read_mean, rows, versions, weight)
-            swap_rows(group, wire_RW, peers_RW, write=rows.write, read=read)
+            swap_rows(group, both, write=rows.write, read=lambda row: rows.read_mean(row, both[:, row], weight))
             return
 
         def combine() -> None:
@@ -203,10 +199,6 @@ class ScatterGather(Exchange):
     def bytes_per_rank(self, n: int, size: int) -> float:
         """2 (R-1) encoded chunks."""
         return 2 * (size - 1) * self.codec.wire_bytes(chunk_numel(n, size), torch.float32) if size > 1 else 0
-
-
-def _read_mean(rows: WholeRows | PartRows, versions: Mapping[int, Tensor], weight: float, row: int) -> None:
-    rows.read_mean(row, versions[row], weight)
 
 
 def chunk_numel(n: int, size: int) -> int:

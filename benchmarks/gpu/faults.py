@@ -5,6 +5,7 @@ Each rank is a host of `bagua.lab`; they share the GPU. Groups are of gloo, thro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -30,22 +31,46 @@ def run(record: Record) -> None:
     """One check for each algorithm and backend."""
     on_gpu = torch.cuda.is_available() and not record.dry
     for algorithm, backend in _JOBS if on_gpu else _JOBS[:1]:
-        with (
-            record.check(f"{algorithm} over {backend}: a rank is killed and comes back") as entry,
-            tempfile.TemporaryDirectory() as at,
-        ):
-            lab = [sys.executable, "-m", "bagua", "lab", "run", "--hosts", str(_HOSTS), "--keep-going", "--"]
-            job = [sys.executable, "-m", "bagua", "run", "--fault-tolerant", "--max-restarts", "1"]
-            job += ["benchmarks/gpu/faults_rank.py", at, algorithm, "cuda" if on_gpu else "cpu", backend]
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
-            words = [*lab, *job]
-            done = subprocess.run(words, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=_LIMIT_S)
-            text = done.stdout + done.stderr
-            if done.returncode and "LabError" in text:
-                raise Skip(f"no emulated hosts: {text[-300:]}")
-            files = [Path(at) / f"host-{host}.json" for host in range(_HOSTS)]
-            assert done.returncode == 0 and all(map(Path.exists, files)), text[-2500:]
-            entry["stalled_s"], entry["right"] = check([json.loads(file.read_text()) for file in files])
+        job(record, algorithm, backend, on_gpu)
+
+
+def job(record: Record, algorithm: str, backend: str, on_gpu: bool) -> None:
+    """The check of one job; what it printed stays beside the record, as `faults-ALGORITHM-BACKEND.log`."""
+    with (
+        record.check(f"{algorithm} over {backend}: a rank is killed and comes back") as entry,
+        tempfile.TemporaryDirectory() as at,
+    ):
+        log = (record.path.parent if record.path is not None else Path(at)) / f"faults-{algorithm}-{backend}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        lab = [sys.executable, "-m", "bagua", "lab", "run", "--hosts", str(_HOSTS), "--keep-going", "--"]
+        words = [sys.executable, "-m", "bagua", "run", "--fault-tolerant", "--max-restarts", "1"]
+        words += ["benchmarks/gpu/faults_rank.py", at, algorithm, "cuda" if on_gpu else "cpu", backend]
+        code = _logged([*lab, *words], log)
+        text = log.read_text()
+        if code and "LabError" in text:
+            raise Skip(f"no emulated hosts: {text[-300:]}")
+        files = [Path(at) / f"host-{host}.json" for host in range(_HOSTS)]
+        assert code is not None, f"not done after {_LIMIT_S} s: {text[-2500:]}"
+        assert code == 0 and all(map(Path.exists, files)), text[-2500:]
+        entry["stalled_s"], entry["right"] = check([json.loads(file.read_text()) for file in files])
+
+
+def _logged(words: Sequence[str], log: Path) -> int | None:
+    """Run a command with its output in a file; its exit status, or None if it was ended at the limit."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+    with log.open("w") as file:
+        process = subprocess.Popen(words, cwd=_ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            return process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the lab then ends its hosts
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            return None
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 def check(hosts: Sequence[dict[str, Any]]) -> tuple[list[float], float]:

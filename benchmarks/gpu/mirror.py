@@ -50,8 +50,10 @@ class _Mirror:
         return _Work(self._pg.broadcast(tensors, options), lambda: None)
 
     def alltoall_base(self, out_RW: Tensor, rows_RW: Tensor, out: Any, rows: Any, options: Any) -> _Work:
-        """Both ranks send me their row 0."""
-        assert not out and not rows
+        """Both ranks send me their row 0. With splits they swap all of it."""
+        if out:
+            assert out == rows == [0, len(out_RW)]
+            return _Work(None, lambda: out_RW.copy_(rows_RW))
         self._rows = rows_RW.data_ptr()
         work = self._pg.alltoall_base(out_RW[:1], rows_RW[:1], [], [], options)
         return _Work(work, lambda: out_RW[1:].copy_(out_RW[:1]))

@@ -20,6 +20,7 @@ from bagua.engine.lanes.lane import ThreadLane
 from bagua.engine.lanes.selection import make_lane
 from bagua.engine.lanes.stream_lane import StreamLane
 from bagua.errors import CommunicationError
+from tests.engine.fake_cuda import install
 
 CUDA = torch.device("cuda", 0)
 LIMIT_S, NEVER_S = 100.0, 600.0
@@ -198,7 +199,7 @@ def test_ranks_that_may_be_lost_have_a_lane_that_blocks(backend: Backend, monkey
     assert isinstance(ticket.error, CommunicationError)
     for lane in lanes:
         lane.close()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    install(monkeypatch)
     assert isinstance(make_lane(Groups(Group(None, 0, 2, (0, 1), "nccl"), ((0, 1),)), CUDA), StreamLane)
 
 

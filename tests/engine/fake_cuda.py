@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import local
 from typing import Any
 
@@ -66,13 +64,25 @@ class FakeCuda:
     def raw(self, _index: int) -> int:
         return self.current().raw
 
-    @contextmanager
-    def on(self, stream: FakeStream) -> Iterator[None]:
-        before, self._current.stream = self.current(), stream
-        try:
-            yield
-        finally:
-            self._current.stream = before
+    def on(self, stream: FakeStream) -> FakeContext:
+        return FakeContext(self, stream)
+
+    def set(self, stream: FakeStream) -> None:
+        self._current.stream = stream
+
+
+class FakeContext:
+    """Can be entered again and again, as torch's."""
+
+    def __init__(self, cuda: FakeCuda, stream: FakeStream) -> None:
+        self._cuda, self._stream = cuda, stream
+
+    def __enter__(self) -> None:
+        self._before = self._cuda.current()
+        self._cuda.set(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        self._cuda.set(self._before)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
@@ -82,5 +92,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", fake.current)
     monkeypatch.setattr(torch.cuda, "stream", fake.on)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", fake.raw, raising=False)
     return fake

@@ -71,7 +71,7 @@ def values(module: nn.Module) -> list[Tensor]:
     return [param.detach().cpu() for param in module.parameters()]
 
 
-def trained(algorithm: str, device: torch.device, fused: bool) -> list[Tensor]:
+def trained(algorithm: str, device: torch.device, fused: bool, **options: Any) -> list[Tensor]:
     """On a rank: weights after six steps, with a checkpoint after the third and a guard on the way."""
     model = model_on(device)
     lr = 0.01 if algorithm in ("qadam", "one_bit_lamb", "zero_one_adam") else 0.1
@@ -83,7 +83,7 @@ def trained(algorithm: str, device: torch.device, fused: bool) -> list[Tensor]:
     def start() -> None:
         lossy = algorithm in ("bytegrad", "power_sgd")
         guard = bagua.Guard(every=2) if lossy else None
-        bagua.distribute(model, optimizer, algorithm, bucket_bytes=1500, guard=guard)
+        bagua.distribute(model, optimizer, algorithm, bucket_bytes=1500, guard=guard, **options)
 
     start()
     for step in range(6):
@@ -112,6 +112,22 @@ def test_algorithms(pool: RankPool, algorithm: str, device: torch.device) -> Non
     if device.type == "cuda":
         on_cpu = pool.run(2, trained, algorithm, torch.device("cpu"), False)[0]
         for a, b in zip(on_cpu, first, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
+
+
+def trained_on_nodes(algorithm: str, device: torch.device) -> list[Tensor]:
+    return trained(algorithm, device, False, hierarchical=True)
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"]
+)
+def test_two_nodes_of_two_ranks(pool: RankPool, algorithm: str, device: torch.device) -> None:
+    ranks = pool.run(4, trained_on_nodes, algorithm, device, nodes=(0, 0, 1, 1))
+    assert all(torch.equal(a, b) for other in ranks[1:] for a, b in zip(ranks[0], other, strict=True))
+    if device.type == "cuda":
+        on_cpu = pool.run(4, trained_on_nodes, algorithm, torch.device("cpu"), nodes=(0, 0, 1, 1))[0]
+        for a, b in zip(on_cpu, ranks[0], strict=True):
             torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,6 +40,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 def groups(backend: str = "nccl") -> tuple[Groups, Backend]:
     pg = Backend()
     return Groups(Group(pg, 0, 2, (0, 1), backend), ((0, 1),)), pg
+
+
+def happens(what: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return what()
 
 
 def test_an_exchange_comes_after_the_gradient_and_before_the_optimizer(cuda: FakeCuda) -> None:
@@ -91,6 +101,32 @@ def test_a_stream_that_hangs_is_aborted_at_exit(cuda: FakeCuda, monkeypatch: pyt
     monkeypatch.setattr(FakeStream, "query", lambda stream: False)
     lane.stop(0.0)
     assert pg.ended == ["abort"]
+
+
+def test_a_lane_that_is_dropped_waits_for_its_stream_and_for_the_peers(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, pg = groups()
+    over = threading.Event()
+    monkeypatch.setattr(FakeStream, "query", lambda stream: over.is_set())
+    lane = StreamLane(mine, CUDA)
+    del lane  # as with a model at the end of a script's `main`
+    time.sleep(0.05)
+    assert pg.ended == []
+    over.set()
+    assert happens(lambda: pg.ended == ["shutdown"])
+
+
+def test_a_lane_that_is_dropped_after_its_gpu_has_failed_is_aborted(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(stream: FakeStream) -> bool:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(FakeStream, "query", fails)
+    mine, pg = groups()
+    StreamLane(mine, CUDA)
+    assert happens(lambda: pg.ended == ["abort"])
 
 
 def test_a_thread_on_a_gpu_has_a_stream_of_its_own(cuda: FakeCuda) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from bagua.comm.groups import Groups
+from bagua.comm.own_threads import start_thread
 from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.lane import Lane, Run, Ticket
 
-__all__ = ["StreamLane", "StreamTicket"]
+__all__ = ["StreamLane", "StreamTicket", "release"]
+
+_POLL_S = 0.001
 
 
 class StreamLane(Lane):
@@ -19,8 +26,13 @@ class StreamLane(Lane):
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
         super().__init__(groups)
-        self._device = device
+        # A number, and one context for all: with a device, torch looks at the environment and the driver each time.
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device)
+        self._on_stream = torch.cuda.stream(self._stream)
+        # A model that is dropped takes its lanes along, while a peer may still receive what this rank has sent.
+        self._finalizer = weakref.finalize(self, release, groups, lambda stream=self._stream: stream.query())
+        self._finalizer.atexit = False
 
     def submit(self, run: Run, label: Label | str) -> Ticket:
         """Enqueue on the stream behind what the current stream has done so far."""
@@ -29,8 +41,8 @@ class StreamLane(Lane):
             ticket.error = self.broken
             ticket.finish(0.0)
             return ticket
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        self._stream.wait_stream(torch.cuda.current_stream(self._index))
+        with self._on_stream, torch.no_grad():
             ticket.begin_event.record(self._stream)
             ticket.execute(run)
             ticket.end_event.record(self._stream)
@@ -42,7 +54,7 @@ class StreamLane(Lane):
         if not isinstance(ticket, StreamTicket):
             ticket.wait()
         elif ticket.error is None:
-            torch.cuda.current_stream(self._device).wait_event(ticket.end_event)
+            torch.cuda.current_stream(self._index).wait_event(ticket.end_event)
 
     def adopt(self, tensor: Tensor) -> None:
         """Keep its memory from other uses, should it be freed while the stream still works on it.
@@ -64,11 +76,39 @@ class StreamLane(Lane):
         deadline = time.monotonic() + timeout_s
         try:
             while self.broken is None and not self._stream.query() and time.monotonic() < deadline:
-                time.sleep(0.001)
+                time.sleep(_POLL_S)
             drained = self.broken is None and self._stream.query()
         except RuntimeError:  # the GPU has failed
             drained = False
         self._leave(abort=not drained)
+
+    def _leave(self, abort: bool) -> None:
+        self._finalizer.detach()
+        super()._leave(abort)
+
+
+def release(groups: Groups, drained: Callable[[], bool]) -> None:
+    """Give up the groups of a lane that was dropped, in a thread: it waits for peers, which may drop theirs later.
+
+    To drop an NCCL backend would abort it at once, and cut what peers still receive.
+
+    Args:
+        drained: whether all work of the lane's stream is over; raises RuntimeError if the GPU has failed.
+    """
+    ending = threading.Event()
+
+    def work() -> None:
+        try:
+            while not drained():
+                if ending.wait(_POLL_S):
+                    return
+        except RuntimeError:
+            groups.leave(abort=True)
+        else:
+            groups.leave(abort=False)
+
+    if not sys.is_finalizing():  # no thread can be started any more
+        start_thread(work, "bagua-release", ending.set)
 
 
 class StreamTicket(Ticket):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bagua.algorithms.base import LostStep
+from bagua.comm.abortable_nccl import warm_up_nccl
 from bagua.engine.engine import Engine
 from bagua.engine.hooks import Attachment, attach, attachments
 from bagua.engine.recovery.backup import Backup
@@ -57,6 +58,9 @@ def join_job(module: nn.Module, manager: RecoveryManager) -> None:
         CommunicationError: it did not succeed within `max_blocked_s`.
         RankMismatchError: the others train another module or with other options.
     """
+    device = attachments[module].engine.inventory.device
+    if manager.newcomer and manager.options.backend == "nccl" and device.type == "cuda":
+        warm_up_nccl(device)
     _recover(manager, module)
 
 
