@@ -28,7 +28,7 @@ __all__ = ["CONDITIONS", "compare", "run"]
 
 CONDITIONS = ("1gbit", "250mbit", "nolimit")
 _RANKS = 4
-_LIMIT_S = 170.0
+_LIMIT_S = 280.0
 
 
 def run(record: Record) -> None:
