@@ -27,6 +27,7 @@ from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.subclasses import is_subclass, parts_of
 from bagua.engine.engine import Engine
 from bagua.exchanges import DifferenceGossip, Exchange, Hierarchical, PowerSGD, ScatterGather
+from bagua.exchanges.scatter_gather import chunk_numel
 
 __all__ = ["for_other_size", "load_algorithm", "mean_module", "mean_optimizer"]
 
@@ -177,13 +178,13 @@ def _state(
         if rule == "weights":
             made[name] = weights.detach().expand(tensor.shape).clone()
         elif rule == "chunks" and copies:
-            made[name] = _cut(copies, numel, rank, tensor)
+            made[name] = _cut(_together(copies, numel), rank, tensor)
         else:
             what = f"{where}: {name!r} of {exchange.name}"
             made[name] = _apply(rule, copies, tensor, what, _scale(rule, inner, len(copies), group))
     chunks = [each["chunk_residual"] for each in old if "chunk_residual" in each]
     if isinstance(inner, ScatterGather) and chunks and made and "chunk_residual" not in made and group is not None:
-        owed = torch.cat(chunks)[:numel].view(-1)  # by the owners, to the mean or the sum
+        owed = _together(chunks, numel)  # by the owners, to the mean or the sum
         made["residual"].view(-1).add_(owed, alpha=1.0 if inner.average else 1 / group.size)
     return made
 
@@ -241,10 +242,16 @@ def _apply(rule: str | None, copies: Sequence[Tensor], fresh: Tensor, what: str,
     )
 
 
-def _cut(copies: Sequence[Tensor], numel: int, rank: int, fresh: Tensor) -> Tensor:
-    """Chunk `rank` of what is put together from the chunks of all ranks of old."""
-    whole, size = torch.cat(list(copies))[:numel], fresh.numel()
+def _together(copies: Sequence[Tensor], numel: int) -> Tensor:
+    """The `numel` elements whose chunks the ranks of old have, or all of which each of them has."""
+    every = len(copies) * chunk_numel(numel, len(copies))
+    return (copies[0] if copies[0].numel() == every else torch.cat(list(copies)))[:numel].view(-1)
+
+
+def _cut(whole: Tensor, rank: int, fresh: Tensor) -> Tensor:
+    """Chunk `rank` of it, or all of it where `fresh` has room for that: a chunk has only of the smallest payloads."""
+    c = fresh.numel()
+    mine = whole if c >= whole.numel() > chunk_numel(1, 1) else whole[rank * c : (rank + 1) * c]
     chunk = torch.zeros_like(fresh, device=whole.device)
-    mine = whole[rank * size : (rank + 1) * size]
     chunk[: mine.numel()] = mine
     return chunk

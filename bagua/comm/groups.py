@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,9 @@ class Group:
             a repeated run sums 16-bit numbers in the same order.
         straight_chunk_bytes: such a sum goes straight to the owners of chunks up to chunks of this size, and from rank
             to rank if they are larger. Equal on all ranks; changes no bit.
+        gathers: each rank forms the means or sums of the exchange that runs from all summands, in one latency, where
+            the exchange can. To have an owner of each part form it takes two, and 2 (R-1)/R of the bytes instead of
+            R-1 times. Equal on all ranks; changes no bit.
         connections: of gloo, where a loss can have to free what waits.
         address: at which gloo listens, if it was looked for.
         abortable: `pg` is an `AbortableNccl`, or would be if there were other ranks: collectives are over when they
@@ -71,6 +75,7 @@ class Group:
     tag: int = 0
     direct: bool = False
     straight_chunk_bytes: int = STRAIGHT_CHUNK_BYTES
+    gathers: bool = False
     connections: GlooConnections | None = None
     address: str | None = None
     abortable: bool = False
@@ -184,11 +189,22 @@ class Groups:
         """Whether they have connections of the native transport."""
         return self.world.mesh is not None
 
-    def begin(self, bucket: int) -> None:
-        """The next exchange is one of this bucket."""
+    def begin(self, bucket: int, gathers: bool = False) -> None:
+        """The next exchange is one of this bucket; see `Group.gathers`."""
         for group in (self.world, self.inter):
-            if group is not None and group.mesh is not None:
-                group.mesh.bucket = bucket
+            if group is not None:
+                group.gathers = gathers
+                if group.mesh is not None:
+                    group.mesh.bucket = bucket
+
+    def as_of(self, gathers: bool) -> Groups:
+        """These groups as an exchange that gathers finds them, or one that does not. To look at, not to use."""
+        seen = copy.copy(self)
+        seen.world, seen.inter = copy.copy(self.world), copy.copy(self.inter)
+        for group in (seen.world, seen.inter):
+            if group is not None:
+                group.gathers = gathers
+        return seen
 
     def sever(self) -> None:
         """Cut all connections; see `Group.sever`."""

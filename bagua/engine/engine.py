@@ -112,6 +112,7 @@ class Engine:
             config.lanes_of_sums,
             config.lanes_of_wide,
             config.straight_chunk_bytes,
+            config.late_bytes,
             self._tally.watch,
         )
         self.memory = AlgorithmMemory(self.pool.adopt)
@@ -272,7 +273,7 @@ class Engine:
                 binding.adopt_plan(plan)
             if binding.plan != plan:
                 raise ValueError("state dict: its buckets were made with another bucket_bytes")
-        load_states(data, self.memory.states, self.memory.tensors, state.buckets)
+        load_states(data, self.memory.states, self.memory.tensors, state.buckets, self.groups)
         self.tracker.go_on_within(data.get("stepped", ()))
 
     def _tuned_in(self, data: dict[str, Any]) -> Settings | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bagua.comm.groups import Groups
 from bagua.engine.reducer.bucket import Bucket
 from bagua.exchanges import Exchange, State
 
@@ -69,24 +70,38 @@ def check_order(data: dict[str, Any], order: Sequence[int]) -> None:
 
 @torch.no_grad()
 def load_states(
-    data: dict[str, Any], states: States, tensors: dict[tuple[str, int], Tensor], buckets: Sequence[Bucket]
+    data: dict[str, Any],
+    states: States,
+    tensors: dict[tuple[str, int], Tensor],
+    buckets: Sequence[Bucket],
+    groups: Groups,
 ) -> None:
     """Copy what `pack` packed into `states` and `tensors`; all or nothing. Tensors not yet made are made.
 
     Raises:
         ValueError: there is no place for an entry, or it has another shape.
     """
-    known = {(repr(exchange), bucket, part): state for (exchange, bucket, part), state in states.items()}
+    known = {(repr(key[0]), *key[1:]): (key[0], state) for key, state in states.items()}
+    fitted: list[tuple[State, str, Tensor]] = []
     outdated = {repr(exchange): set(exchange.outdated) for exchange, _, _ in states}
     for entry in data["states"]:
         where = f"state dict: {entry['exchange']}, bucket {entry['bucket']}, part {entry['part']}"
-        state = known.get((entry["exchange"], entry["bucket"], entry["part"]))
+        exchange, state = known.get((entry["exchange"], entry["bucket"], entry["part"]), (None, None))
         extra = entry["tensors"].keys() - state.keys() if state is not None else set[str]()
-        if state is None or state.keys() - entry["tensors"].keys() or extra - outdated[entry["exchange"]]:
+        if (
+            exchange is None
+            or state is None
+            or state.keys() - entry["tensors"].keys()
+            or extra - outdated[entry["exchange"]]
+        ):
             raise ValueError(f"{where}: unexpected tensors {', '.join(entry['tensors'])}")
         for key, tensor in entry["tensors"].items():
-            if key not in extra and tensor.shape != state[key].shape:
+            if key in extra:
+                continue
+            fits = tensor if tensor.shape == state[key].shape else exchange.fit(key, tensor, state[key], groups)
+            if fits is None:
                 raise ValueError(f"{where}: {key} has shape {list(tensor.shape)}, not {list(state[key].shape)}")
+            fitted.append((state, key, fits))
     for entry in data["tensors"]:
         where = f"state dict: {entry['name']} of bucket {entry['bucket']}"
         if not 0 <= entry["bucket"] < len(buckets):
@@ -100,7 +115,8 @@ def load_states(
         if key not in tensors:  # made by the algorithm on first use
             tensors[key] = torch.empty_like(buckets[entry["bucket"]].flat)
         tensors[key].copy_(entry["value"])
-    for entry in data["states"]:
-        state = known[entry["exchange"], entry["bucket"], entry["part"]]
-        for key in state:
-            state[key].copy_(entry["tensors"][key])
+    for state, key, value in fitted:
+        if state[key].shape == value.shape:
+            state[key].copy_(value)
+        else:
+            state[key] = value.to(state[key].device, copy=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from bagua.codecs import Codec, Identity
 from bagua.comm.collectives import all_reduce_, sum_of_pieces_
 from bagua.comm.groups import STRAIGHT_CHUNK_BYTES, Groups
-from bagua.comm.ring import sum_by_owners_, sum_in_ring_
+from bagua.comm.ring import sum_by_owners_, sum_gathered_, sum_in_ring_
 from bagua.exchanges.base import Exchange, State, check_codec
 from bagua.exchanges.payload_source import PayloadSource
 from bagua.exchanges.scatter_gather import ScatterGather
@@ -142,7 +142,8 @@ class AllReduce(Exchange):
         """The sum in place. Which way is taken changes no bit."""
         group = groups.world
         if self._goes_straight(x_N, groups):
-            sum_by_owners_(group, x_N, groups.buffers)
+            way = sum_gathered_ if group.gathers else sum_by_owners_
+            way(group, x_N, groups.buffers)
         elif self._by_sends(x_N, groups) and group.mesh is None:
             sum_in_ring_(group, x_N, groups.buffers)
         else:

@@ -80,6 +80,15 @@ class Exchange(ABC):
         """Names of the state's tensors that earlier versions saved, or other numbers of ranks; ignored on loading."""
         return ()
 
+    @property
+    def num_means(self) -> int:
+        """Means that it forms one after the other."""
+        return 1
+
+    def fit(self, name: str, saved: Tensor, made: Tensor, groups: Groups) -> Tensor | None:
+        """What to load of a `saved` tensor of the state whose shape is not that of `made`; None: it does not fit."""
+        return None
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """Make the state for a bucket like `x_N`. Called once, when the algorithm is bound, on all ranks."""
         return {}

@@ -97,6 +97,10 @@ class Hierarchical(Exchange):
         """As the inner exchange."""
         return self.inner.outdated
 
+    def fit(self, name: str, saved: Tensor, made: Tensor, groups: Groups) -> Tensor | None:
+        """As the inner exchange, on leaders."""
+        return self.inner.fit(name, saved, made, _among_leaders(groups)) if groups.inter is not None else None
+
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """The inner exchange's state on leaders, nothing elsewhere."""
         return self.inner.init(x_N, _among_leaders(groups)) if groups.inter is not None else {}

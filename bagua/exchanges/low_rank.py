@@ -151,6 +151,11 @@ class LowRank(Exchange):
             state[self.kept] = torch.zeros(layout.num_dense, dtype=dtype, device=device)
         return state
 
+    @property
+    def num_means(self) -> int:
+        """That of the left factors, and that of the right ones."""
+        return 2
+
     def memory(self, state: State, n: int, lo: int, hi: int, groups: Groups) -> Sequence[Tensor]:
         """Right factors and what is kept of the matrices that the range meets, each whole."""
         found: list[Tensor] = []

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from bagua.codecs import Codec
-from bagua.comm.groups import Groups
+from bagua.comm.buffers import Buffers
+from bagua.comm.collectives import all_gather_rows
+from bagua.comm.groups import Group, Groups
 from bagua.comm.pipelined import scatter_gather_rows, swap_rows
 from bagua.exchanges.base import Exchange, State, check_codec
 from bagua.exchanges.native_rows import NativeRows
@@ -48,9 +50,10 @@ class ScatterGather(Exchange):
         average: mean if true, else sum.
         running_scale: divide each element by its running scale before it is encoded. Not with error feedback.
 
-    State: with error feedback, `residual` [N] and, with more than two ranks, `chunk_residual` [C]; with a running
-        scale, `magnitude` [N] in fp32, equal on all ranks.
-    Bytes: 2 (R-1) encoded chunks of C = N/R elements (rounded up to 16), sent per rank.
+    State: with error feedback, `residual` [N] and, with more than two ranks, `chunk_residual` [C], or [R C] where
+        each rank forms all means; with a running scale, `magnitude` [N] in fp32, equal on all ranks.
+    Bytes: 2 (R-1) encoded chunks of C = N/R elements (rounded up to 16), sent per rank. R (R-1) of them in one latency
+        instead of two, with the same bits, where `Group.gathers` says so.
     Source: Bagua 0.9's ByteGrad; error feedback on both sides as in arXiv:1905.05957 (DoubleSqueeze), section 3.
     Differs: chunks need no padding of the bucket, and the average is taken in fp32 for every payload type. With two
         ranks nothing is quantised twice.
@@ -108,8 +111,16 @@ class ScatterGather(Exchange):
             return {}
         if groups.size == 2:
             return {"residual": torch.zeros_like(x_N)}
-        chunk = torch.zeros(chunk_numel(x_N.numel(), groups.size), dtype=torch.float32, device=x_N.device)
+        c = chunk_numel(x_N.numel(), groups.size)
+        chunk = torch.zeros((groups.size if groups.world.gathers else 1) * c, dtype=torch.float32, device=x_N.device)
         return {"residual": torch.zeros_like(x_N), "chunk_residual": chunk}
+
+    def fit(self, name: str, saved: Tensor, made: Tensor, groups: Groups) -> Tensor | None:
+        """Residuals of all chunks hold that of this rank's; without those of the others, owners form the means."""
+        short, long = sorted((saved, made), key=Tensor.numel)
+        if name != "chunk_residual" or long.numel() != groups.size * short.numel():
+            return None
+        return saved if short is saved else _own(saved, groups.world.rank, short.numel()).clone()
 
     def memory(self, state: State, n: int, lo: int, hi: int, groups: Groups) -> Sequence[Tensor]:
         """All residuals; that of the owned chunk where the range meets it. Or the magnitudes."""
@@ -117,7 +128,9 @@ class ScatterGather(Exchange):
             return super().memory(state, n, lo, hi, groups)
         c, found = chunk_numel(n, groups.world.size), [state["residual"].view(-1)[lo:hi]]
         first = groups.world.rank * c
-        if "chunk_residual" in state and max(lo, first) < min(hi, first + c):
+        if "chunk_residual" in state and state["chunk_residual"].numel() > c:
+            found.append(state["chunk_residual"][lo:hi])
+        elif "chunk_residual" in state and max(lo, first) < min(hi, first + c):
             found.append(state["chunk_residual"][max(lo, first) - first : min(hi, first + c) - first])
         return found
 
@@ -159,6 +172,9 @@ class ScatterGather(Exchange):
         rank, size, n, device = group.rank, group.size, x_N.numel(), x_N.device
         c = chunk_numel(n, size)
         dtype = x_N.dtype if codec.lossless else torch.float32
+        if size > 2 and _gathers(state, group, c):
+            self._run_gathered(source, x_N, state, groups, c, codec.wire_bytes(c, dtype))
+            return
         both = buffers.get("wire", (2, size, codec.wire_bytes(c, dtype)), torch.uint8, device)
         wire_RW, peers_RW = both
         weight, residual_N = 1.0 / size if self.average else 1.0, state.get("residual")
@@ -170,35 +186,73 @@ class ScatterGather(Exchange):
                 nbytes = 2 * (size - 1) * wire_RW.shape[1]
                 group.meter.add(nbytes, nbytes)
                 return
-        if source is None:
-            rows = WholeRows(codec, x_N, residual_N, c, buffers)
-        else:
-            rows = PartRows(codec, source, residual_N, c, buffers)
+        rows = _rows(codec, x_N, source, residual_N, c, buffers)
         if swapped:
             swap_rows(group, both, write=rows.write, read=lambda row: rows.read_mean(row, both[:, row], weight))
             return
-
-        def combine() -> None:
-            mine_1W = wire_RW[rank : rank + 1]
-            if codec.lossless:
-                chunk_C = buffers.get("chunk", (c,), dtype, device)
-                codec.decode_mean(peers_RW, c, out=chunk_C, weight=weight)
-                codec.encode(chunk_C.view(1, c), out=mine_1W)
-            else:
-                codec.decode_mean_encode(peers_RW, c, weight, residual_N=chunk_residual_C, out=mine_1W)
 
         scatter_gather_rows(
             group,
             wire_RW,
             peers_RW,
             write=rows.write,
-            combine=combine,
+            combine=lambda: self._form_mean(peers_RW, x_N, c, buffers, chunk_residual_C, wire_RW[rank : rank + 1]),
             read=lambda lo, hi: rows.read(lo, hi, wire_RW[lo:hi]),
         )
+
+    def _run_gathered(
+        self, source: PayloadSource | None, x_N: Tensor, state: State, groups: Groups, c: int, width: int
+    ) -> None:
+        """As with an owner of each chunk, with the same bits: each rank does what all the owners do."""
+        group, buffers, size = groups.world, groups.buffers, groups.size
+        rows = _rows(self.codec, x_N, source, state.get("residual"), c, buffers)
+        chunks = state.get("chunk_residual")
+        versions_VRW = buffers.get("versions", (size, size, width), torch.uint8, x_N.device)
+        mean_1W = buffers.get("mean", (1, width), torch.uint8, x_N.device)
+        rows.write(0, size, versions_VRW[group.rank])
+        all_gather_rows(group, versions_VRW.view(size, size * width))
+        for row in range(size):
+            residual_C = None if chunks is None else _own(chunks, row, c)
+            self._form_mean(versions_VRW[:, row], x_N, c, buffers, residual_C, mean_1W)
+            rows.read(row, row + 1, mean_1W)
+
+    def _form_mean(
+        self, versions_RW: Tensor, x_N: Tensor, c: int, buffers: Buffers, residual_C: Tensor | None, out_1W: Tensor
+    ) -> None:
+        """Of the ranks' versions of a chunk, encoded again."""
+        codec, weight = self.codec, 1.0 / len(versions_RW) if self.average else 1.0
+        if codec.lossless:
+            chunk_C = buffers.get("chunk", (c,), x_N.dtype, x_N.device)
+            codec.decode_mean(versions_RW, c, out=chunk_C, weight=weight)
+            codec.encode(chunk_C.view(1, c), out=out_1W)
+        else:
+            codec.decode_mean_encode(versions_RW, c, weight, residual_N=residual_C, out=out_1W)
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """2 (R-1) encoded chunks."""
         return 2 * (size - 1) * self.codec.wire_bytes(chunk_numel(n, size), torch.float32) if size > 1 else 0
+
+
+def _gathers(state: State, group: Group, c: int) -> bool:
+    """Whether each rank forms all means itself. If not, the errors of other owners are dropped."""
+    chunks = state.get("chunk_residual")
+    if chunks is None or chunks.numel() == c:
+        return group.gathers and chunks is None
+    if not group.gathers:
+        state["chunk_residual"] = _own(chunks, group.rank, c).clone()
+    return group.gathers
+
+
+def _own(chunks: Tensor, rank: int, c: int) -> Tensor:
+    return chunks[rank * c : (rank + 1) * c]
+
+
+def _rows(
+    codec: Codec, x_N: Tensor, source: PayloadSource | None, residual_N: Tensor | None, c: int, buffers: Buffers
+) -> WholeRows | PartRows:
+    if source is None:
+        return WholeRows(codec, x_N, residual_N, c, buffers)
+    return PartRows(codec, source, residual_N, c, buffers)
 
 
 def chunk_numel(n: int, size: int) -> int:

@@ -94,6 +94,7 @@ class Agent:
         self._peers = Peers(record.name, options, now)
         self._proposer = Proposer(self, self._outbox, random.Random(f"{seed}/{record.name}/{record.incarnation}"))
         self.seats = Seats(seats)
+        self._early: Envelope | None = None
         self._departure, self._pause = Departure(), Pause()
         self._causes = Causes(self, self._peers, self._departure)
         if record.epoch is not None:
@@ -275,17 +276,28 @@ class Agent:
         listed = None if self.epoch is None else self.epoch.by_name.get(sender)
         if isinstance(body, Decided):
             self.learn(body.value)
+            self._take_early()
             if self._has_left and body.value == self.epoch and self._departure.confirm(body.value, sender):
                 self._outbox.add(Left(body.value))
         elif self.epoch is not None and body.epoch < self.epoch.number:
             self._outbox.answer(envelope, Decided(self.epoch))
         elif self.epoch is None or body.epoch > self.epoch.number:
+            self._early = envelope
             self._outbox.answer(envelope, Heartbeat(self._number, 0))  # the answer is the newer epoch
         elif self.epoch.by_name.get(self.name) is not None and listed is not None:
             self._in_epoch(envelope, body)
         elif isinstance(body, Heartbeat) and listed is None:
             self._outbox.answer(envelope, Decided(self.epoch))  # to one that leaves
         self._proposer.advance()
+
+    def _take_early(self) -> None:
+        """The newest message of what was a later epoch: of a proposer, which would else wait for a heartbeat."""
+        early, self._early = self._early, None
+        epoch = self.epoch
+        if early is None or epoch is None or isinstance(early.body, Decided) or self._peers.is_outdated(early):
+            return
+        if early.body.epoch == epoch.number and self.name in epoch.by_name and early.sender in epoch.by_name:
+            self._in_epoch(early, early.body)
 
     def _in_epoch(self, envelope: Envelope, body: Body) -> None:
         """A message of a member about the decision that is next."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bagua.codecs import Eden, Fp16
+from bagua.comm.groups import STRAIGHT_CHUNK_BYTES
 from bagua.exchanges import (
     AllGather,
     AllReduce,
@@ -19,7 +20,6 @@ from bagua.exchanges import (
     PowerSGD,
     ScatterGather,
 )
-from bagua.exchanges.all_reduce import STRAIGHT_CHUNK_BYTES
 from bagua.plan.cluster import Cluster, Costs
 
 __all__ = ["Phase", "TorchAverage", "TorchPowerSGD", "UnknownCourseError", "phases_of", "total_sent"]
@@ -86,11 +86,14 @@ class Phase:
     sent: float = 0.0
 
 
-def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs, momenta: bool = False) -> list[Phase]:
+def phases_of(
+    exchange: Exchange, n: int, cluster: Cluster, costs: Costs, momenta: bool = False, gathered: bool = False
+) -> list[Phase]:
     """Phases of one exchange of `n` fp32 elements among all ranks of `cluster`.
 
     Args:
         momenta: gradients are turned into momenta as they are read, and means of momenta back into gradients.
+        gathered: see `bagua.exchanges.gathering`.
 
     Raises:
         UnknownCourseError: the exchange is of an unknown kind.
@@ -99,7 +102,7 @@ def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs, moment
         return []
     if isinstance(exchange, Hierarchical):
         leaders = replace(cluster, devices=1)
-        among = phases_of(exchange.inner, n, leaders, costs, momenta) if cluster.hosts > 1 else []
+        among = phases_of(exchange.inner, n, leaders, costs, momenta, gathered) if cluster.hosts > 1 else []
         if cluster.devices == 1:
             return among
         up = _within_host(n, cluster, costs, reads=1)
@@ -108,12 +111,12 @@ def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs, moment
         size, wire = cluster.ranks, 4.0 * n
         return [Phase(before_s=2 * n * costs.element_s), _ring(n, wire, size, cluster, costs, reads=1.0)]
     if isinstance(exchange, AllReduce):
-        return _all_reduce(exchange, n, cluster, costs)
+        return _all_reduce(exchange, n, cluster, costs, gathered)
     if isinstance(exchange, ScatterGather):
         wire = exchange.codec.wire_bytes(-(-n // cluster.ranks), torch.float32) * cluster.ranks
         reads = 1.0 + (_FEEDBACK if exchange.error_feedback or exchange.running_scale else 0.0) + momenta
         rotates = isinstance(exchange.codec, Eden)
-        course = _swapped if cluster.ranks == 2 else _to_owners_and_back
+        course = _swapped if cluster.ranks == 2 else _gathered if gathered else _to_owners_and_back
         return course(n, wire, cluster, costs, reads=reads, rotates=rotates, writes=1.0 + momenta)
     if isinstance(exchange, AllGather):
         sent, peers = exchange.bytes_per_rank(n, cluster.ranks), float(cluster.ranks - 1)
@@ -125,7 +128,7 @@ def phases_of(exchange: Exchange, n: int, cluster: Cluster, costs: Costs, moment
         peers = len(exchange.topology.receivers(0, cluster.ranks, 0))
         return _to_peers(n, exchange.bytes_per_rank(n, cluster.ranks), cluster, costs, peers=float(peers), reads=2.0)
     if isinstance(exchange, PowerSGD):
-        return _low_rank(exchange, cluster, costs)
+        return _low_rank(exchange, cluster, costs, gathered)
     raise UnknownCourseError(f"algorithms: what the exchange {exchange.name!r} does on the way is not known")
 
 
@@ -145,7 +148,7 @@ def _within_host(n: int, cluster: Cluster, costs: Costs, reads: float) -> Phase:
     return Phase(before_s=reads * n * costs.element_s, device_bytes=4.0 * n, wait_s=wait)
 
 
-def _all_reduce(exchange: AllReduce, n: int, cluster: Cluster, costs: Costs) -> list[Phase]:
+def _all_reduce(exchange: AllReduce, n: int, cluster: Cluster, costs: Costs, gathered: bool = False) -> list[Phase]:
     size = cluster.ranks
     wire = float(exchange.codec.wire_bytes(n, torch.float32))
     reads = 1.0 if exchange.codec.lossless else 3.0
@@ -153,7 +156,8 @@ def _all_reduce(exchange: AllReduce, n: int, cluster: Cluster, costs: Costs) -> 
         reads += _FP16_CAST + _FP16_SUM * (size - 1) / size
     straight = not exchange.codec.lossless or wire <= size * STRAIGHT_CHUNK_BYTES
     if cluster.devices == 1 and wire <= exchange.direct_bytes and straight:
-        return _to_owners_and_back(n, wire, cluster, costs, reads=reads)
+        course = _gathered if gathered else _to_owners_and_back
+        return course(n, wire, cluster, costs, reads=reads)
     return [_ring(n, wire, size, cluster, costs, reads)]
 
 
@@ -202,6 +206,21 @@ def _to_owners_and_back(
     return [scatter, gather, Phase(before_s=n * costs.element_s / size)]
 
 
+def _gathered(
+    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, rotates: bool = False, writes: float = 1.0
+) -> list[Phase]:
+    """Each rank sends all it has to all others, and forms all means itself. Arguments as of `_to_owners_and_back`."""
+    forth, back = (_ROTATION, _ROTATION_BACK) if rotates else (0.0, 0.0)
+    size = cluster.ranks
+    sent = wire * (size - 1)
+    efficiency = costs.mesh_efficiency * cluster.mesh_share
+    away, wait = _away(sent, cluster, costs, efficiency)
+    means_s = n * (size * (1 + back) + 1 + forth + writes + back) * costs.element_s
+    encode_s = (reads + forth) * n * costs.element_s
+    beside = _traffic_s(sent, size - 1, costs)
+    return [Phase(encode_s, beside, *away, wait, away[0] * efficiency), Phase(before_s=means_s)]
+
+
 def _swapped(
     n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, rotates: bool = False, writes: float = 1.0
 ) -> list[Phase]:
@@ -236,7 +255,7 @@ def _to_peers(
     return [Phase(reads * n * costs.element_s, traffic, *away, wait, away[0] * efficiency), mixing]
 
 
-def _low_rank(exchange: PowerSGD, cluster: Cluster, costs: Costs) -> list[Phase]:
+def _low_rank(exchange: PowerSGD, cluster: Cluster, costs: Costs, gathered: bool = False) -> list[Phase]:
     """A mean of left factors and one of right factors and all that is not compressed, each after a matrix product.
 
     Torch's hook has three means, one after the other.
@@ -249,7 +268,7 @@ def _low_rank(exchange: PowerSGD, cluster: Cluster, costs: Costs) -> list[Phase]
         else:
             rest += n * m
     steps = _TORCH_STEPS if isinstance(exchange, TorchPowerSGD) else _OWN_STEPS
-    first, second, last = (
+    first, second, third = (
         Phase(
             before_s=products * flops * costs.matmul_s_per_flop
             + (passes + products * _PRODUCT_PASS) * compressed * costs.element_s
@@ -257,12 +276,12 @@ def _low_rank(exchange: PowerSGD, cluster: Cluster, costs: Costs) -> list[Phase]
         for products, passes in zip(steps.products, steps.passes, strict=True)
     )
     if isinstance(exchange, TorchPowerSGD):  # each in its turn: what is not compressed, left factors, right factors
-        mean, parts = AllReduce(direct_bytes=0), ([first], rest, [], left, [second], right, [last])
+        mean, parts = AllReduce(direct_bytes=0), ([first], rest, [], left, [second], right, [third])
     else:
-        mean, parts = AllReduce(exchange.codec), ([first], left, [second], right + rest, [last])
+        mean, parts = AllReduce(exchange.codec), ([first], left, [second], right + rest, [third])
     found: list[Phase] = []
     for part in parts:
-        found += part if isinstance(part, list) else phases_of(mean, part, cluster, costs)
+        found += part if isinstance(part, list) else phases_of(mean, part, cluster, costs, gathered=gathered)
     return found
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bagua.bench.bounds import Moment
+from bagua.exchanges import Hierarchical
+from bagua.exchanges.gathering import gathers
 from bagua.plan.cluster import CPU, Cluster, Costs
 from bagua.plan.events import DELAY, Lanes, Resource, Simulation, Task
 from bagua.plan.phases import Phase, phases_of, total_sent
-from bagua.plan.recipe import Recipe, recipe_of
+from bagua.plan.recipe import Bucket, Recipe, recipe_of
 from bagua.plan.workload import Workload
 
 __all__ = ["Prediction", "predict"]
@@ -66,18 +69,28 @@ def predict(algorithm: str, workload: Workload, cluster: Cluster, costs: Costs =
     recipe = recipe_of(algorithm, workload.model, cluster)
     factor = 1 / cluster.slowest if recipe.synchronous else 1.0
     compute = workload.step_s * factor
-    known: dict[tuple[int, int], Sequence[Phase]] = {}  # most buckets are alike
+    known: dict[tuple[int, int, bool], Sequence[Phase]] = {}  # most buckets are alike
     exchanges: list[Sequence[Phase]] = []
     for bucket in recipe.buckets:
-        key = id(bucket.exchange), bucket.numel
+        gathered = _is_gathered(bucket, recipe, cluster)
+        key = id(bucket.exchange), bucket.numel, gathered
         if key not in known:
-            known[key] = phases_of(bucket.exchange, bucket.numel, cluster, costs, recipe.momenta)
+            known[key] = phases_of(bucket.exchange, bucket.numel, cluster, costs, recipe.momenta, gathered)
         exchanges.append(known[key])
     sent = sum(total_sent(phases) for phases in exchanges) / recipe.every
     numel = sum(bucket.numel for bucket in recipe.buckets)
     copies_s = 0.0 if cluster.ranks == 1 else recipe.passes * numel * costs.element_s / min(cluster.cores, 1.0)
     step = _step_s(recipe, workload, factor, exchanges, cluster) + copies_s
     return Prediction(algorithm, step, compute, sent, workload.step_s / step if step else 1.0)
+
+
+def _is_gathered(bucket: Bucket, recipe: Recipe, cluster: Cluster) -> bool:
+    """As `bagua.engine.lanes.dispatcher` decides."""
+    exchange, size, total = bucket.exchange, cluster.ranks, sum(each.numel for each in recipe.buckets)
+    if isinstance(exchange, Hierarchical):
+        exchange, size = exchange.inner, cluster.hosts
+    held = cluster.bandwidth / 8 * cluster.latency if cluster.hosts > 1 and math.isfinite(cluster.bandwidth) else 0.0
+    return gathers(exchange, bucket.numel, total, bucket.layer == recipe.buckets[-1].layer, size, held)
 
 
 def _step_s(

@@ -92,7 +92,7 @@ def test_the_rate_is_that_between_nodes(rates: list[float], nodes: list[list[int
     assert link._typical_rate(rates, nodes) == want
 
 
-def sums_with(round_trip_s: float) -> tuple[list[torch.Tensor], set[int], int]:
+def sums_with(round_trip_s: float) -> tuple[list[torch.Tensor], set[tuple[int, int]], int]:
     """Parameters, the limits of the groups of all lanes, and how many lanes there are; only rank 1 is far away."""
     kept = link._round_trip_s
     link._round_trip_s = lambda team: round_trip_s if team.rank == 1 else 0.0
@@ -108,7 +108,9 @@ def sums_with(round_trip_s: float) -> tuple[list[torch.Tensor], set[int], int]:
             optimizer.step()
         values = [param.detach().clone() for param in model.parameters()]
         lanes = live_engines()[-1].pool.shared
-        limits = {lane.groups.world.straight_chunk_bytes for lane in lanes}
+        pool, gathers = live_engines()[-1].pool, {lane.groups.world.gathers for lane in lanes}
+        assert gathers == {pool.late_bytes > 0}
+        limits = {(lane.groups.world.straight_chunk_bytes, pool.late_bytes) for lane in lanes}
         bagua.detach(model)
         return values, limits, len(lanes)
     finally:
@@ -122,9 +124,9 @@ def near_and_far() -> Any:
 def test_far_ranks_send_larger_chunks_straight_with_the_same_bits(pool: RankPool) -> None:
     found = pool.run(3, near_and_far, nodes=[0, 1, 2])
     for (near, limits, lanes), (far, far_limits, _) in found:
-        assert lanes > 1 and limits == {STRAIGHT_CHUNK_BYTES}
+        assert lanes > 1 and limits == {(STRAIGHT_CHUNK_BYTES, 0)}
         assert len(far_limits) == 1 and far_limits == found[0][1][1], "else ranks would wait for each other"
-        assert min(far_limits) > 1 << 20
+        assert min(min(each) for each in far_limits) > 1 << 20
         assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True))
 
 

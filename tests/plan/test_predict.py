@@ -12,7 +12,7 @@ import pytest
 
 from bagua.bench import contenders
 from bagua.bench.bounds import Timing, bound_s
-from bagua.codecs import Bf16, Eden, Fp16, Int4
+from bagua.codecs import Bf16, Eden, Fp16, Int4, Sign
 from bagua.exchanges import AllReduce, Exchange, PowerSGD, ScatterGather
 from bagua.plan import CPU, GPU, Cluster, Workload, load_model, predict
 from bagua.plan.phases import TorchPowerSGD, phases_of
@@ -222,9 +222,29 @@ def test_power_sgd_costs_products_and_one_pass_and_more_passes_in_the_hook_of_dd
     assert arithmetic(TorchPowerSGD(((n, m),), rank), ring) == pytest.approx(3 * product + 6 * one_pass)
 
 
-def waits(exchange: Exchange, n: int, cluster: Cluster) -> float:
+def waits(exchange: Exchange, n: int, cluster: Cluster, gathered: bool = False) -> float:
     """Latencies, one after the other."""
-    return sum(each.wait_s for each in phases_of(exchange, n, cluster, replace(CPU, wake_s=0.0))) / cluster.latency
+    found = phases_of(exchange, n, cluster, replace(CPU, wake_s=0.0), gathered=gathered)
+    return sum(each.wait_s for each in found) / cluster.latency
+
+
+def test_who_forms_means_itself_waits_half_as_often() -> None:
+    cluster, n = Cluster(4, bandwidth=1e8, latency=0.05), 64 * 4096
+    for exchange, usual in ((ScatterGather(Sign()), 2), (AllReduce(Bf16()), 2), (PowerSGD(((64, 4096),), 4), 4)):
+        assert waits(exchange, n, cluster) == pytest.approx(usual)
+        assert waits(exchange, n, cluster, gathered=True) == pytest.approx(usual / 2)
+
+
+def test_one_bit_far_away_is_gathered_and_eight_are_not() -> None:
+    """Of 2.5 M parameters: 0.5 and 4 MB a host where an owner forms each mean, and 0.9 and 7.5 MB otherwise."""
+    workload = Workload.of(load_model("25m/10"), 0.1)
+    near, far = (Cluster(4, bandwidth=1e8, latency=seconds) for seconds in (1e-3, 0.05))
+    sent = {
+        name: [predict(name, workload, cluster).bytes_per_host for cluster in (near, far)]
+        for name in ("qadam_1bit", "bytegrad")
+    }
+    assert sent["qadam_1bit"][1] / sent["qadam_1bit"][0] == pytest.approx(2, rel=0.1)
+    assert sent["bytegrad"][0] == pytest.approx(sent["bytegrad"][1])
 
 
 def test_the_hook_of_ddp_has_three_means_in_rings_one_after_the_other() -> None:

@@ -24,6 +24,7 @@ class Run:
         idle: the group has a single rank, with which the exchange does nothing.
         probe: measures the compression error, or None.
         key: bucket and part.
+        gathers: see `Group`.
         source: where the elements of `x_N` are, if they are not there yet.
     """
 
@@ -35,13 +36,14 @@ class Run:
     idle: bool
     probe: Probe | None
     key: tuple[int, int]
+    gathers: bool
     source: PayloadSource | None = None
 
     def __call__(self) -> None:
         """Exchange."""
         if self.idle:
             return
-        self.groups.begin(self.key[0])
+        self.groups.begin(self.key[0], self.gathers)
         if self.source is not None:
             self.exchange.run_from(self.source, self.state, self.groups, self.step)
         elif self.probe is None:
@@ -55,7 +57,7 @@ class Run:
 
     def finish(self, held: State) -> None:
         """The second one."""
-        self.groups.begin(self.key[0])
+        self.groups.begin(self.key[0], self.gathers)
         self.exchange.finish(self.state, self.groups, held)
 
 

@@ -33,6 +33,7 @@ from bagua.engine.stats import Tally
 from bagua.engine.training_state import TrainingState
 from bagua.errors import CommunicationError
 from bagua.exchanges import AllReduce, ElementwiseHook, Exchange, Hierarchical
+from bagua.exchanges.gathering import gathers
 
 __all__ = ["Dispatcher", "fitting_part_bytes", "is_plain_sum"]
 
@@ -64,6 +65,7 @@ class Dispatcher:
         self._tickets: list[Ticket] = []
         self._spread: dict[tuple[Exchange, int, int | None], Sequence[Sequence[int]]] = {}
         self._spread_of: Sequence[Bucket] | None = None  # the buckets for which it holds
+        self._total, self._sizes_of = 0, self._spread_of  # elements, and of which buckets
 
     @property
     def failed(self) -> bool:
@@ -97,12 +99,27 @@ class Dispatcher:
             return pool.num_lanes
         return max(wanted, min(pool.num_lanes, DEFAULT_NUM_LANES))
 
+    def _is_last(self, index: int) -> bool:
+        return index == len(self._state.buckets) - 1
+
+    def _gathers(self, exchange: Exchange, index: int) -> bool:
+        """See `Group`. It follows from sizes and what the ranks have agreed on, so all of them find the same."""
+        held_bytes = self._pool.late_bytes
+        if not held_bytes:
+            return False
+        buckets, inner, size = self._state.buckets, exchange, self._team.size
+        if isinstance(exchange, Hierarchical):
+            inner, size = exchange.inner, len(self._pool.groups.nodes)
+        if self._sizes_of is not buckets:
+            self._sizes_of, self._total = buckets, sum(bucket.numel for bucket in buckets)
+        return gathers(inner, buckets[index].numel, self._total, self._is_last(index), size, held_bytes)
+
     def parts(self, exchange: Exchange, index: int) -> Sequence[tuple[int, int]]:
         """Return the ranges of bucket `index` that are exchanged on their own."""
         bucket = self._state.buckets[index]
         if not (exchange.elementwise and self.part_bytes):
             return ((0, bucket.numel),)
-        if exchange.streaming and index == len(self._state.buckets) - 1:
+        if exchange.streaming and self._is_last(index):
             return bucket.parts(last_part_bytes(bucket.nbytes, self.part_bytes))
         return bucket.parts(self.part_bytes)
 
@@ -120,8 +137,9 @@ class Dispatcher:
     def prepare(self, exchange: Exchange, bucket: BucketView | None = None) -> None:
         """Make the state of `exchange` for one bucket or all."""
         for each in self._state.buckets if bucket is None else [bucket]:
+            groups = self._pool.groups.as_of(self._gathers(exchange, each.index))
             for part, (lo, hi) in enumerate(self.parts(exchange, each.index)):
-                made = exchange.init(each.flat[lo:hi], self._pool.groups)
+                made = exchange.init(each.flat[lo:hi], groups)
                 self._memory.states[exchange, each.index, part] = made
                 for tensor in (each.flat, *made.values()):
                     self._pool.adopt(tensor)
@@ -197,11 +215,12 @@ class Dispatcher:
         extra = None if lane is None else next(each for each in pool.extra if each is lane)
         lanes = self._lanes_of(exchange, own.index) if extra is None else [extra] * len(parts)
         tickets: list[Ticket] = []
+        gathers = self._gathers(exchange, own.index)
         for part, (lo, hi) in enumerate(parts):
             chosen = lanes[part]
             key = (own.index, part)
             piece = None if source is None else source.part(lo, hi)
-            run = Run(how, flat[lo:hi], states[(exchange, *key)], chosen.groups, now, idle, probe, key, piece)
+            run = Run(how, flat[lo:hi], states[(exchange, *key)], chosen.groups, now, idle, probe, key, gathers, piece)
             tickets.append(chosen.submit(pieces.wrap(run), label))
         if lane is None:
             self._tickets += tickets
@@ -226,7 +245,7 @@ class Dispatcher:
                 key = exchange, own.index, part
                 run = Run(
                     exchange, own.flat[lo:hi], self._memory.states[key], lanes[part].groups, state.step, False, None,
-                    (own.index, part),
+                    (own.index, part), False,
                 )  # fmt: skip
                 held = self._memory.held.setdefault(key, {})
                 self._tickets.append(lanes[part].submit(partial(run.begin, held), label))

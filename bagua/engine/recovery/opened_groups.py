@@ -29,6 +29,7 @@ from bagua.membership.seat import View
 
 __all__ = ["AtRest", "OpenedGroups", "agree_on_groups", "install_engine"]
 
+_MEASURED = ("lanes_of_sums", "straight_chunk_bytes", "late_bytes")  # at the start, by those who were there
 AtRest = Callable[[], AbstractContextManager[None]]  # within it the training thread leaves the weights alone
 
 
@@ -77,8 +78,7 @@ def agree_on_groups(
         **position_of(manager, old),
         "lanes": old.pool.num_opened,
         "shared": len(old.pool.shared) - 1,
-        "lanes_of_sums": config.lanes_of_sums,
-        "straight_chunk_bytes": config.straight_chunk_bytes,
+        **{name: getattr(config, name) for name in _MEASURED},
         "order": old.state.order,
         "node": team.node,
         "fingerprint": fingerprint(old),
@@ -126,7 +126,7 @@ def install_engine(manager: RecoveryManager, attachment: Attachment, opened: Ope
     inventory, config = old.inventory, old.config
     old.binding.release_buckets()
     lead = ranks[source]
-    config = replace(config, lanes_of_sums=lead["lanes_of_sums"], straight_chunk_bytes=lead["straight_chunk_bytes"])
+    config = replace(config, **{name: lead[name] for name in _MEASURED})
     with unless_it_fails(inventory.trainable.values(), lane, remember=False):
         order, notices = ranks[source]["order"], old.state.notices
         engine = Engine(

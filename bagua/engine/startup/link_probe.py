@@ -41,12 +41,14 @@ class Links:
             divides and copies while the other one sends. None: they are not, or it is not known.
         slow: one flow fills them; False: it does not, or it is not known.
         straight_chunk_bytes: see `Group`.
+        late_bytes: see `EngineConfig`.
         round_trip_s: from the farthest rank to rank 0 and back; 0.0: not measured.
         held_bytes: what a link holds in one latency; 0.0: not measured.
     """
 
     lanes_of_sums: int | None = None
     straight_chunk_bytes: int = STRAIGHT_CHUNK_BYTES
+    late_bytes: int = 0
     round_trip_s: float = 0.0
     held_bytes: float = 0.0
     slow: bool = False
@@ -88,9 +90,11 @@ def probe_links(
         _log.info("%s", _told(ring, longest_s, straight))
     rate = _typical_rate([rate for rate, _, _ in found], nodes)
     held = ring.bytes_per_s * longest_s / 2
+    late = int(held)
     if num_bytes < SMALLEST_BYTES or rate < FAST_BYTES_PER_S:
-        return Links(None, straight, longest_s, held, slow=rate < slow_bytes_per_s(num_bytes))
-    return Links(max(2, int(min(cores for _, cores, _ in found) / _CORES_PER_LANE)), straight, longest_s, held)
+        return Links(None, straight, late, longest_s, held, slow=rate < slow_bytes_per_s(num_bytes))
+    lanes = max(2, int(min(cores for _, cores, _ in found) / _CORES_PER_LANE))
+    return Links(lanes, straight, late, longest_s, held)
 
 
 def _straight_chunk_bytes(ring: RingRate, round_trip_s: float, size: int) -> int:
