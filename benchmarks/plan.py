@@ -19,13 +19,15 @@ from typing import Any
 from bagua.bench import contenders, models
 from bagua.bench.layout import Columns
 from bagua.plan import CPU, Cluster, Costs, Workload, predict
+from bagua.plan.prediction import is_gathered
+from bagua.plan.recipe import recipe_of
 
 RESULTS = Path(__file__).parent / "results"
 TABLES = (
     "2026-11-25-bench/tradeoff.json",
     "2026-11-26-beside/tradeoff.json",
-    "2026-11-25-pace/wan.json",
-    "2026-11-25-pace/wan_judged.json",
+    "2026-11-26-latency/wan.json",
+    "2026-11-26-latency/wan_judged.json",
     "2026-11-25-curves/curves.json",
     "2026-11-23-advice/tradeoff.json",
     "2026-11-21-bench/scaling.json",
@@ -40,10 +42,11 @@ AGAIN = {
 _LINKS = ("1gbit/0ms", "250mbit/0ms", "100mbit/5ms", "nolimit")
 FITTED = {
     *(("2026-11-25-bench/tradeoff.json", condition) for condition in _LINKS),
-    ("2026-11-25-pace/wan.json", "100mbit/20ms"),
+    ("2026-11-26-latency/wan.json", "100mbit/20ms"),
 }
 # Contenders whose exchange runs at another moment of a step since a day: their older rows are of other code.
 SINCE = {"low_precision_decentralized": "2026-11-26"}
+GATHERED_SINCE = "2026-11-26-latency"  # all ranks form the means of small exchanges far away; older rows did not
 KEPT = ("off", "ddp")  # in a table that was measured again, for comparison only
 CORES = 2.0  # of the machine on which all emulated hosts ran
 BUSY = 0.8  # of the machine's cores: above, the emulation is measured and not the cluster
@@ -137,6 +140,9 @@ def cells_of(table: str, costs: Costs = CPU, fitted_only: bool = False) -> Itera
             cores=CORES / row["hosts"],
             slowest=slow,
         )
+        recipe = recipe_of(row["entrant"], workload.model, cluster)
+        if table < GATHERED_SINCE and any(is_gathered(bucket, recipe, cluster) for bucket in recipe.buckets):
+            continue
         predicted = 1e3 * predict(row["entrant"], workload, cluster, costs).step_s
         yield {
             "table": table,

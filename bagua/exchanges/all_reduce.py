@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bagua.codecs import Codec, Identity
 from bagua.comm.collectives import all_reduce_, sum_of_pieces_
-from bagua.comm.groups import STRAIGHT_CHUNK_BYTES, Groups
+from bagua.comm.groups import STRAIGHT_CHUNK_BYTES, Group, Groups
 from bagua.comm.ring import sum_by_owners_, sum_gathered_, sum_in_ring_
 from bagua.exchanges.base import Exchange, State, check_codec
 from bagua.exchanges.payload_source import PayloadSource
@@ -88,7 +88,7 @@ class AllReduce(Exchange):
         n = x_N.numel()
         wire = groups.buffers.get("wire", (1, self.codec.wire_bytes(n, x_N.dtype)), torch.uint8, x_N.device)
         self.codec.encode(x_N.view(1, n), out=wire)
-        all_reduce_(group, wire.view(self.codec.wire_dtype(x_N.dtype))[0])
+        _sum_encoded_(wire.view(self.codec.wire_dtype(x_N.dtype))[0], groups)
         self.codec.decode(wire, n, out=x_N.view(1, n))
 
     def reads(self, x_N: Tensor) -> bool:
@@ -113,7 +113,7 @@ class AllReduce(Exchange):
                 y = scratch_S[: hi - lo]
                 torch.mul(source.read(lo, hi, scratch_S), factor, out=y)
                 sums_M[lo:hi].copy_(y)
-            all_reduce_(group, sums_M)
+            _sum_encoded_(sums_M, groups)
             codec.decode(wire_1W, n, out=x_N.view(1, n))
         source.leave(0, n)
 
@@ -130,7 +130,7 @@ class AllReduce(Exchange):
 
     def _sum_scaled(self, source: PayloadSource, factor: float, groups: Groups) -> None:
         x_N, group = source.x_N, groups.world
-        in_mesh = group.mesh is not None and not self._goes_straight(x_N, groups)
+        in_mesh = group.mesh is not None and not self._goes_straight(x_N, groups) and not _is_swapped(group)
         mixed = source.mixed_pieces() if in_mesh and source.hook is None else None
         if mixed is not None and x_N.dtype == torch.float32:
             sum_of_pieces_(group, x_N, [(piece.lo, piece.x) for piece, _ in mixed.pieces], factor)
@@ -141,7 +141,9 @@ class AllReduce(Exchange):
     def _sum_(self, x_N: Tensor, groups: Groups) -> None:
         """The sum in place. Which way is taken changes no bit."""
         group = groups.world
-        if self._goes_straight(x_N, groups):
+        if _is_swapped(group):
+            sum_gathered_(group, x_N, groups.buffers)
+        elif self._goes_straight(x_N, groups):
             way = sum_gathered_ if group.gathers else sum_by_owners_
             way(group, x_N, groups.buffers)
         elif self._by_sends(x_N, groups) and group.mesh is None:
@@ -152,3 +154,15 @@ class AllReduce(Exchange):
     def bytes_per_rank(self, n: int, size: int) -> float:
         """2 (R-1)/R times the encoded size."""
         return 2 * self.codec.wire_bytes(n, torch.float32) * (size - 1) / size
+
+
+def _is_swapped(group: Group) -> bool:
+    """Whether two ranks send each other all they have: as many bytes as in a ring, and a latency less."""
+    return group.size == 2 and group.gathers
+
+
+def _sum_encoded_(x_N: Tensor, groups: Groups) -> None:
+    if _is_swapped(groups.world):
+        sum_gathered_(groups.world, x_N, groups.buffers)
+    else:
+        all_reduce_(groups.world, x_N)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from bagua.exchanges.base import Exchange
 
-__all__ = ["LAST_SHARE", "gathers"]
+__all__ = ["LAST_SHARE", "MOST_OF_TWO", "gathers"]
 
 LAST_SHARE = 0.25  # of what the link holds in one latency: so much more may the last bucket alone send
+MOST_OF_TWO = 4.0  # of what the link holds in one latency
 
 
 def gathers(exchange: Exchange, numel: int, total: int, last: bool, size: int, held_bytes: float) -> bool:
     """Whether the exchange of one bucket does.
 
     Those of all buckets do if what they send more goes through the link in the latency that is saved: then the step
-    ends no later even if all gradients are there at once. Else the last one does if that costs the others little.
+    ends no later even if all gradients are there at once. Else the last one does if that costs the others little. With
+    two ranks it costs no bytes, but a sum is not formed while it comes, so large ones do not.
 
     Args:
         numel: elements of the bucket.
@@ -26,7 +28,9 @@ def gathers(exchange: Exchange, numel: int, total: int, last: bool, size: int, h
         size: ranks that exchange, R.
         held_bytes: what a link holds in one latency.
     """
-    if size < 3 or not numel or held_bytes <= 0:
+    if size < 2 or not numel or held_bytes <= 0:
         return False
+    if size == 2:
+        return exchange.bytes_per_rank(numel, size) <= MOST_OF_TWO * held_bytes
     more = exchange.bytes_per_rank(numel, size) * (size / 2 - 1)
     return more * total / numel <= exchange.num_means * held_bytes or (last and more <= LAST_SHARE * held_bytes)

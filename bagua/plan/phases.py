@@ -154,6 +154,8 @@ def _all_reduce(exchange: AllReduce, n: int, cluster: Cluster, costs: Costs, gat
     reads = 1.0 if exchange.codec.lossless else 3.0
     if isinstance(exchange.codec, Fp16):
         reads += _FP16_CAST + _FP16_SUM * (size - 1) / size
+    if gathered and size == 2:
+        return _gathered(n, wire, cluster, costs, reads=reads)
     straight = not exchange.codec.lossless or wire <= size * STRAIGHT_CHUNK_BYTES
     if cluster.devices == 1 and wire <= exchange.direct_bytes and straight:
         course = _gathered if gathered else _to_owners_and_back

@@ -15,7 +15,7 @@ from bagua.plan.phases import Phase, phases_of, total_sent
 from bagua.plan.recipe import Bucket, Recipe, recipe_of
 from bagua.plan.workload import Workload
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["Prediction", "is_gathered", "predict"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def predict(algorithm: str, workload: Workload, cluster: Cluster, costs: Costs =
     known: dict[tuple[int, int, bool], Sequence[Phase]] = {}  # most buckets are alike
     exchanges: list[Sequence[Phase]] = []
     for bucket in recipe.buckets:
-        gathered = _is_gathered(bucket, recipe, cluster)
+        gathered = is_gathered(bucket, recipe, cluster)
         key = id(bucket.exchange), bucket.numel, gathered
         if key not in known:
             known[key] = phases_of(bucket.exchange, bucket.numel, cluster, costs, recipe.momenta, gathered)
@@ -84,8 +84,8 @@ def predict(algorithm: str, workload: Workload, cluster: Cluster, costs: Costs =
     return Prediction(algorithm, step, compute, sent, workload.step_s / step if step else 1.0)
 
 
-def _is_gathered(bucket: Bucket, recipe: Recipe, cluster: Cluster) -> bool:
-    """As `bagua.engine.lanes.dispatcher` decides."""
+def is_gathered(bucket: Bucket, recipe: Recipe, cluster: Cluster) -> bool:
+    """Whether all ranks form the means of a bucket themselves; see `bagua.exchanges.gathering`."""
     exchange, size, total = bucket.exchange, cluster.ranks, sum(each.numel for each in recipe.buckets)
     if isinstance(exchange, Hierarchical):
         exchange, size = exchange.inner, cluster.hosts

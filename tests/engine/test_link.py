@@ -12,6 +12,7 @@ from torch import nn
 
 import bagua
 import bagua.engine.lanes.dispatcher as dispatcher
+from bagua.algorithms import Algorithm
 from bagua.comm.groups import STRAIGHT_CHUNK_BYTES
 from bagua.engine.api import live_engines
 from bagua.engine.startup import link_probe as link
@@ -92,7 +93,7 @@ def test_the_rate_is_that_between_nodes(rates: list[float], nodes: list[list[int
     assert link._typical_rate(rates, nodes) == want
 
 
-def sums_with(round_trip_s: float) -> tuple[list[torch.Tensor], set[tuple[int, int]], int]:
+def sums_with(round_trip_s: float, algorithm: Algorithm) -> tuple[list[torch.Tensor], set[tuple[int, int]], int]:
     """Parameters, the limits of the groups of all lanes, and how many lanes there are; only rank 1 is far away."""
     kept = link._round_trip_s
     link._round_trip_s = lambda team: round_trip_s if team.rank == 1 else 0.0
@@ -100,7 +101,7 @@ def sums_with(round_trip_s: float) -> tuple[list[torch.Tensor], set[tuple[int, i
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        bagua.distribute(model, optimizer, "gradient_allreduce", bucket_bytes=300_000)
+        bagua.distribute(model, optimizer, algorithm, bucket_bytes=300_000)
         for step in range(3):
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
             optimizer.zero_grad()
@@ -117,12 +118,23 @@ def sums_with(round_trip_s: float) -> tuple[list[torch.Tensor], set[tuple[int, i
         link._round_trip_s = kept
 
 
-def near_and_far() -> Any:
-    return sums_with(0.0), sums_with(3600.0)
+def near_and_far(algorithm: Algorithm) -> Any:
+    return sums_with(0.0, algorithm), sums_with(3600.0, algorithm)
 
 
-def test_far_ranks_send_larger_chunks_straight_with_the_same_bits(pool: RankPool) -> None:
-    found = pool.run(3, near_and_far, nodes=[0, 1, 2])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        bagua.algorithms.GradientAllReduce(),
+        bagua.algorithms.ByteGrad(),
+        bagua.algorithms.ByteGrad(codec="sign", error_feedback=True),
+        bagua.algorithms.PowerSGD(),
+    ],
+    ids=repr,
+)
+def test_far_ranks_take_other_ways_with_the_same_bits(pool: RankPool, algorithm: Algorithm) -> None:
+    """Larger chunks go straight to their owners, and what is small to all ranks."""
+    found = pool.run(3, near_and_far, algorithm, nodes=[0, 1, 2])
     for (near, limits, lanes), (far, far_limits, _) in found:
         assert lanes > 1 and limits == {(STRAIGHT_CHUNK_BYTES, 0)}
         assert len(far_limits) == 1 and far_limits == found[0][1][1], "else ranks would wait for each other"

@@ -80,7 +80,17 @@ def test_the_bits_of_two_latencies(name: str, size: int, native: bool) -> None:
                     value, own(other[key], rank, value.numel()) if key == "chunk_residual" else other[key]
                 )
     sent = [each[-1][3] for each in (usual[0], late[0])]
-    assert (sent[1] > sent[0]) == (size > 2), "it was to go another way"
+    assert (sent[1] > sent[0]) == (size > 2) and (size > 2 or sent[0] == sent[1])
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "mean of 16 bits"])
+def test_two_ranks_take_it_for_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr("bagua.exchanges.all_reduce.sum_gathered_", lambda _, x_N, *__: calls.append(x_N.numel()))
+    run_teams(2, exchanged, EXCHANGES[name], False, True, (17,))
+    assert len(calls) == 4
+    run_teams(2, exchanged, EXCHANGES[name], False, False, (17,))
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("native", TRANSPORTS)
@@ -147,6 +157,12 @@ def test_the_last_one_does_if_that_costs_the_others_little() -> None:
     assert not gathers(exchange, numel, 800 * numel, False, 4, 4 * sent)
 
 
-@pytest.mark.parametrize(("size", "numel", "held_bytes"), [(2, 100, 1e9), (1, 100, 1e9), (4, 0, 1e9), (4, 100, 0.0)])
+def test_two_ranks_do_unless_bytes_count_more_than_the_latency() -> None:
+    numel, exchange = 40_000, AllReduce()
+    assert gathers(exchange, numel, 800 * numel, False, 2, numel)
+    assert not gathers(exchange, numel, 800 * numel, False, 2, numel - 1)
+
+
+@pytest.mark.parametrize(("size", "numel", "held_bytes"), [(1, 100, 1e9), (4, 0, 1e9), (4, 100, 0.0)])
 def test_nobody_does_where_nothing_is_to_be_saved(size: int, numel: int, held_bytes: float) -> None:
     assert not gathers(ScatterGather(Int4()), numel, numel, True, size, held_bytes)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from bagua.bench import contenders
+from bagua.bench import contenders, models
 from bagua.bench.bounds import Timing, bound_s
 from bagua.codecs import Bf16, Eden, Fp16, Int4, Sign
 from bagua.exchanges import AllReduce, Exchange, PowerSGD, ScatterGather
@@ -113,7 +113,7 @@ def test_measured_tables() -> None:
 
 def test_far_away_on_a_link_that_nothing_was_chosen_on() -> None:
     """No step of the wide-area table for judging is off by more than 15 %, with either congestion control."""
-    cells = list(plan.cells_of("2026-11-25-pace/wan_judged.json"))
+    cells = list(plan.cells_of("2026-11-26-latency/wan_judged.json"))
     assert len(cells) == 10 and {cell["condition"] for cell in cells} == {"80mbit/30ms", "80mbit/30ms/tcpreno"}
     assert max(abs(cell["ratio"] - 1) for cell in cells) < plan.TOLERANCE
 
@@ -237,7 +237,7 @@ def test_who_forms_means_itself_waits_half_as_often() -> None:
 
 def test_one_bit_far_away_is_gathered_and_eight_are_not() -> None:
     """Of 2.5 M parameters: 0.5 and 4 MB a host where an owner forms each mean, and 0.9 and 7.5 MB otherwise."""
-    workload = Workload.of(load_model("25m/10"), 0.1)
+    workload = Workload.of(models.get("layers25m/10"), 0.1)
     near, far = (Cluster(4, bandwidth=1e8, latency=seconds) for seconds in (1e-3, 0.05))
     sent = {
         name: [predict(name, workload, cluster).bytes_per_host for cluster in (near, far)]
