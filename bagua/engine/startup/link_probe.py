@@ -87,10 +87,10 @@ def probe_links(
     ring = measure_ring(team, groups, device, longest_s)
     straight = _straight_chunk_bytes(ring, longest_s, team.size if groups.world.direct else len(groups.nodes))
     if team.rank == 0 and ring.nbytes:
-        _log.info("%s", _told(ring, longest_s, straight))
+        _log.info("%s", _told(ring, longest_s, straight, team.size))
     rate = _typical_rate([rate for rate, _, _ in found], nodes)
-    held = ring.bytes_per_s * longest_s / 2
-    late = int(held)
+    late = int(ring.bytes_per_s * longest_s / 2)
+    held = float(late) if team.size > 2 else 0.0  # two ranks swap: their lanes wait for one latency only
     if num_bytes < SMALLEST_BYTES or rate < FAST_BYTES_PER_S:
         return Links(None, straight, late, longest_s, held, slow=rate < slow_bytes_per_s(num_bytes))
     lanes = max(2, int(min(cores for _, cores, _ in found) / _CORES_PER_LANE))
@@ -102,11 +102,13 @@ def _straight_chunk_bytes(ring: RingRate, round_trip_s: float, size: int) -> int
     return max(STRAIGHT_CHUNK_BYTES, int(share * ring.bytes_per_s * round_trip_s / 2))
 
 
-def _told(ring: RingRate, round_trip_s: float, straight: int) -> str:
+def _told(ring: RingRate, round_trip_s: float, straight: int, size: int) -> str:
+    straight_kib = f"{straight / 1024:.0f} KiB"
+    so = f", so chunks of small sums go straight up to {straight_kib}" if size > 2 else ""
     return (
         f"links: {8e-6 * ring.bytes_per_s:.0f} Mbit/s from each rank to the next while all send, "
-        f"{1000 * round_trip_s:.1f} ms to rank 0 and back, so chunks of small sums go straight up to "
-        f"{straight / 1024:.0f} KiB; measured in {ring.seconds:.2f} s with {ring.nbytes / 2**20:.1f} MiB a rank"
+        f"{1000 * round_trip_s:.1f} ms to rank 0 and back{so}; "
+        f"measured in {ring.seconds:.2f} s with {ring.nbytes / 2**20:.1f} MiB a rank"
     )
 
 

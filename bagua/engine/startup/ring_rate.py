@@ -15,6 +15,7 @@ import torch
 from bagua.comm.groups import Group, Groups
 from bagua.comm.store_team import decode, encode
 from bagua.comm.team import Team
+from bagua.comm.transport import FAR_S
 
 __all__ = ["MOST_BYTES", "RingRate", "measure_ring"]
 
@@ -55,7 +56,8 @@ class RingRate:
 def measure_ring(team: Team, groups: Groups, device: torch.device, round_trip_s: float) -> RingRate:
     """Measure in at most four rounds, each of four times the bytes of the one before. Collective over the team.
 
-    The last round counts. Where there is no group whose small sums may take a ring of sends, nothing is sent.
+    The last round counts. Where there is no group whose small sums may take a ring of sends, nor two ranks far from
+    each other, nothing is sent.
 
     Args:
         groups: of one lane; idle.
@@ -65,7 +67,7 @@ def measure_ring(team: Team, groups: Groups, device: torch.device, round_trip_s:
     Raises:
         CommunicationError: a rank is lost.
     """
-    ring, measured = _ring_of(groups)
+    ring, measured = _ring_of(groups, round_trip_s)
     if not measured:
         return RingRate()
     started, nbytes, rate = time.perf_counter(), 0, 0.0
@@ -85,9 +87,13 @@ def _typical_s(seconds: Sequence[float]) -> float:
     return max(longest_s if longest_s > _UNEQUAL * median_s else median_s, 1e-6)
 
 
-def _ring_of(groups: Groups) -> tuple[Group | None, bool]:
-    """The group of gloo whose small sums go over sends, if this rank is in it; and whether any rank is in one."""
-    if groups.world.direct:
+def _ring_of(groups: Groups, round_trip_s: float) -> tuple[Group | None, bool]:
+    """The group whose small sums go over sends, or two ranks far from each other; and whether there is one.
+
+    The group is None on ranks that are not in it.
+    """
+    pair = groups.world.backend == "gloo" and groups.size == len(groups.nodes) == 2 and round_trip_s >= FAR_S
+    if groups.world.direct or pair:
         return groups.world, True
     if groups.intra is None or len(groups.nodes) <= 2:
         return None, False
