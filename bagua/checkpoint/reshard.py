@@ -27,7 +27,7 @@ from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.subclasses import is_subclass, parts_of
 from bagua.engine.engine import Engine
 from bagua.exchanges import DifferenceGossip, Exchange, Hierarchical, PowerSGD, ScatterGather
-from bagua.exchanges.scatter_gather import chunk_numel
+from bagua.exchanges.scatter_gather import is_of_all
 
 __all__ = ["for_other_size", "load_algorithm", "mean_module", "mean_optimizer"]
 
@@ -178,7 +178,8 @@ def _state(
         if rule == "weights":
             made[name] = weights.detach().expand(tensor.shape).clone()
         elif rule == "chunks" and copies:
-            made[name] = _cut(_together(copies, numel), rank, tensor)
+            every = isinstance(inner, ScatterGather) and group is not None and is_of_all(tensor, numel, group.size)
+            made[name] = _cut(_together(copies, numel), rank, tensor, every)
         else:
             what = f"{where}: {name!r} of {exchange.name}"
             made[name] = _apply(rule, copies, tensor, what, _scale(rule, inner, len(copies), group))
@@ -244,14 +245,14 @@ def _apply(rule: str | None, copies: Sequence[Tensor], fresh: Tensor, what: str,
 
 def _together(copies: Sequence[Tensor], numel: int) -> Tensor:
     """The `numel` elements whose chunks the ranks of old have, or all of which each of them has."""
-    every = len(copies) * chunk_numel(numel, len(copies))
-    return (copies[0] if copies[0].numel() == every else torch.cat(list(copies)))[:numel].view(-1)
+    every = is_of_all(copies[0], numel, len(copies))
+    return (copies[0] if every else torch.cat(list(copies)))[:numel].view(-1)
 
 
-def _cut(whole: Tensor, rank: int, fresh: Tensor) -> Tensor:
-    """Chunk `rank` of it, or all of it where `fresh` has room for that: a chunk has only of the smallest payloads."""
+def _cut(whole: Tensor, rank: int, fresh: Tensor, every: bool) -> Tensor:
+    """Chunk `rank` of it, or every one, in a tensor like `fresh`."""
     c = fresh.numel()
-    mine = whole if c >= whole.numel() > chunk_numel(1, 1) else whole[rank * c : (rank + 1) * c]
+    mine = whole if every else whole[rank * c : (rank + 1) * c]
     chunk = torch.zeros_like(fresh, device=whole.device)
     chunk[: mine.numel()] = mine
     return chunk

@@ -22,7 +22,7 @@ from bagua.exchanges.payload_source import PayloadSource, Piece
 from bagua.exchanges.rows import PartRows, WholeRows, takes_parts
 from bagua.exchanges.running_scale import divide_by_scale
 
-__all__ = ["ScatterGather", "chunk_numel"]
+__all__ = ["ScatterGather", "chunk_numel", "is_of_all"]
 
 _ALIGN = 16  # elements; a chunk starts where vector loads like it
 
@@ -253,6 +253,11 @@ def _rows(
     if source is None:
         return WholeRows(codec, x_N, residual_N, c, buffers)
     return PartRows(codec, source, residual_N, c, buffers)
+
+
+def is_of_all(chunk_residual: Tensor, n: int, size: int) -> bool:
+    """Whether it holds the errors of all owners of chunks of `n` elements, and not those of one of them."""
+    return size > 1 and chunk_residual.numel() == size * chunk_numel(n, size)
 
 
 def chunk_numel(n: int, size: int) -> int:

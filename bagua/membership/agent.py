@@ -282,7 +282,8 @@ class Agent:
         elif self.epoch is not None and body.epoch < self.epoch.number:
             self._outbox.answer(envelope, Decided(self.epoch))
         elif self.epoch is None or body.epoch > self.epoch.number:
-            self._early = envelope
+            if isinstance(body, Prepare | Accept):
+                self._early = envelope
             self._outbox.answer(envelope, Heartbeat(self._number, 0))  # the answer is the newer epoch
         elif self.epoch.by_name.get(self.name) is not None and listed is not None:
             self._in_epoch(envelope, body)
@@ -291,10 +292,12 @@ class Agent:
         self._proposer.advance()
 
     def _take_early(self) -> None:
-        """The newest message of what was a later epoch: of a proposer, which would else wait for a heartbeat."""
-        early, self._early = self._early, None
-        epoch = self.epoch
-        if early is None or epoch is None or isinstance(early.body, Decided) or self._peers.is_outdated(early):
+        """The newest vote of what was a later epoch: its proposer would else wait for a heartbeat."""
+        early, epoch = self._early, self.epoch
+        if early is None or epoch is None or isinstance(early.body, Decided) or early.body.epoch > epoch.number:
+            return
+        self._early = None
+        if self._peers.is_outdated(early):
             return
         if early.body.epoch == epoch.number and self.name in epoch.by_name and early.sender in epoch.by_name:
             self._in_epoch(early, early.body)

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bagua.bench import contenders
 from bagua.bench.bounds import Moment
+from bagua.comm.transport import FAR_S
 from bagua.exchanges import Hierarchical
 from bagua.exchanges.gathering import gathers
-from bagua.plan.cluster import CPU, Cluster, Costs
+from bagua.plan.cluster import CPU, GPU, Cluster, Costs
 from bagua.plan.events import DELAY, Lanes, Resource, Simulation, Task
 from bagua.plan.phases import Phase, phases_of, total_sent
 from bagua.plan.recipe import Bucket, Recipe, recipe_of
@@ -72,7 +74,7 @@ def predict(algorithm: str, workload: Workload, cluster: Cluster, costs: Costs =
     known: dict[tuple[int, int, bool], Sequence[Phase]] = {}  # most buckets are alike
     exchanges: list[Sequence[Phase]] = []
     for bucket in recipe.buckets:
-        gathered = is_gathered(bucket, recipe, cluster)
+        gathered = costs != GPU and is_gathered(bucket, recipe, cluster)  # over NCCL never
         key = id(bucket.exchange), bucket.numel, gathered
         if key not in known:
             known[key] = phases_of(bucket.exchange, bucket.numel, cluster, costs, recipe.momenta, gathered)
@@ -87,10 +89,15 @@ def predict(algorithm: str, workload: Workload, cluster: Cluster, costs: Costs =
 def is_gathered(bucket: Bucket, recipe: Recipe, cluster: Cluster) -> bool:
     """Whether all ranks form the means of a bucket themselves; see `bagua.exchanges.gathering`."""
     exchange, size, total = bucket.exchange, cluster.ranks, sum(each.numel for each in recipe.buckets)
+    far = cluster.hosts > 1 and 2 * cluster.latency >= FAR_S and math.isfinite(cluster.bandwidth)
+    if not far or (cluster.hosts == 2 and size > 2) or contenders.get(recipe.name).family != "bagua":
+        return False
     if isinstance(exchange, Hierarchical):
         exchange, size = exchange.inner, cluster.hosts
-    held = cluster.bandwidth / 8 * cluster.latency if cluster.hosts > 1 and math.isfinite(cluster.bandwidth) else 0.0
-    return gathers(exchange, bucket.numel, total, bucket.layer == recipe.buckets[-1].layer, size, held)
+    parts = [each for each in recipe.buckets if each.layer == bucket.layer and each.exchange is bucket.exchange]
+    whole = sum(each.numel for each in parts)
+    last = bucket.layer == recipe.buckets[-1].layer
+    return gathers(exchange, whole, total, last, size, cluster.bandwidth / 8 * cluster.latency)
 
 
 def _step_s(

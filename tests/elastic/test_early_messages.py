@@ -23,6 +23,9 @@ def test_it_is_answered_as_if_it_had_come_in_order(early: Body, answer: type) ->
     agent.receive(0.1, from_("n1", early))
     (asked,) = sent(agent, Heartbeat)
     assert asked.envelope.receiver == "n1", "it asks for the decision that it lacks"
+    agent.receive(0.1, from_("n2", Heartbeat(2, 0)))  # all beat when they enter an epoch
+    agent.receive(0.1, from_("n2", Decided(FIRST)))  # an old one
+    agent.take()
     agent.receive(0.2, from_("n2", Decided(SECOND)))
     in_order.receive(0.1, from_("n2", Decided(SECOND)))
     in_order.take()

@@ -129,6 +129,16 @@ def test_a_lane_that_is_dropped_after_its_gpu_has_failed_is_aborted(
     assert happens(lambda: pg.ended == ["abort"])
 
 
+def test_a_lane_that_is_dropped_while_a_peer_is_gone_is_aborted_in_the_end(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeStream, "query", lambda stream: False)
+    monkeypatch.setattr("bagua.engine.lanes.stream_lane._DRAIN_S", 0.01)
+    mine, pg = groups()
+    StreamLane(mine, CUDA)
+    assert happens(lambda: pg.ended == ["abort"])
+
+
 def test_a_thread_on_a_gpu_has_a_stream_of_its_own(cuda: FakeCuda) -> None:
     lane = ThreadLane(groups("gloo")[0], device=CUDA)
     cuda.default.do("gradient")

@@ -16,6 +16,7 @@ from bagua.codecs import Bf16, Eden, Fp16, Int4, Sign
 from bagua.exchanges import AllReduce, Exchange, PowerSGD, ScatterGather
 from bagua.plan import CPU, GPU, Cluster, Workload, load_model, predict
 from bagua.plan.phases import TorchPowerSGD, phases_of
+from bagua.plan.prediction import is_gathered
 from bagua.plan.recipe import DEFAULT_NAMES, recipe_of
 from benchmarks import plan
 
@@ -246,6 +247,22 @@ def test_one_bit_far_away_is_gathered_and_eight_are_not() -> None:
     }
     assert sent["qadam_1bit"][1] / sent["qadam_1bit"][0] == pytest.approx(2, rel=0.1)
     assert sent["bytegrad"][0] == pytest.approx(sent["bytegrad"][1])
+
+
+def test_who_does_not_form_means_itself() -> None:
+    """Torch's own, ranks that are near, several ranks of each of two hosts, and NCCL."""
+    model, far = models.get("layers25m/10"), Cluster(2, bandwidth=1e8, latency=0.05)
+
+    def some(name: str, cluster: Cluster) -> bool:
+        recipe = recipe_of(name, model, cluster)
+        return any(is_gathered(bucket, recipe, cluster) for bucket in recipe.buckets)
+
+    assert some("power_sgd", far) and some("qadam_1bit", replace(far, hosts=4))
+    assert not some("ddp_powersgd", far)
+    assert not some("power_sgd", replace(far, latency=1e-3)) and not some("power_sgd", replace(far, devices=4))
+    workload, cluster = Workload.of(model, 0.1), replace(far, hosts=4)
+    over_nccl, over_gloo = (predict("power_sgd", workload, cluster, costs).bytes_per_host for costs in (GPU, CPU))
+    assert over_gloo == pytest.approx(2 * over_nccl, rel=0.1)
 
 
 def test_the_hook_of_ddp_has_three_means_in_rings_one_after_the_other() -> None:

@@ -19,6 +19,7 @@ from bagua.engine.lanes.lane import Lane, Run, Ticket
 __all__ = ["StreamLane", "StreamTicket", "release"]
 
 _POLL_S = 0.001
+_DRAIN_S = 60.0  # for the stream of a lane that was dropped
 
 
 class StreamLane(Lane):
@@ -90,7 +91,8 @@ class StreamLane(Lane):
 def release(groups: Groups, drained: Callable[[], bool]) -> None:
     """Give up the groups of a lane that was dropped, in a thread: it waits for peers, which may drop theirs later.
 
-    To drop an NCCL backend would abort it at once, and cut what peers still receive.
+    To drop an NCCL backend would abort it at once, and cut what peers still receive. A stream that does not come to its
+    end waits for a peer that is gone: then the groups are aborted.
 
     Args:
         drained: whether all work of the lane's stream is over; raises RuntimeError if the GPU has failed.
@@ -98,14 +100,14 @@ def release(groups: Groups, drained: Callable[[], bool]) -> None:
     ending = threading.Event()
 
     def work() -> None:
+        deadline = time.monotonic() + _DRAIN_S
         try:
-            while not drained():
+            while not (over := drained()) and time.monotonic() < deadline:
                 if ending.wait(_POLL_S):
                     return
         except RuntimeError:
-            groups.leave(abort=True)
-        else:
-            groups.leave(abort=False)
+            over = False
+        groups.leave(abort=not over)
 
     if not sys.is_finalizing():  # no thread can be started any more
         start_thread(work, "bagua-release", ending.set)

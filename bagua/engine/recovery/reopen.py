@@ -60,7 +60,10 @@ def join_job(module: nn.Module, manager: RecoveryManager) -> None:
     """
     device = attachments[module].engine.inventory.device
     if manager.newcomer and manager.options.backend == "nccl" and device.type == "cuda":
-        warm_up_nccl(device)
+        try:
+            warm_up_nccl(device)
+        except RuntimeError as error:  # opening the groups says more
+            _log.warning("recovery: NCCL does not start on %s: %s", device, error)
     _recover(manager, module)
 
 

@@ -18,7 +18,7 @@ import torch
 from bagua.comm.groups import STRAIGHT_CHUNK_BYTES, Groups
 from bagua.comm.store_team import decode, encode
 from bagua.comm.team import Team
-from bagua.comm.transport import FAST_BYTES_PER_S, SMALLEST_BYTES, slow_bytes_per_s
+from bagua.comm.transport import FAR_S, FAST_BYTES_PER_S, SMALLEST_BYTES, slow_bytes_per_s
 from bagua.engine.startup.ring_rate import RingRate, measure_ring
 
 __all__ = ["Links", "probe_links"]
@@ -89,8 +89,9 @@ def probe_links(
     if team.rank == 0 and ring.nbytes:
         _log.info("%s", _told(ring, longest_s, straight, team.size))
     rate = _typical_rate([rate for rate, _, _ in found], nodes)
-    late = int(ring.bytes_per_s * longest_s / 2)
-    held = float(late) if team.size > 2 else 0.0  # two ranks swap: their lanes wait for one latency only
+    held = ring.bytes_per_s * longest_s / 2
+    late = int(held) if longest_s >= FAR_S else 0
+    held = held if team.size > 2 else 0.0  # two ranks swap: their lanes wait for one latency only
     if num_bytes < SMALLEST_BYTES or rate < FAST_BYTES_PER_S:
         return Links(None, straight, late, longest_s, held, slow=rate < slow_bytes_per_s(num_bytes))
     lanes = max(2, int(min(cores for _, cores, _ in found) / _CORES_PER_LANE))
