@@ -19,7 +19,7 @@ from typing import Any
 from bagua.bench import contenders, models
 from bagua.bench.layout import Columns
 from bagua.plan import CPU, Cluster, Costs, Workload, predict
-from bagua.plan.prediction import is_gathered
+from bagua.plan.prediction import gathered_buckets
 from bagua.plan.recipe import recipe_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -141,7 +141,7 @@ def cells_of(table: str, costs: Costs = CPU, fitted_only: bool = False) -> Itera
             slowest=slow,
         )
         recipe = recipe_of(row["entrant"], workload.model, cluster)
-        if table < GATHERED_SINCE and any(is_gathered(bucket, recipe, cluster) for bucket in recipe.buckets):
+        if table < GATHERED_SINCE and any(gathered_buckets(recipe, cluster)):
             continue
         predicted = 1e3 * predict(row["entrant"], workload, cluster, costs).step_s
         yield {

@@ -65,7 +65,11 @@ def make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def warm_up_nccl(device: torch.device) -> None:
-    """Have this process do what NCCL does once: a second or two, which its peers would wait for in its first group."""
+    """Have this process do what NCCL does once: a second or two, which its peers would wait for in its first group.
+
+    Raises:
+        RuntimeError: NCCL does not start.
+    """
     device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
     pg = make_nccl(dist.HashStore(), 0, 1, timedelta(seconds=60))
     with torch.cuda.device(device):

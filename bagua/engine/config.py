@@ -20,7 +20,7 @@ class EngineConfig:
         lanes_of_sums: number of these lanes used by plain sums; None: all.
         lanes_of_wide: number of these lanes used by exchanges with 8 bits per element or more; None: all.
         straight_chunk_bytes: up to this size chunks of small sums go straight to their owners; see `Group`.
-        late_bytes: what a link holds in one latency, where ranks may form means themselves: see `exchanges.gathering`.
+        bdp_bytes: bandwidth-delay product of a link, one way, for `bagua.exchanges.gathering`; 0: ranks are near.
         guard: when to measure the compression error, and what to do about it.
         broadcast_buffers: broadcast rank 0's buffers before every forward pass in training mode.
         static_graph: every pass uses the same parameters as often as the first.
@@ -33,7 +33,7 @@ class EngineConfig:
     lanes_of_sums: int | None = None
     lanes_of_wide: int | None = None
     straight_chunk_bytes: int = STRAIGHT_CHUNK_BYTES
-    late_bytes: int = 0
+    bdp_bytes: int = 0
     guard: Guard | None = None
     broadcast_buffers: bool = False
     static_graph: bool = False

@@ -112,7 +112,7 @@ class Engine:
             config.lanes_of_sums,
             config.lanes_of_wide,
             config.straight_chunk_bytes,
-            config.late_bytes,
+            config.bdp_bytes,
             self._tally.watch,
         )
         self.memory = AlgorithmMemory(self.pool.adopt)

@@ -10,11 +10,11 @@ from bagua.exchanges.base import Exchange
 
 __all__ = ["LAST_SHARE", "MOST_OF_TWO", "gathers"]
 
-LAST_SHARE = 0.25  # of what the link holds in one latency: so much more may the last bucket alone send
-MOST_OF_TWO = 4.0  # of what the link holds in one latency
+LAST_SHARE = 0.25  # of the bandwidth-delay product: so much more may the last bucket alone send
+MOST_OF_TWO = 4.0  # times the bandwidth-delay product: so much may two ranks send
 
 
-def gathers(exchange: Exchange, numel: int, total: int, last: bool, size: int, held_bytes: float) -> bool:
+def gathers(exchange: Exchange, numel: int, total: int, last: bool, size: int, bdp_bytes: float) -> bool:
     """Whether the exchange of one bucket does.
 
     Those of all buckets do if what they send more goes through the link in the latency that is saved: then the step
@@ -26,11 +26,11 @@ def gathers(exchange: Exchange, numel: int, total: int, last: bool, size: int, h
         total: of all buckets of the step.
         last: it is the last bucket.
         size: ranks that exchange, R.
-        held_bytes: what a link holds in one latency.
+        bdp_bytes: what a link holds in one latency, its bandwidth-delay product one way; 0: ranks are near.
     """
-    if size < 2 or not numel or held_bytes <= 0:
+    if size < 2 or not numel or bdp_bytes <= 0:
         return False
     if size == 2:
-        return exchange.bytes_per_rank(numel, size) <= MOST_OF_TWO * held_bytes
+        return exchange.bytes_per_rank(numel, size) <= MOST_OF_TWO * bdp_bytes
     more = exchange.bytes_per_rank(numel, size) * (size / 2 - 1)
-    return more * total / numel <= exchange.num_means * held_bytes or (last and more <= LAST_SHARE * held_bytes)
+    return more * total / numel <= exchange.num_means * bdp_bytes or (last and more <= LAST_SHARE * bdp_bytes)

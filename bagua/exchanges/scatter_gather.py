@@ -128,7 +128,7 @@ class ScatterGather(Exchange):
             return super().memory(state, n, lo, hi, groups)
         c, found = chunk_numel(n, groups.world.size), [state["residual"].view(-1)[lo:hi]]
         first = groups.world.rank * c
-        if "chunk_residual" in state and state["chunk_residual"].numel() > c:
+        if "chunk_residual" in state and is_of_all(state["chunk_residual"], n, groups.world.size):
             found.append(state["chunk_residual"][lo:hi])
         elif "chunk_residual" in state and max(lo, first) < min(hi, first + c):
             found.append(state["chunk_residual"][max(lo, first) - first : min(hi, first + c) - first])

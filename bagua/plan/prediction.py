@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +15,10 @@ from bagua.exchanges.gathering import gathers
 from bagua.plan.cluster import CPU, GPU, Cluster, Costs
 from bagua.plan.events import DELAY, Lanes, Resource, Simulation, Task
 from bagua.plan.phases import Phase, phases_of, total_sent
-from bagua.plan.recipe import Bucket, Recipe, recipe_of
+from bagua.plan.recipe import Recipe, recipe_of
 from bagua.plan.workload import Workload
 
-__all__ = ["Prediction", "is_gathered", "predict"]
+__all__ = ["Prediction", "gathered_buckets", "predict"]
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ def predict(algorithm: str, workload: Workload, cluster: Cluster, costs: Costs =
     compute = workload.step_s * factor
     known: dict[tuple[int, int, bool], Sequence[Phase]] = {}  # most buckets are alike
     exchanges: list[Sequence[Phase]] = []
-    for bucket in recipe.buckets:
-        gathered = costs != GPU and is_gathered(bucket, recipe, cluster)  # over NCCL never
+    over_nccl = costs == GPU  # which never gathers
+    for bucket, gathered in zip(recipe.buckets, gathered_buckets(recipe, cluster, over_nccl), strict=True):
         key = id(bucket.exchange), bucket.numel, gathered
         if key not in known:
             known[key] = phases_of(bucket.exchange, bucket.numel, cluster, costs, recipe.momenta, gathered)
@@ -86,18 +87,23 @@ def predict(algorithm: str, workload: Workload, cluster: Cluster, costs: Costs =
     return Prediction(algorithm, step, compute, sent, workload.step_s / step if step else 1.0)
 
 
-def is_gathered(bucket: Bucket, recipe: Recipe, cluster: Cluster) -> bool:
-    """Whether all ranks form the means of a bucket themselves; see `bagua.exchanges.gathering`."""
-    exchange, size, total = bucket.exchange, cluster.ranks, sum(each.numel for each in recipe.buckets)
+def gathered_buckets(recipe: Recipe, cluster: Cluster, over_nccl: bool = False) -> list[bool]:
+    """Of which buckets all ranks form the means themselves; see `bagua.exchanges.gathering`."""
     far = cluster.hosts > 1 and 2 * cluster.latency >= FAR_S and math.isfinite(cluster.bandwidth)
-    if not far or (cluster.hosts == 2 and size > 2) or contenders.get(recipe.name).family != "bagua":
-        return False
-    if isinstance(exchange, Hierarchical):
-        exchange, size = exchange.inner, cluster.hosts
-    parts = [each for each in recipe.buckets if each.layer == bucket.layer and each.exchange is bucket.exchange]
-    whole = sum(each.numel for each in parts)
-    last = bucket.layer == recipe.buckets[-1].layer
-    return gathers(exchange, whole, total, last, size, cluster.bandwidth / 8 * cluster.latency)
+    alone = cluster.hosts > 2 or cluster.devices == 1  # two hosts of several ranks do not measure their link
+    if not far or not alone or over_nccl or contenders.get(recipe.name).family != "bagua":
+        return [False] * len(recipe.buckets)
+    bdp_bytes, whole = cluster.bandwidth / 8 * cluster.latency, Counter[tuple[int, int]]()
+    for bucket in recipe.buckets:  # of several parts, if it is long
+        whole[bucket.layer, id(bucket.exchange)] += bucket.numel
+    total, found = whole.total(), []
+    for bucket in recipe.buckets:
+        exchange, size = bucket.exchange, cluster.ranks
+        if isinstance(exchange, Hierarchical):
+            exchange, size = exchange.inner, cluster.hosts
+        numel, last = whole[bucket.layer, id(bucket.exchange)], bucket.layer == recipe.buckets[-1].layer
+        found.append(gathers(exchange, numel, total, last, size, bdp_bytes))
+    return found
 
 
 def _step_s(

@@ -110,8 +110,8 @@ def sums_with(round_trip_s: float, algorithm: Algorithm) -> tuple[list[torch.Ten
         values = [param.detach().clone() for param in model.parameters()]
         lanes = live_engines()[-1].pool.shared
         pool, gathers = live_engines()[-1].pool, {lane.groups.world.gathers for lane in lanes}
-        assert (True in gathers) == (pool.late_bytes > 0)  # a lane that carries nothing is not told
-        limits = {(lane.groups.world.straight_chunk_bytes, pool.late_bytes) for lane in lanes}
+        assert (True in gathers) == (pool.bdp_bytes > 0)  # a lane that carries nothing is not told
+        limits = {(lane.groups.world.straight_chunk_bytes, pool.bdp_bytes) for lane in lanes}
         bagua.detach(model)
         return values, limits, len(lanes)
     finally:
@@ -146,7 +146,7 @@ def test_far_ranks_take_other_ways_with_the_same_bits(pool: RankPool, algorithm:
 def test_two_far_ranks_swap_their_sums_with_the_same_bits(pool: RankPool, algorithm: Algorithm) -> None:
     for (near, limits, _), (far, far_limits, _) in pool.run(2, near_and_far, algorithm, nodes=[0, 1]):
         assert limits == {(STRAIGHT_CHUNK_BYTES, 0)}
-        assert min(late for _, late in far_limits) > 1 << 20
+        assert min(bdp for _, bdp in far_limits) > 1 << 20
         assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True))
 
 

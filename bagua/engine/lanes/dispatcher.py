@@ -104,15 +104,15 @@ class Dispatcher:
 
     def _gathers(self, exchange: Exchange, index: int) -> bool:
         """See `Group`. It follows from sizes and what the ranks have agreed on, so all of them find the same."""
-        held_bytes = self._pool.late_bytes
-        if not held_bytes:
+        bdp_bytes = self._pool.bdp_bytes
+        if not bdp_bytes:
             return False
         buckets, inner, size = self._state.buckets, exchange, self._team.size
         if isinstance(exchange, Hierarchical):
             inner, size = exchange.inner, len(self._pool.groups.nodes)
         if self._sizes_of is not buckets:
             self._sizes_of, self._total = buckets, sum(bucket.numel for bucket in buckets)
-        return gathers(inner, buckets[index].numel, self._total, self._is_last(index), size, held_bytes)
+        return gathers(inner, buckets[index].numel, self._total, self._is_last(index), size, bdp_bytes)
 
     def parts(self, exchange: Exchange, index: int) -> Sequence[tuple[int, int]]:
         """Return the ranges of bucket `index` that are exchanged on their own."""

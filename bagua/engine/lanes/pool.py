@@ -36,7 +36,7 @@ class LanePool:
         lanes_of_sums: number of these lanes used by plain sums; None: all.
         lanes_of_wide: number of these lanes used by exchanges with 8 bits per element or more; None: all.
         straight_chunk_bytes: of all groups; see `Group`.
-        late_bytes: see `EngineConfig`.
+        bdp_bytes: see `EngineConfig`.
         watch: called with the byte counters of each lane that is opened.
 
     Attributes:
@@ -56,7 +56,7 @@ class LanePool:
         lanes_of_sums: int | None,
         lanes_of_wide: int | None,
         straight_chunk_bytes: int,
-        late_bytes: int,
+        bdp_bytes: int,
         watch: Callable[[Sequence[Meter]], None],
     ) -> None:
         # Slices pay where threads carry them; a stream or a simulation would only run them one after the other. On a
@@ -71,7 +71,7 @@ class LanePool:
         self._given = self.num_lanes  # a number that was tuned holds for all exchanges
         self.device = device
         self._team, self._key, self._watch = team, key, watch
-        self._straight_chunk_bytes, self.late_bytes = straight_chunk_bytes, late_bytes
+        self._straight_chunk_bytes, self.bdp_bytes = straight_chunk_bytes, bdp_bytes
         self._set_limits(first.groups)
 
     @property

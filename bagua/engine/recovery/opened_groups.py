@@ -29,7 +29,7 @@ from bagua.membership.seat import View
 
 __all__ = ["AtRest", "OpenedGroups", "agree_on_groups", "install_engine"]
 
-_MEASURED = ("lanes_of_sums", "straight_chunk_bytes", "late_bytes")  # at the start, by those who were there
+_MEASURED = ("lanes_of_sums", "straight_chunk_bytes", "bdp_bytes")  # at the start, by those who were there
 AtRest = Callable[[], AbstractContextManager[None]]  # within it the training thread leaves the weights alone
 
 

@@ -318,7 +318,7 @@ def fetch_weights(
 
 def fingerprint(engine: Engine) -> str:
     """Equal for engines that train the same module with the same options."""
-    options = repr(replace(engine.config, lanes_of_sums=None, straight_chunk_bytes=0, late_bytes=0))
+    options = repr(replace(engine.config, lanes_of_sums=None, straight_chunk_bytes=0, bdp_bytes=0))
     recovery = engine.failures.recovery
     given = recovery.algorithm if recovery is not None else None
     algorithm = repr(given or engine.state.root)  # the latter is fitted to the nodes, of which a newcomer has one

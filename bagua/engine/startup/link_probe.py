@@ -41,14 +41,14 @@ class Links:
             divides and copies while the other one sends. None: they are not, or it is not known.
         slow: one flow fills them; False: it does not, or it is not known.
         straight_chunk_bytes: see `Group`.
-        late_bytes: see `EngineConfig`.
+        bdp_bytes: see `EngineConfig`.
         round_trip_s: from the farthest rank to rank 0 and back; 0.0: not measured.
         held_bytes: what a link holds in one latency; 0.0: not measured.
     """
 
     lanes_of_sums: int | None = None
     straight_chunk_bytes: int = STRAIGHT_CHUNK_BYTES
-    late_bytes: int = 0
+    bdp_bytes: int = 0
     round_trip_s: float = 0.0
     held_bytes: float = 0.0
     slow: bool = False
@@ -90,12 +90,12 @@ def probe_links(
         _log.info("%s", _told(ring, longest_s, straight, team.size))
     rate = _typical_rate([rate for rate, _, _ in found], nodes)
     held = ring.bytes_per_s * longest_s / 2
-    late = int(held) if longest_s >= FAR_S else 0
+    bdp = int(held) if longest_s >= FAR_S else 0
     held = held if team.size > 2 else 0.0  # two ranks swap: their lanes wait for one latency only
     if num_bytes < SMALLEST_BYTES or rate < FAST_BYTES_PER_S:
-        return Links(None, straight, late, longest_s, held, slow=rate < slow_bytes_per_s(num_bytes))
+        return Links(None, straight, bdp, longest_s, held, slow=rate < slow_bytes_per_s(num_bytes))
     lanes = max(2, int(min(cores for _, cores, _ in found) / _CORES_PER_LANE))
-    return Links(lanes, straight, late, longest_s, held)
+    return Links(lanes, straight, bdp, longest_s, held)
 
 
 def _straight_chunk_bytes(ring: RingRate, round_trip_s: float, size: int) -> int:

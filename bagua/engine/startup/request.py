@@ -179,7 +179,7 @@ class Request:
             lanes_of_sums=lanes_of_sums if self.chooses_lanes else None,
             lanes_of_wide=lanes_of_wide(self.bucket_bytes, size, links.held_bytes) if self.chooses_lanes else None,
             straight_chunk_bytes=links.straight_chunk_bytes,
-            late_bytes=links.late_bytes,
+            bdp_bytes=links.bdp_bytes,
             guard=self.guard,
             broadcast_buffers=self.broadcast_buffers,
             static_graph=self.static_graph,
