@@ -41,8 +41,8 @@ class _Incoming:
 class _Outgoing:
     """A connection to a peer's listener."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.unsent = sock, bytearray()
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self.sock, self.address, self.unsent = sock, address, bytearray()
 
 
 class Transport:
@@ -198,6 +198,19 @@ class Transport:
                 self._agent.closed(time.monotonic(), peer.name)
                 self._drain()
 
+    def _refused(self, address: str) -> None:
+        """A connection to `address` was refused or reset there. Its host is lost, unless one that it opened is there.
+
+        A newcomer may die before it has opened one: its silence would be waited for.
+        """
+        with self._lock:
+            members = () if self._agent.epoch is None else self._agent.epoch.members
+            heard = {peer.name for peer in self._incoming} | self._agent.suspected.keys()
+            for member in members:
+                if member.address == address and member.name not in heard:
+                    self._agent.closed(time.monotonic(), member.name)
+            self._drain()
+
     def _post(self, send: Send, now: float) -> None:
         peer = self._outgoing.get(send.address) or self._connect(send.address, now)
         if peer is not None and len(peer.unsent) < _MAX_UNSENT:
@@ -225,10 +238,12 @@ class Transport:
             sock.connect((host, port))
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
             sock.close()
+            if isinstance(error, ConnectionError):
+                self._refused(address)
             return None
-        peer = self._outgoing[address] = _Outgoing(sock)
+        peer = self._outgoing[address] = _Outgoing(sock, address)
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
         return peer
 
@@ -241,10 +256,12 @@ class Transport:
                     raise ConnectionResetError
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
             self._selector.unregister(peer.sock)
             peer.sock.close()
-            self._outgoing = {address: each for address, each in self._outgoing.items() if each is not peer}
+            del self._outgoing[peer.address]
+            if isinstance(error, ConnectionError):  # not if packets are lost: that is silence
+                self._refused(peer.address)
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         self._selector.modify(peer.sock, wanted, peer)

@@ -255,6 +255,8 @@ def train_steps(pipe: Connection, job: Line) -> None:
             break_exchange(model)
         output = model(x)
         entered = digest(model)  # after groups were opened, if they were
+        if job["fails_at"]:
+            pipe.send({"enters": attempt})
         (output - target).square().mean().backward()
         if [place, attempt] == job["fails_at"]:  # its last exchange, although it has ended well for the others
             pipe.send({"holds": attempt})

@@ -101,11 +101,12 @@ def check_arrival(fork_server: ForkServer, kind: str) -> None:
 def check_lacking(fork_server: ForkServer, kind: str) -> None:
     """A rank whose exchange fails makes the step alone, and goes on at the step of the others with its own weights.
 
-    If they have begun one more by then, they make that one without it, and it leaves its batch out.
+    Where they wait for it in the next step, they make that one without it, and it leaves its batch out.
     """
     with start(fork_server, kind, 3, changes=ONCE, fails_at=[1, 7]) as job:
         job.wait_for([1], lambda line: "holds" in line, "step 7")
-        job.wait_for([0, 2], lambda line: line.get("attempt", 0) >= 7, "end of step 7")
+        # Both: a rank that has not begun the step that another one has begun leaves its batch out as well.
+        job.wait_for([0, 2], lambda line: line.get("enters", 0) >= 8, "step 8")
         job.go_on(1)
         check_gossip(job, [0, 1, 2])
     steps = [{line["attempt"]: line for line in lines if "attempt" in line} for lines in job.lines]

@@ -96,6 +96,28 @@ def test_a_host_that_closes_is_left_out_and_a_newcomer_is_let_in(three: list[Tra
         newcomer.close()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_host_that_dies_before_it_has_connected_is_left_out(when: str) -> None:
+    """Its silence is not waited for: its address refuses connections, or resets those that it never read from."""
+    listeners = [listener() for _ in range(3)]
+    epoch, options, dead = founders(listeners), Options(detect_s=600.0), listeners[2]
+    if when == "before":
+        dead.close()
+    transports = [
+        Transport(Agent(Record("job", m.name, 0, m.address), options, time.monotonic(), epoch=epoch), sock, TOKEN)
+        for m, sock in zip(epoch.members[:2], listeners[:2], strict=True)
+    ]
+    try:
+        wait_for(lambda: heard_all(transports), "connections")
+        if when == "after":
+            assert names(transports[0]) == names(transports[1]) == ["n0", "n1", "n2"]
+            dead.close()
+        wait_for(lambda: names(transports[0]) == names(transports[1]) == ["n0", "n1"], "epoch without n2")
+    finally:
+        for transport in transports:
+            transport.close()
+
+
 def test_a_stranger_without_the_token_is_cut_off(three: list[Transport]) -> None:
     wait_for(lambda: heard_all(three), "connections")
     address = three[0].call(lambda agent, now: agent.record.address)
