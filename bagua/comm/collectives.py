@@ -25,7 +25,9 @@ __all__ = [
     "all_reduce_",
     "all_to_all_rows",
     "broadcast_",
+    "broadcast_over_hosts_",
     "reduce_",
+    "reduce_over_hosts_",
     "sum_of_pieces_",
     "swap",
     "swap_tensors",
@@ -41,6 +43,8 @@ REDUCE_OPS: dict[str, Any] = {
     "bxor": dist.ReduceOp.BXOR,
     "avg": dist.ReduceOp.AVG,
 }
+
+_PIECES, _PIECE_BYTES = 8, 64 * 2**10  # of a part: at most so many; smaller ones cost messages rather than bytes
 
 
 def _nbytes(x: Tensor) -> int:
@@ -113,6 +117,88 @@ def reduce_(group: Group, x_N: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
     else:
         group.meter.add(_nbytes(x_N), 0)
     return x_N
+
+
+def reduce_over_hosts_(group: Group, x_N: Tensor, scratch: Tensor) -> Tensor:
+    """Sum `x_N` to rank 0; on other ranks `x_N` is undefined afterwards. For ranks on different hosts, over gloo.
+
+    Ranks 1 to R-1 sum a part each and pass it on to rank 0, piece by piece. So rank 0 receives one `x_N` and not R-1,
+    and of a sum and a broadcast no network card carries more than 2 - 1/(R-1) of it in one direction.
+
+    Args:
+        scratch: at least N + R elements of the same dtype. Its content is undefined afterwards.
+
+    Bytes: one `x_N` sent by each rank but 0.
+    """
+    rank, parts, peers = group.rank, _parts(x_N, group.size - 1), _later_peers(group)
+    sent: list[Any] = []
+    if rank == 0:
+        coming = dict(zip(peers, _parts(scratch[: x_N.numel()], len(peers)), strict=True))
+        targets = dict(zip(peers, parts, strict=True))
+    else:
+        own = parts[rank - 1]
+        sizes = [piece.numel() for piece in own]
+        # A part has at most one element more than another one, so the copies of R-2 ranks fit.
+        copies = scratch[: len(peers) * sum(sizes)].view(len(peers), sum(sizes))
+        coming = {peer: copy.split(sizes) for peer, copy in zip(peers, copies, strict=True)}
+        targets = dict.fromkeys(peers, own)
+    works = {peer: _receive(group, pieces, peer) for peer, pieces in coming.items()}
+    for tag in range(_PIECES):
+        sent += [group.send(parts[p - 1][tag], p, tag) for p in peers if rank > 0 and tag < len(parts[p - 1])]
+    for tag in range(_PIECES):
+        for peer in peers:
+            if tag < len(works[peer]):
+                group.wait(works[peer][tag])
+                targets[peer][tag].add_(coming[peer][tag])
+        if rank > 0 and tag < len(parts[rank - 1]):
+            sent.append(group.send(parts[rank - 1][tag], 0, tag))
+    for work in sent:
+        group.wait(work)
+    received = sum(piece.numel() for pieces in coming.values() for piece in pieces) * x_N.element_size()
+    group.meter.add(_nbytes(x_N) if rank > 0 else 0, received)
+    return x_N
+
+
+def broadcast_over_hosts_(group: Group, x_N: Tensor) -> Tensor:
+    """Broadcast `x_N` of rank 0, in place. For ranks on different hosts, over gloo; see `reduce_over_hosts_`.
+
+    Ranks 1 to R-1 get a part each from rank 0 and pass it on to each other, piece by piece.
+
+    Bytes: one `x_N` sent by rank 0, (R-2)/(R-1) of it by each other rank.
+    """
+    rank, parts, peers = group.rank, _parts(x_N, group.size - 1), _later_peers(group)
+    sent: list[Any] = []
+    if rank == 0:
+        for tag in range(_PIECES):
+            sent += [group.send(parts[p - 1][tag], p, tag) for p in peers if tag < len(parts[p - 1])]
+    else:
+        own = _receive(group, parts[rank - 1], 0)
+        works = [work for peer in peers for work in _receive(group, parts[peer - 1], peer)]
+        for tag, work in enumerate(own):
+            group.wait(work)
+            sent += [group.send(parts[rank - 1][tag], peer, tag) for peer in peers]
+        sent += works
+    for work in sent:
+        group.wait(work)
+    passed = len(peers) * sum(_nbytes(piece) for piece in parts[rank - 1]) if rank > 0 else _nbytes(x_N)
+    group.meter.add(passed, _nbytes(x_N) if rank > 0 else 0)
+    return x_N
+
+
+def _parts(x_N: Tensor, count: int) -> list[Sequence[Tensor]]:
+    """`count` parts of `x_N`, each in at most `_PIECES` pieces of at least `_PIECE_BYTES`, none of them empty."""
+    least = max(1, _PIECE_BYTES // x_N.element_size())
+    parts = x_N.tensor_split(count)
+    return [part.split(max(least, -(-part.numel() // _PIECES))) if part.numel() else () for part in parts]
+
+
+def _later_peers(group: Group) -> list[int]:
+    """The other ranks from 1 on, beginning with the next one, so that not all send to the same one first."""
+    return [peer for k in range(1, group.size) if (peer := (group.rank + k) % group.size)]
+
+
+def _receive(group: Group, pieces: Sequence[Tensor], peer: int) -> list[Any]:
+    return [group.recv(piece, peer, tag) for tag, piece in enumerate(pieces)]
 
 
 def all_to_all_rows(group: Group, out_RW: Tensor, rows_RW: Tensor) -> Tensor:

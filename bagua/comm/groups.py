@@ -53,6 +53,8 @@ class Group:
             a repeated run sums 16-bit numbers in the same order.
         straight_chunk_bytes: such a sum goes straight to the owners of chunks up to chunks of this size, and from rank
             to rank if they are larger. Equal on all ranks; changes no bit.
+        of_hosts: the ranks are on different hosts of a site, over gloo: all of their network cards take part in sums
+            on the first rank and in its broadcasts.
         gathers: each rank forms the means or sums of the exchange that runs from all summands, in one latency, where
             the exchange can. To have an owner of each part form it takes two, and 2 (R-1)/R of the bytes instead of
             R-1 times. Equal on all ranks; changes no bit.
@@ -75,6 +77,7 @@ class Group:
     tag: int = 0
     direct: bool = False
     straight_chunk_bytes: int = STRAIGHT_CHUNK_BYTES
+    of_hosts: bool = False
     gathers: bool = False
     connections: GlooConnections | None = None
     address: str | None = None

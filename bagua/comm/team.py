@@ -191,9 +191,9 @@ class Team(StoreTeam):
                 groups.intra = self._group(f"{name}/intra{host[0]}", host)
                 if self.rank == host[0]:
                     hosts = tuple(node[0] for node in self.nodes if set(node) <= set(mine))
-                    groups.site = self._group(f"{name}/site{mine[0]}", hosts)
+                    groups.site = self._group(f"{name}/site{mine[0]}", hosts, of_hosts=True)
             else:
-                groups.intra = self._group(f"{name}/intra{mine[0]}", mine)
+                groups.intra = self._group(f"{name}/intra{mine[0]}", mine, of_hosts=len(host) < len(mine))
             leads = self.rank in leaders
             if leads:
                 groups.inter = self._group(f"{name}/inter", leaders, direct=True, native=native, late=late)
@@ -260,6 +260,7 @@ class Team(StoreTeam):
         direct: bool = False,
         native: bool = False,
         late: str | None = None,
+        of_hosts: bool = False,
     ) -> Group:
         rank, size = ranks.index(self.rank), len(ranks)
         abortable = self.backend == "nccl" and self.alert is not None
@@ -286,7 +287,9 @@ class Team(StoreTeam):
         connections = rendezvous.connections if rendezvous is not None else None
         address = late or (connections.own if connections is not None else None)
         connections = connections if self.alert is not None else None  # else nobody cuts them
-        return Group(pg, rank, size, ranks, self.backend, direct=direct, connections=connections, address=address)
+        group = Group(pg, rank, size, ranks, self.backend, direct=direct, connections=connections, address=address)
+        group.of_hosts = of_hosts and self.backend == "gloo"
+        return group
 
     def _connect_gloo(self, name: str, ranks: tuple[int, ...], rendezvous: RendezvousStore) -> Any:
         try:

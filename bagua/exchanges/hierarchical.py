@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from bagua.comm.collectives import broadcast_, reduce_
+from bagua.comm.collectives import broadcast_, broadcast_over_hosts_, reduce_, reduce_over_hosts_
 from bagua.comm.groups import Groups
 from bagua.exchanges.base import Exchange, State
 
@@ -137,9 +137,12 @@ class Hierarchical(Exchange):
         """Sum the payloads of a node, or a site, on its leader, and scale the sum for the inner exchange."""
         if groups.intra is None:
             raise ValueError("Hierarchical needs groups that were opened with hierarchical=True")
-        reduce_(groups.intra, x_N)
-        if groups.site is not None:
-            reduce_(groups.site, x_N)
+        for group in (groups.intra, groups.site):
+            if group is not None and group.of_hosts:
+                enough = (x_N.numel() + group.size,)
+                reduce_over_hosts_(group, x_N, groups.buffers.get("site", enough, x_N.dtype, x_N.device))
+            elif group is not None:
+                reduce_(group, x_N)
         if groups.inter is None:
             return
         if not self.inner.complete:
@@ -154,10 +157,9 @@ class Hierarchical(Exchange):
 
 def _spread(x_N: Tensor, groups: Groups) -> None:
     """From the leader to all ranks of its node or site."""
-    if groups.site is not None:
-        broadcast_(groups.site, x_N)
-    assert groups.intra is not None
-    broadcast_(groups.intra, x_N)
+    for group in (groups.site, groups.intra):
+        if group is not None:
+            (broadcast_over_hosts_ if group.of_hosts else broadcast_)(group, x_N)
 
 
 def _among_leaders(groups: Groups) -> Groups:
