@@ -28,7 +28,8 @@ class Hierarchical(Exchange):
         inner: the exchange between nodes.
 
     State: the inner exchange's, on leaders.
-    Bytes: `inner`'s between the leaders; within a node one copy up and one down per rank, and per host of a site.
+    Bytes: `inner`'s between the leaders; within a node one copy up and one down per rank. Of the H hosts of a
+        site the first sends one copy, each other one up to 2 - 1/(H-1).
     Source: arXiv:2107.01499 (Bagua), section 3.3; Differs: Bagua 0.9 takes the mean of node means.
 
     Examples:

@@ -39,10 +39,10 @@ class _Incoming:
 
 
 class _Outgoing:
-    """A connection to a peer's listener."""
+    """A connection to a peer's listener, opened for the peer `name`; "" if only its address is known."""
 
-    def __init__(self, sock: socket.socket, address: str) -> None:
-        self.sock, self.address, self.unsent = sock, address, bytearray()
+    def __init__(self, sock: socket.socket, address: str, name: str) -> None:
+        self.sock, self.address, self.name, self.unsent = sock, address, name, bytearray()
 
 
 class Transport:
@@ -198,26 +198,24 @@ class Transport:
                 self._agent.closed(time.monotonic(), peer.name)
                 self._drain()
 
-    def _refused(self, address: str) -> None:
-        """A connection to `address` was refused or reset there. Its host is lost, unless one that it opened is there.
+    def _refused(self, name: str) -> None:
+        """A connection that was opened for `name` was refused or reset. It is lost, unless one that it opened is there.
 
         A newcomer may die before it has opened one: its silence would be waited for.
         """
         with self._lock:
-            members = () if self._agent.epoch is None else self._agent.epoch.members
-            heard = {peer.name for peer in self._incoming} | self._agent.suspected.keys()
-            for member in members:
-                if member.address == address and member.name not in heard:
-                    self._agent.closed(time.monotonic(), member.name)
+            if name and name not in self._agent.suspected and all(peer.name != name for peer in self._incoming):
+                self._agent.closed(time.monotonic(), name)
             self._drain()
 
     def _post(self, send: Send, now: float) -> None:
-        peer = self._outgoing.get(send.address) or self._connect(send.address, now)
+        peer = self._outgoing.get(send.address) or self._connect(send.address, send.envelope.receiver, now)
         if peer is not None and len(peer.unsent) < _MAX_UNSENT:
+            peer.name = peer.name or send.envelope.receiver
             peer.unsent += pack(encode(send.envelope), self._token)
             self._flush(peer)
 
-    def _connect(self, address: str, now: float) -> _Outgoing | None:
+    def _connect(self, address: str, name: str, now: float) -> _Outgoing | None:
         if now < self._retry.get(address, 0.0):
             return None
         if len(self._retry) > 4 * _MAX_INCOMING:
@@ -241,9 +239,9 @@ class Transport:
         except OSError as error:
             sock.close()
             if isinstance(error, ConnectionError):
-                self._refused(address)
+                self._refused(name)
             return None
-        peer = self._outgoing[address] = _Outgoing(sock, address)
+        peer = self._outgoing[address] = _Outgoing(sock, address, name)
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
         return peer
 
@@ -261,7 +259,7 @@ class Transport:
             peer.sock.close()
             del self._outgoing[peer.address]
             if isinstance(error, ConnectionError):  # not if packets are lost: that is silence
-                self._refused(peer.address)
+                self._refused(peer.name)
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         self._selector.modify(peer.sock, wanted, peer)
