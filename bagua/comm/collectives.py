@@ -143,8 +143,9 @@ def reduce_over_hosts_(group: Group, x_N: Tensor, scratch: Tensor) -> Tensor:
         coming = {peer: copy.split(sizes) for peer, copy in zip(peers, copies, strict=True)}
         targets = dict.fromkeys(peers, own)
     works = {peer: _receive(group, pieces, peer) for peer, pieces in coming.items()}
-    for tag in range(_PIECES):
-        sent += [group.send(parts[p - 1][tag], p, tag) for p in peers if rank > 0 and tag < len(parts[p - 1])]
+    if rank > 0:
+        for tag in range(_PIECES):
+            sent += [group.send(parts[p - 1][tag], p, tag) for p in peers if tag < len(parts[p - 1])]
     for tag in range(_PIECES):
         for peer in peers:
             if tag < len(works[peer]):

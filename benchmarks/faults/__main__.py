@@ -1,7 +1,7 @@
 """Faults in an emulated cluster while a training runs on: what they cost, beside systems that restart.
 
     python -m benchmarks.faults --json faults.json           everything: hours
-    python -m benchmarks.faults --quick --json faults.json   under 5 minutes on an idle machine of two cores
+    python -m benchmarks.faults --quick --json faults.json   4 to 6 minutes on an idle machine of two cores
     python -m benchmarks.faults --json faults.json --only chaos --faults 200 --algorithm bytegrad
     python -m benchmarks.faults --json chaos.json --only chaos --faults 200 --round 12 --jobs 2   go on for 2 jobs
     python -m benchmarks.faults --json faults.json --only slow --only loss   these faults, each algorithm
