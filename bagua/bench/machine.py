@@ -15,13 +15,11 @@ __all__ = ["describe_machine", "now"]
 
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, load and versions."""
-    cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].split(":", 1)[1].strip() if names else cpu
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": cpu,
+        "cpu": names[0] if names else platform.processor() or platform.machine(),  # which may start a process
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load_1min": os.getloadavg()[0],
         "system": platform.system(),

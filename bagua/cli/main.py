@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 
 from bagua.signals import end_by_exception
 
@@ -50,10 +52,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     try:
         with end_by_exception():
-            return importlib.import_module(_COMMANDS[name][1]).main(rest)
+            load = _load if argv is None else importlib.import_module
+            return load(_COMMANDS[name][1]).main(rest)
     except KeyboardInterrupt:
         print(f"bagua {name}: interrupted", file=sys.stderr)
         return 130
+
+
+def _load(module: str) -> ModuleType:
+    """Import a command's module in a process of its own.
+
+    What is imported lives until the end, so no collection of garbage needs to look at it. With torch that saves a tenth
+    of the time of the import, and a second at the end of the process.
+    """
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _usage() -> str:

@@ -10,20 +10,25 @@ import math
 import os
 import secrets
 import socket
+import subprocess
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
-from torch.distributed.elastic.utils import macros
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
 from bagua.distributed.failover import parse_endpoints
+from bagua.distributed.fork_server import ForkedProcess, ForkServer, ForkServerError
 from bagua.distributed.founding import Founding, Job, JoinError, token_of_the_user
 from bagua.distributed.host_supervisor import HostSupervisor
 from bagua.distributed.job_store import ServedStore
+from bagua.distributed.rank_command import rank_command
+from bagua.distributed.rank_process import spawn
 from bagua.membership import Agent, Epoch, Member, Options, Record
 from bagua.membership.messages import MAX_SEATS
 from bagua.membership.seat import payload_of
@@ -100,18 +105,19 @@ class Settings:
             join_s=_seconds("join_timeout", config.get("join_timeout"), _JOIN_S),
             last_call_s=_seconds("last_call_timeout", config.get("last_call_timeout"), _LAST_CALL_S),
             token=token_of_the_user(),
-            commands=[_command(args, local) for local in range(ranks)],
+            commands=[rank_command(args, local) for local in range(ranks)],
             script=args.training_script,
         )
 
 
-def run(settings: Settings, prog: str, directory: Path) -> None:
+def run(settings: Settings, prog: str, directory: Path, forks: ForkServer | None = None) -> None:
     """Take part in the job with the ranks of this host until it ends.
 
     Args:
         settings: of this host.
         prog: what was called, for lines of the log.
         directory: of its own, see `run_directory`.
+        forks: forks the ranks; None: they are started as processes of their own.
 
     Raises:
         JoinError: the job was neither founded nor found.
@@ -153,7 +159,7 @@ def run(settings: Settings, prog: str, directory: Path) -> None:
         served,
         transport,
         directory,
-        settings.commands,
+        _starts(settings.commands, forks, say),
         settings.script,
         settings.max_restarts,
         settings.join_s,
@@ -167,6 +173,25 @@ def run(settings: Settings, prog: str, directory: Path) -> None:
         supervisor.run()
     finally:
         status.close()
+
+
+def _starts(
+    commands: Sequence[Sequence[str]], forks: ForkServer | None, say: Callable[[str], None]
+) -> list[Callable[[Mapping[str, str]], subprocess.Popen[bytes] | ForkedProcess]]:
+    """What starts the ranks of this host. If the process that forks them is lost, they are started as without it."""
+    server = forks
+
+    def start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes] | ForkedProcess:
+        nonlocal server
+        if server is not None:
+            try:
+                return server.start(command, env)
+            except ForkServerError as error:
+                say(f"--preload: {error}; from now on ranks start without it")
+                server = None
+        return spawn(command, env)
+
+    return [partial(start, command) for command in commands]
 
 
 def _start_agent(job: Job, me: Member, options: Options, listener: socket.socket) -> Transport:
@@ -208,12 +233,3 @@ def _seconds(name: str, text: str | None, default: float) -> float:
     if not 0 <= value < math.inf:
         raise ValueError(f"--rdzv-conf {name}={text}: expected a number of seconds")
     return value
-
-
-def _command(args: Namespace, local_rank: int) -> list[str]:
-    words = [] if args.no_python else [os.getenv("PYTHON_EXEC", sys.executable), "-u"]
-    if args.module:
-        if args.no_python:
-            raise ValueError("--module: not with --no-python")
-        words.append("-m")
-    return [*words, args.training_script, *macros.substitute(args.training_script_args, str(local_rank))]

@@ -86,7 +86,7 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
     add(
         "fault_tolerant",
         check_env,
-        help="experimental: survivors of a lost rank or host train on without a restart; one rank per host",
+        help="experimental: survivors of a lost rank or host train on without a restart",
     )
     add(
         "detect_s",
@@ -101,6 +101,14 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
         type=float,
         metavar="S",
         help="with --fault-tolerant: seconds to wait for a host that answers but is slow (no limit)",
+    )
+    add(
+        "preload",
+        env,
+        type=_modules,
+        metavar="MODULES",
+        help="import these (torch,bagua for one) once on a host, and fork its ranks from that process: they start, and "
+        "start again, seconds earlier",
     )
     add("enable_bagua_net", check_env, help="have NCCL load Bagua-Net, which uses several TCP flows per connection")
 
@@ -151,7 +159,7 @@ def _enable_bagua_net(parser: ArgumentParser) -> None:
         net.enable()
     except (RuntimeError, ValueError) as error:
         parser.error(f"--enable-bagua-net: {error}")
-    if not torch.cuda.is_available():
+    if not torch.cuda.device_count():  # asks NVML first: after a call of CUDA no rank could be forked (--preload)
         reason = "this machine has no CUDA device, so NCCL is not used and nothing loads Bagua-Net"
         print(f"{parser.prog}: --enable-bagua-net: {reason}", file=sys.stderr)
 
@@ -178,6 +186,13 @@ def _rank_order(text: str) -> str:
     if text != "measured" and sorted(words) != sorted(map(str, range(len(words)))):
         raise ArgumentTypeError(f"must be measured, or each rank from 0 on once with commas between them, not {text}")
     return text
+
+
+def _modules(text: str) -> list[str]:
+    names = text.split(",")
+    if not all(word.isidentifier() for name in names for word in name.split(".")):
+        raise ArgumentTypeError(f"must be names of modules with commas between them, not {text!r}")
+    return names
 
 
 def _positive_bytes(text: str) -> int:

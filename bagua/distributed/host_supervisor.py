@@ -21,6 +21,7 @@ from bagua.distributed.failures import FirstFailure
 from bagua.distributed.founding import Job, JoinError
 from bagua.distributed.job_store import ServedStore
 from bagua.distributed.rank_notes import ENDED, RankNotes, lost
+from bagua.distributed.rank_process import Start
 from bagua.distributed.rank_slot import RankSlot, how_it_ended
 from bagua.membership import Action, Blocked, Epoch, EpochBegan, Excluded, Left, Member, Slow
 from bagua.membership.epoch import NO_MODEL
@@ -49,7 +50,7 @@ class HostSupervisor:
         served: its store.
         transport: runs its agent.
         directory: of its own, for the seat and the tracebacks.
-        commands: of the ranks, by local rank.
+        starts: start the ranks, by local rank.
         script: named in the summary of a failure.
         max_restarts: how often each rank that failed is started again, as a newcomer.
         join_s: for a newcomer to be admitted.
@@ -62,7 +63,7 @@ class HostSupervisor:
         served: ServedStore,
         transport: Transport,
         directory: Path,
-        commands: Sequence[Sequence[str]],
+        starts: Sequence[Start],
         script: str,
         max_restarts: int,
         join_s: float,
@@ -74,9 +75,9 @@ class HostSupervisor:
         self._name: str = transport.call(lambda agent, _: agent.name)
         self._detect_s: float = transport.call(lambda agent, _: agent.options.detect_s)
         self._notes = RankNotes(served.store, self._name)
-        size = len(commands)
+        size = len(starts)
         self._slots = [
-            RankSlot(transport, directory, command, local, size, job.founder) for local, command in enumerate(commands)
+            RankSlot(transport, directory, start, local, size, job.founder) for local, start in enumerate(starts)
         ]
         self._signal: int | None = None
         self._kill = self._leaves = self._hurries = False

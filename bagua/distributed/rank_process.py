@@ -7,12 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["RankProcess"]
+from bagua.distributed.fork_server import ForkedProcess
+
+__all__ = ["RankProcess", "Start", "spawn"]
+
+Start = Callable[[Mapping[str, str]], "subprocess.Popen[bytes] | ForkedProcess"]
+"""Starts a rank in a session of its own, as a child of this process; takes its whole environment."""
 
 _REAP_S = 30.0
 # Run between fork and the script. A death signal that is set here survives exec, so no rank outlives a killed launcher.
@@ -29,25 +34,27 @@ except OSError as error:
 """
 
 
+def spawn(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; it ends when the thread that calls this does."""
+    tied = [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
+    return subprocess.Popen(tied, env=env, start_new_session=True)
+
+
 class RankProcess:
     """One rank in a session of its own. Start it in the main thread: it ends when the thread that started it does.
 
     Args:
-        argv: the command.
+        start: starts it.
         env: its whole environment; `TORCHELASTIC_ERROR_FILE` is added.
         directory: for the file in which the rank leaves its traceback; new for each start.
         local_rank: for the summary of a failure.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], directory: Path, local_rank: int = 0) -> None:
+    def __init__(self, start: Start, env: Mapping[str, str], directory: Path, local_rank: int = 0) -> None:
         directory.mkdir(parents=True)
         self._local_rank = local_rank
         self._error_file = directory / "error.json"
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *argv],
-            env={**env, "TORCHELASTIC_ERROR_FILE": str(self._error_file)},
-            start_new_session=True,
-        )
+        self._process = start({**env, "TORCHELASTIC_ERROR_FILE": str(self._error_file)})
         self._stopped_since: tuple[float, str] | None = None
         self._looked = 0.0
 

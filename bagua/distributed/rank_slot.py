@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from bagua.distributed.rank_process import RankProcess
+from bagua.distributed.rank_process import RankProcess, Start
 from bagua.membership import Epoch, Member
 from bagua.membership.seat import View
 from bagua.membership.seat_service import SEAT, SeatService
@@ -25,7 +25,7 @@ class RankSlot:
     Args:
         transport: runs the agent of the host.
         directory: of the host, for the seat and the tracebacks.
-        command: of the rank.
+        start: starts the rank.
         local: local rank.
         size: how many ranks the host has.
         founder: the rank is in the first epoch.
@@ -42,14 +42,14 @@ class RankSlot:
     """
 
     def __init__(
-        self, transport: Transport, directory: Path, command: Sequence[str], local: int, size: int, founder: bool
+        self, transport: Transport, directory: Path, start: Start, local: int, size: int, founder: bool
     ) -> None:
         self.local, self.starts, self.number, self.over = local, 0, local, False
         self.seat: int | None = local if founder else None
         self.process: RankProcess | None = None
         self.failure: ProcessFailure | None = None
         self.waits_since: float | None = time.monotonic()
-        self._transport, self._directory, self._command, self._size = transport, directory, command, size
+        self._transport, self._directory, self._start, self._size = transport, directory, start, size
         self._service: SeatService | None = None
 
     def has_place(self, epoch: Epoch | None, me: Member | None) -> bool:
@@ -74,7 +74,7 @@ class RankSlot:
         self.number = len(view.members) + self.local if view.rank is None else view.rank
         environment = {**os.environ, **env, SEAT: str(self._service.path)}
         where = self._directory / f"attempt_{self.starts}" / str(self.local)
-        self.process = RankProcess(self._command, environment, where, self.local)
+        self.process = RankProcess(self._start, environment, where, self.local)
         self.starts += 1
         self.waits_since = None
 

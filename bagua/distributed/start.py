@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 
 from torch.distributed import DistError
@@ -18,6 +18,9 @@ from torch.distributed.run import determine_local_world_size, run
 
 from bagua.distributed import failover, fault_tolerant
 from bagua.distributed.failures import FirstFailure
+from bagua.distributed.fork_server import ForkServer
+from bagua.distributed.forked_workers import forked_workers
+from bagua.distributed.rank_command import check_preload, rank_command
 from bagua.distributed.run_directory import run_directory
 from bagua.distributed.run_status import serve_status
 from bagua.distributed.waiting import end_while_waiting
@@ -37,6 +40,13 @@ def start(args: Namespace, prog: str) -> int:
         0 when all ranks exited with 0, 128 + n when signal n ended the launch, else 1. With `--fault-tolerant`: the
         exit code of the rank, 128 + n if signal n killed it.
     """
+    with ExitStack() as kept:
+        # Before anything else: what is forked later could have threads, and could have asked CUDA for its devices.
+        forks = kept.enter_context(closing(ForkServer())) if args.preload else None
+        return _start(args, prog, kept, forks)
+
+
+def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None) -> int:
     # Shared with the launcher's own store, a restarted gloo group finds the addresses of the attempt before
     # it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -44,6 +54,8 @@ def start(args: Namespace, prog: str) -> int:
     _silence_numpy()
     tolerant: fault_tolerant.Settings | None = None
     try:
+        if args.preload:
+            check_preload(args)
         if args.fault_tolerant:
             tolerant = fault_tolerant.Settings.of(args)
         else:
@@ -53,13 +65,21 @@ def start(args: Namespace, prog: str) -> int:
         return 2
     _set_threads(args, prog)
     nested = "TORCHELASTIC_ERROR_FILE" in os.environ
-    kept = ExitStack()  # for tracebacks, which `record` reads after the end of the ranks
+    if forks is not None:
+        try:
+            forks.preload(args.preload, rank_command(args, 0), os.environ)
+        except ValueError as error:
+            print(f"{prog}: --preload: {error}", file=sys.stderr)
+            return 2
     os.environ.pop(STATUS, None)  # of a launcher that has started this one
     if tolerant is None:
         launch = partial(_run, args)
         kept.enter_context(serve_status(args, prog))
+        if forks is not None:
+            kept.enter_context(forked_workers(forks, prog))
     else:
-        launch = partial(fault_tolerant.run, tolerant, prog, kept.enter_context(run_directory()))
+        # Tracebacks are there, which `record` reads after the end of the ranks.
+        launch = partial(fault_tolerant.run, tolerant, prog, kept.enter_context(run_directory()), forks)
     held = _hold_memory(args)
     try:
         # A launcher that was itself launched passes on, through `record`, the failure that came first.
@@ -80,7 +100,6 @@ def start(args: Namespace, prog: str) -> int:
         print(f"{prog}: ended by SIGINT; no rank was started", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
-        kept.close()
         if held is not None:
             del os.environ[memory.VARIABLE]
             held.close()

@@ -1,4 +1,8 @@
-"""Finds the processes of one rank, by the `LOCAL_RANK` that its launcher has given it."""
+"""Finds the processes of one rank, by the `LOCAL_RANK` that its launcher has given it.
+
+A rank that was forked (`bagua run --preload`) shows the environment of the process that it was forked from. It is
+called bagua-rank-N.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ _STOP_S, _DEATH_S, _POLL_S = 5.0, 5.0, 0.002
 
 
 def kill_rank(local_rank: int, among: Callable[[], Iterable[int]] | None = None) -> None:
-    """Kill the processes with this `LOCAL_RANK` in their environment (SIGKILL).
+    """Kill the processes with this `LOCAL_RANK` in their environment, or that are called so (SIGKILL).
 
     All of them are stopped first, so that none of them starts another one meanwhile, and so that their launcher does
     not start the rank again before all are found. Returns when they are dead, but waits 5 s at most: the kernel may
@@ -27,11 +31,10 @@ def kill_rank(local_rank: int, among: Callable[[], Iterable[int]] | None = None)
     Raises:
         ProcessLookupError: there is none.
     """
-    wanted = f"LOCAL_RANK={local_rank}".encode()
 
     def alive(known: Mapping[int, int]) -> dict[int, int]:
         looked = [int(each) for each in os.listdir("/proc") if each.isdigit()] if among is None else among()
-        return _of_rank(wanted, known, looked, here=among is None)
+        return _of_rank(local_rank, known, looked, here=among is None)
 
     deadline = time.monotonic() + _STOP_S
     found: dict[int, int] = {}
@@ -52,8 +55,8 @@ def kill_rank(local_rank: int, among: Callable[[], Iterable[int]] | None = None)
         time.sleep(_POLL_S)
 
 
-def _of_rank(wanted: bytes, known: Mapping[int, int], pids: Iterable[int], here: bool) -> dict[int, int]:
-    """Processes of `pids` with this line in their environment, and children of `known` ones.
+def _of_rank(local_rank: int, known: Mapping[int, int], pids: Iterable[int], here: bool) -> dict[int, int]:
+    """Processes of `pids` of this rank, and children of `known` ones.
 
     Args:
         here: in this process's namespace only.
@@ -65,13 +68,20 @@ def _of_rank(wanted: bytes, known: Mapping[int, int], pids: Iterable[int], here:
     for pid in pids:
         try:
             # A process that is just beginning another program shows no environment.
-            child = int(_stat(pid)[1]) in known
-            if child or wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if int(_stat(pid)[1]) in known or _belongs(pid, local_rank):
                 number = _number_here(pid) if here else pid
                 found |= {} if number is None else {pid: number}
         except (OSError, IndexError):
             continue  # it has ended, or is another user's
     return found
+
+
+def _belongs(pid: int, local_rank: int) -> bool:
+    line = f"LOCAL_RANK={local_rank}".encode()
+    return (
+        line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        or Path(f"/proc/{pid}/comm").read_text() == f"bagua-rank-{local_rank}\n"
+    )
 
 
 def _moves(pid: int) -> bool:

@@ -1,7 +1,7 @@
 """Faults in an emulated cluster while a training runs on: what they cost, beside systems that restart.
 
     python -m benchmarks.faults --json faults.json           everything: hours
-    python -m benchmarks.faults --quick --json faults.json   4 to 6 minutes on an idle machine of two cores
+    python -m benchmarks.faults --quick --json faults.json   4 to 5 minutes on an idle machine of two cores
     python -m benchmarks.faults --json faults.json --only chaos --faults 200 --algorithm bytegrad
     python -m benchmarks.faults --json chaos.json --only chaos --faults 200 --round 12 --jobs 2   go on for 2 jobs
     python -m benchmarks.faults --json faults.json --only slow --only loss   these faults, each algorithm
@@ -31,7 +31,7 @@ from benchmarks.faults import report
 from benchmarks.faults.chaos import ANCHOR_PER_HOUR, chaos
 from benchmarks.faults.rounds import BEFORE, Rounds
 from benchmarks.faults.scenarios import SCENARIOS
-from benchmarks.faults.systems import SYSTEMS, Settings, algorithms, why_not
+from benchmarks.faults.systems import PRELOADING, SYSTEMS, Settings, algorithms, why_not
 from benchmarks.faults.tour import tour
 
 __all__ = ["main"]
@@ -65,7 +65,8 @@ def plans(args: argparse.Namespace) -> list[Plan]:
     base = Settings(step_ms=args.step_ms, seed=args.seed, detect_s=args.detect_s, torchft=args.torchft)
 
     def of(**changes: Any) -> Settings:
-        return Settings(**{**asdict(base), **changes})
+        preload = args.preload and changes.get("system", base.system) in PRELOADING
+        return Settings(**{**asdict(base), "preload": preload, **changes})
 
     first, others = names[0], _one_of_each_rule(names)[1:] if args.quick else names[1:]
     made = [Plan("tour", of(algorithm=first), _QUICK if args.quick else tuple(SCENARIOS))]
@@ -129,6 +130,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--step-ms", type=float, default=100.0, help="emulated compute of a step (%(default)s)")
     parser.add_argument("--detect-s", type=float, default=2.0, help="silence that counts as a loss (%(default)s)")
+    parser.add_argument(
+        "--preload",
+        action=argparse.BooleanOptionalAction,
+        help="bagua run --preload: ranks are forked from a process that has imported their modules "
+        "(with --quick; otherwise not)",
+    )
     parser.add_argument("--limit", type=float, default=180.0, metavar="S", help="for whatever is awaited (%(default)s)")
     parser.add_argument(
         "--torchft", default="", metavar="DIR",
@@ -139,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.table and (args.json is None or not args.json.exists()):
         parser.error("--table needs the --json of a run")
+    args.preload = args.quick if args.preload is None else args.preload
     args.faults = args.faults or (2 if args.quick else 12)
     for name, least in (("per_hour", 0.0), ("round", 0)):
         value = getattr(args, name)
@@ -181,6 +189,7 @@ def _measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
             continue
         found["not_run"] = [each for each in found["not_run"] if each["system"] != settings.system]
         mark = {"bandwidth": settings.bandwidth, "table": settings.table, "step_ms": settings.step_ms}
+        mark["preload"] = settings.preload
         if not plan.faults and args.round:
             rounds = Rounds(settings, args.faults, args.round, args.per_hour, args.seed, args.limit)
             left = args.jobs - jobs
@@ -190,6 +199,7 @@ def _measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
             continue
         if not plan.faults:
             there = {"algorithm": settings.algorithm, "hosts": settings.hosts, "stage_steps": settings.stage_steps}
+            there["preload"] = settings.preload
             if not _has(found["chaos"], **there, faults=args.faults):
                 row, timeline = chaos(
                     settings, args.faults, args.per_hour, args.seed, args.limit, 5.0 if args.quick else 15.0

@@ -168,7 +168,7 @@ class Job:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def stop(self, after: int = 20) -> dict[int, int]:
+    def stop(self, after: int = 10) -> dict[int, int]:
         """Let the training end some steps from now.
 
         Returns:

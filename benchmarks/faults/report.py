@@ -88,7 +88,9 @@ def fault_table(rows: Sequence[dict[str, Any]], not_run: Sequence[dict[str, str]
             title += f" at {100 * share:.0f} % of the link"
         cells.append(
             [
-                row["system"] + (f", {row['algorithm']}" if row["system"] in ("bagua", "elastic") else ""),
+                row["system"]
+                + (" --preload" if row.get("preload") else "")
+                + (f", {row['algorithm']}" if row["system"] in ("bagua", "elastic") else ""),
                 *(str(row["hosts"]), title),
                 *(_seconds(row[name]) for name in ("detected_s", "resumed_s", "gap_s")),
                 _number(row["lost_steps"]),

@@ -15,7 +15,7 @@ from benchmarks.faults.systems import Settings
 __all__ = ["BEFORE", "LOSSES_EVERY", "Rounds", "combine", "missing"]
 
 LOSSES_EVERY = 100  # steps; a round ends after a multiple of it, so that one undisturbed training is beside all
-BEFORE = {"stage_steps": 200}  # what rows of before do not say
+BEFORE = {"stage_steps": 200, "preload": False}  # what rows of before do not say
 _SUMS = ("faults", "chaos_s", "lost_s", "exchanges", "exchanges_below_90", "compared", "unequal", "splits", "steps")
 
 
@@ -44,7 +44,7 @@ class Rounds:
     @property
     def facts(self) -> dict[str, Any]:
         """By which the rows of a file that belong to it are known."""
-        names = ("algorithm", "hosts", "step_ms", "bandwidth", "table", "stage_steps")
+        names = ("algorithm", "hosts", "step_ms", "bandwidth", "table", "stage_steps", "preload")
         facts: dict[str, Any] = {name: getattr(self.settings, name) for name in names}
         return {**facts, "per_hour": self.per_hour, "of_each": self.of_each}
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import bagua
 from bagua.lab import Host
 
-__all__ = ["ROOT", "SYSTEMS", "Settings", "algorithms", "command", "environment", "servers", "why_not"]
+__all__ = ["PRELOADING", "ROOT", "SYSTEMS", "Settings", "algorithms", "command", "environment", "servers", "why_not"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEMS = ("bagua", "elastic", "torchelastic", "torchft")
+PRELOADING = SYSTEMS[:2]  # those with `bagua run`
 _PORT = 29400
 _LIGHTHOUSE = 29510
 _ELASTIC = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=90,read_timeout=20"
@@ -36,6 +37,7 @@ class Settings:
         seed: of weights, data and links.
         torchft: folder with torchft and its dependencies, or "" if it is installed.
         losses_every: steps between two losses that a rank writes down; 0 for none but at the end. Of Bagua's ranks.
+        preload: ranks are forked from a process that has imported their modules. Of Bagua's systems.
         stage_steps: the length of a training for which optimizers with two stages choose that of the first, a fifth.
     """
 
@@ -50,6 +52,7 @@ class Settings:
     torchft: str = ""
     losses_every: int = 0
     stage_steps: int = 200
+    preload: bool = False
 
     @property
     def label(self) -> str:
@@ -58,8 +61,9 @@ class Settings:
 
 
 def algorithms() -> list[str]:
-    """Return the algorithms that go on after a loss: those with a rule for the step that is lost."""
-    return [row.name for row in bagua.algorithms.available() if bagua.algorithms.get(row.name).lost_step]
+    """Return Bagua's own algorithms that go on after a loss: those with a rule for the step that is lost."""
+    own = bagua.algorithms.available(builtin_only=True)
+    return [row.name for row in own if bagua.algorithms.get(row.name).lost_step]
 
 
 def why_not(system: str, torchft: str = "") -> str:
@@ -124,6 +128,7 @@ def command(settings: Settings, hosts: Sequence[Host], index: int, folder: Path)
         module = "benchmarks.faults.torchft_rank"
         launcher = (*torchrun, "--nnodes", "1", "--nproc-per-node", "1", *restarts)
         launcher += ("--master-addr", hosts[index].address, "--master-port", str(_PORT))
+    launcher += ("--preload", "torch,bagua,benchmarks.faults.task") if settings.preload else ()
     return [
         *(sys.executable, *launcher, "-m", module, "--folder", str(folder), "--algorithm", settings.algorithm),
         *("--seed", str(settings.seed), "--step-ms", str(settings.step_ms), "--table", str(settings.table)),

@@ -83,6 +83,7 @@ def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
         "docs/planning.md": {"predictions": plan.rows(newest("plan", "plan.json"))},
         "docs/fault_tolerance.md": {
             "faults": faults.rows(newest("faults", "faults.json")),
+            "starts": faults.starts(newest("preload", "faults.json")),
             "chaos": faults.chaos_rows(newest("chaos", "chaos.json")),
             "200 faults": faults.chaos_rows(*(newest("hundreds", f"{name}.json") for name in ("chaos", "more"))),
         },

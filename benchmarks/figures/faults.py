@@ -11,7 +11,7 @@ from benchmarks.faults.report import chaos_misses, fault_misses
 from benchmarks.faults.scenarios import SCENARIOS
 from benchmarks.figures.svg import COLOURS, EDGE, GREY, GRID, INK, Drawing
 
-__all__ = ["chaos_rows", "draw_timeline", "rows"]
+__all__ = ["chaos_rows", "draw_timeline", "rows", "starts"]
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _BAR, _SIZE = 420, 62, 12, 62, 28, 18, 14  # narrow, as the hero
 _STATES = (("training", COLOURS[0]), ("waiting", COLOURS[1]), ("starting", COLOURS[4]), ("dead", GRID))
@@ -50,6 +50,20 @@ def rows(path: Path) -> str:
     origin = f"`benchmarks/results/{path.parent.name}/{path.name}`, {' and '.join(map(str, hosts))} hosts"
     load = f"load {min(loads):.0f} to {max(loads):.0f} on {cores} cores"
     return f"{markdown_table(head, cells)}\n\n{also}{origin}, {load}.\n"
+
+
+def starts(path: Path) -> str:
+    """When what was killed trains again, with ranks that are forked and without. A line for each algorithm."""
+    back: dict[str, dict[tuple[str, bool], float | None]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        back.setdefault(row["algorithm"], {})[row["fault"], row["preload"]] = row["back_s"]
+    faults = ("kill-rank", "kill-host")
+    head = ["algorithm", *(SCENARIOS[fault].title + end for fault in faults for end in ("", "; with `--preload`"))]
+    cells = [
+        [f"`{name}`", *(_seconds(found[fault, preload]) for fault in faults for preload in (False, True))]
+        for name, found in back.items()
+    ]
+    return f"{markdown_table(head, cells)}\n\n`benchmarks/results/{path.parent.name}/{path.name}`.\n"
 
 
 def chaos_rows(*paths: Path) -> str:

@@ -248,7 +248,15 @@ def test_targets() -> None:
 
 
 def test_a_fault_can_be_chosen_for_every_algorithm() -> None:
-    args = {"step_ms": 1.0, "stage_steps": 200, "seed": 0, "detect_s": 2.0, "torchft": "", "quick": False}
+    args = {
+        "step_ms": 1.0,
+        "stage_steps": 200,
+        "seed": 0,
+        "detect_s": 2.0,
+        "torchft": "",
+        "quick": False,
+        "preload": False,
+    }
     chosen = program.plans(Namespace(**args, algorithm=["bytegrad", "diloco"], only=["slow", "loss"]))
     assert [(each.settings.algorithm, each.faults) for each in chosen] == [
         ("bytegrad", ("slow", "loss")), ("diloco", ("slow", "loss")),
@@ -265,17 +273,19 @@ def test_a_system_that_cannot_run_is_in_the_table() -> None:
 
 
 def test_every_algorithm_with_a_rule_is_measured() -> None:
-    with_rule = {each.name for each in bagua.algorithms.available() if bagua.algorithms.get(each.name).lost_step}
+    own = bagua.algorithms.available(builtin_only=True)
+    with_rule = {each.name for each in own if bagua.algorithms.get(each.name).lost_step}
     args = {"algorithm": None, "step_ms": 1.0, "seed": 0, "detect_s": 2.0, "torchft": "", "only": None}
     args["stage_steps"] = 200
-    full = program.plans(Namespace(**args, quick=False))
+    full = program.plans(Namespace(**args, quick=False, preload=False))
     assert {each.settings.algorithm for each in full if each.part == "chaos"} == with_rule
     killed = {
         each.settings.algorithm for each in full if each.settings.system == "bagua" and "kill-store" in each.faults
     }
     assert killed == with_rule
     assert {each.settings.system for each in full} == set(systems.SYSTEMS)
-    quick = program.plans(Namespace(**args, quick=True))
+    quick = program.plans(Namespace(**args, quick=True, preload=True))
+    assert all(each.settings.preload == (each.settings.system in ("bagua", "elastic")) for each in quick)
     assert {each.settings.system for each in quick} == set(systems.SYSTEMS)
     assert all(each.settings.hosts == 4 for each in quick)
 
@@ -290,15 +300,20 @@ def test_what_is_there_is_printed_and_not_measured_again(
     assert program.main(["--table", "--json", str(file)]) == 0
     assert "bagua, bytegrad" in capsys.readouterr().out
     words = ["--only", "tour", "--algorithm", "bytegrad", "--fault", "kill-rank", "--quick", "--json", str(file)]
-    assert program.main(words) == 0
+    assert program.main([*words, "--no-preload"]) == 0
     assert json.loads(file.read_text())["rows"] == [there]
+    forked = row(table=0, step_ms=100.0, preload=True)
+    file.write_text(json.dumps({"rows": [forked], "chaos": [], "timelines": [], "not_run": []}))
+    assert program.main(words) == 0
+    assert json.loads(file.read_text())["rows"] == [forked]
+    assert "| bagua --preload, bytegrad |" in capsys.readouterr().out
 
 
 def test_stages_are_a_part_of_what_is_run(tmp_path: Path) -> None:
     """A file of before says nothing of the stages: they were those of 200 steps."""
     settings = systems.Settings(algorithm="qadam", hosts=8)
     before = rounds.Rounds(settings, 40, 40, 900.0).facts
-    del before["stage_steps"]
+    del before["stage_steps"], before["preload"]
     found = {"chaos": [before]}
     assert rounds.Rounds(settings, 40, 40, 900.0).row(found) == before
     longer = rounds.Rounds(replace(settings, stage_steps=1000), 40, 40, 900.0)

@@ -277,6 +277,14 @@ def test_steps_that_are_exact_count_in_the_time() -> None:
 
 
 @pytest.mark.process  # of `platform`, which asks for the processor's name
+def test_a_row_is_chosen_by_its_name() -> None:
+    """Which has a comma."""
+    parse = suite.build_parser().parse_args
+    assert parse(["--only", "power_sgd, adamw"]).only == ["power_sgd, adamw"]
+    assert parse(["--only", "power_sgd,adamw"]).only == ["power_sgd", "adamw"]
+    assert parse(["--only", "power_sgd, adamw; qadam"]).only == ["power_sgd, adamw", "qadam"]
+
+
 def test_a_file_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     made: list[str] = []
 

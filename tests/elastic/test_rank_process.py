@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from bagua.distributed.rank_process import RankProcess
+from bagua.distributed.rank_process import RankProcess, spawn
 from tests.elastic.hosts import wait_for
 from tests.pids import runs
 
@@ -31,7 +32,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., RankProcess]]:
     made: list[RankProcess] = []
 
     def start(*argv: str) -> RankProcess:
-        made.append(RankProcess(argv, os.environ, tmp_path / str(len(made))))
+        made.append(RankProcess(partial(spawn, argv), os.environ, tmp_path / str(len(made))))
         return made[-1]
 
     yield start

@@ -66,3 +66,19 @@ def test_a_rank_that_starts_processes_all_the_time_leaves_none(mode: str, reques
                 host.kill_rank(1)
                 with pytest.raises(LabError, match="no process has LOCAL_RANK=1"):
                     host.kill_rank(1)
+
+
+@pytest.mark.parametrize("mode", ["namespaces", "pacing"])
+def test_a_forked_rank_is_found_by_its_name(mode: str, request: pytest.FixtureRequest) -> None:
+    if mode == "namespaces":
+        request.getfixturevalue("namespaces")
+    code = "printf bagua-rank-1 > /proc/$$/comm; echo runs; while :; do sleep 1; done"
+    with Cluster(2, mode=mode) as cluster, ExitStack() as kept:
+        host = cluster.hosts[0]
+        rank = kept.enter_context(host.popen(["sh", "-c", code], stdout=subprocess.PIPE, text=True))
+        kept.callback(rank.kill)
+        assert read_line(rank.stdout, "rank that runs") == "runs\n"
+        with pytest.raises(LabError, match="no process has LOCAL_RANK=0"):
+            host.kill_rank(0)
+        host.kill_rank(1)
+        assert rank.wait(10) == -9

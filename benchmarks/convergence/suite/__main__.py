@@ -34,7 +34,9 @@ QUICK_STEPS = 64
 
 
 def _words(text: str) -> list[str]:
-    """Names with a comma in them need ";" between names."""
+    """Several names with a comma in them need ";" between them."""
+    if text.strip() in {row.name for row in all_rows()}:
+        return [text.strip()]
     return [word.strip() for word in text.split(";" if ";" in text else ",") if word.strip()]
 
 

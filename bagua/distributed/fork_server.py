@@ -1,0 +1,272 @@
+"""`bagua run --preload`: ranks are forked from a process that has imported their modules already.
+
+Importing torch and the script's own modules takes seconds of CPU time. Here it is done once on a host, before the job
+begins. A rank that is started again is forked, and at work at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn, TextIO
+
+from bagua.distributed.forked_rank import Script, run_script, set_process_name
+
+__all__ = ["ForkServer", "ForkServerError", "ForkedProcess"]
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_CUDA_ERROR_NOT_INITIALIZED = 3
+_START_S = 30.0  # for a fork
+# What a training imports later on, by the module that does.
+_LATER = {
+    "torch": ("torch.distributed", "torch._dynamo"),  # the second one when the first optimizer is made: seconds
+    "bagua": ("bagua.engine", "bagua.algorithms", "bagua.membership.remote_seat", "bagua.elastic.state"),
+}
+_LOOK_S = 0.01
+
+
+class ForkServerError(RuntimeError):
+    """The process that ranks are forked from has ended, or does not answer."""
+
+
+class ForkedProcess:
+    """A child that was forked, with the part of `subprocess.Popen` that launchers need.
+
+    Args:
+        pid: of a child of this process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and reap it; return its exit code, negative for a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, 0 if deadline is None else os.WNOHANG)
+            except ChildProcessError:  # SIGCHLD is ignored here: nobody knows
+                self.returncode = 0
+                break
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+            else:
+                time.sleep(_LOOK_S)
+        return self.returncode
+
+
+class ForkServer:
+    """A process that was forked from this one and forks ranks. It ends with this one, and the ranks do.
+
+    Make it while this process has one thread, and has neither used CUDA nor opened files that ranks should not have.
+    The ranks are children of this process, so that it learns how they ended.
+    """
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._replies = self._socket.makefile("r", encoding="utf-8")
+        launcher = os.getpid()
+        self._pid = _fork()
+        if not self._pid:
+            try:
+                self._replies.close()
+                self._socket.close()
+                _serve(theirs, launcher)
+            finally:
+                os._exit(1)
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the server."""
+        return self._pid
+
+    def preload(self, modules: Sequence[str], command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Import modules there, and wait for it.
+
+        Args:
+            modules: their names.
+            command: of the ranks: its script decides where modules are looked for.
+            env: the environment that the modules see.
+
+        Raises:
+            ValueError: one cannot be imported, or cannot be forked afterwards; says which and why.
+        """
+        try:
+            reply = self._ask({"modules": [*modules], "command": [*command], "env": {**env}}, None)
+        except ForkServerError as error:
+            raise ValueError(f"while importing {', '.join(modules)}: {error}") from None
+        if reply["error"]:
+            raise ValueError(reply["error"])
+
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], stdout: str | None = None, stderr: str | None = None
+    ) -> ForkedProcess:
+        """Fork a rank, in a session of its own. It ends when this process does.
+
+        Args:
+            command: Python with a script or a module, see `bagua.distributed.forked_rank.Script`.
+            env: its whole environment.
+            stdout: path of a file that it writes to in the place of this process's output.
+            stderr: the same for errors.
+
+        Raises:
+            ForkServerError: no rank was started, and no other one will be.
+        """
+        # The rank's parent ends at once. Then the next subreaper above it becomes its parent.
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            request = {"command": [*command], "env": {**env}, "paths": [stdout, stderr]}
+            return ForkedProcess(self._ask(request, _START_S)["pid"])
+        finally:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+    def close(self) -> None:
+        """End it. Ranks go on."""
+        self._replies.close()
+        self._socket.close()
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+    def _ask(self, request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            line = self._replies.readline()
+        except TimeoutError:
+            raise ForkServerError(f"the process that forks ranks has not answered within {timeout} s") from None
+        except OSError:  # the connection is closed
+            line = ""
+        if not line:
+            raise ForkServerError("the process that forks ranks has ended")
+        return json.loads(line)
+
+
+def _serve(requests: socket.socket, launcher: int) -> NoReturn:
+    """Of the server: until its launcher closes the connection."""
+    _end_with(launcher)
+    os.setsid()  # Ctrl-C is for the launcher
+    set_process_name("bagua-preload")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    file = requests.makefile("rw", encoding="utf-8")
+    requests.close()  # ranks close the file, and nothing else holds the connection open then
+    for line in file:
+        request = json.loads(line)
+        reply = (
+            {"error": _import(**request)} if "modules" in request else {"pid": _fork_rank(file, launcher, **request)}
+        )
+        file.write(json.dumps(reply) + "\n")
+        file.flush()
+    os._exit(0)
+
+
+def _import(modules: Sequence[str], command: Sequence[str], env: Mapping[str, str]) -> str:
+    """Return what is wrong, or ""."""
+    os.environ.clear()
+    os.environ.update(env)
+    # Then torch.cuda.is_available(), which modules may call, does not initialise the driver. Ranks do not get this.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    Script.of(command).lead_path()
+    gc.disable()
+    for name in modules:
+        try:
+            for each in (name, *_LATER.get(name, ())):
+                importlib.import_module(each)
+        except BaseException as error:
+            return f"{name} cannot be imported: {type(error).__name__}: {error}"
+        if others := [each.name for each in threading.enumerate() if each is not threading.main_thread()]:
+            return f"{name} starts a thread when it is imported ({', '.join(others)}); a forked rank would lack it"
+        if _uses_cuda():
+            return f"{name} uses CUDA when it is imported, and a process that has used CUDA cannot be forked"
+    gc.freeze()  # pages of objects that no collection touches stay shared, and a rank ends a second earlier
+    gc.enable()
+    return ""
+
+
+def _uses_cuda() -> bool:
+    """Whether this process has initialised the CUDA driver; asking it for its devices is enough."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:  # not loaded
+        return False
+    return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _CUDA_ERROR_NOT_INITIALIZED
+
+
+def _fork_rank(
+    requests: TextIO, launcher: int, command: Sequence[str], env: Mapping[str, str], paths: Sequence[str | None]
+) -> int:
+    """Return the process id of a rank whose parent is the launcher. It has a session of its own by then."""
+    reader, writer = os.pipe()
+    if parent := _fork():
+        os.close(writer)
+        os.waitpid(parent, 0)
+        with open(reader) as file:
+            return int(file.read())
+    try:
+        parent = os.getpid()
+        if _fork():
+            os._exit(0)
+        os.close(reader)
+        requests.close()
+        os.setsid()
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S / 10)
+        _end_with(launcher)
+        for number, path in enumerate(paths, 1):
+            if path is not None:
+                file = os.open(path, os.O_WRONLY)
+                os.dup2(file, number)
+                os.close(file)
+        os.write(writer, str(os.getpid()).encode())
+        os.close(writer)
+        run_script(command, env)
+    finally:
+        os._exit(1)
+
+
+def _fork() -> int:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    with warnings.catch_warnings():
+        # Python counts threads of native libraries, too. Those of OpenBLAS are started again where they are needed.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _end_with(launcher: int) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(137)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
