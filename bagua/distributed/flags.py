@@ -105,7 +105,7 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
     add(
         "preload",
         env,
-        type=_modules,
+        type=_module_names,
         metavar="MODULES",
         help="import these (torch,bagua for one) once on a host, and fork its ranks from that process: they start, and "
         "start again, seconds earlier",
@@ -188,7 +188,7 @@ def _rank_order(text: str) -> str:
     return text
 
 
-def _modules(text: str) -> list[str]:
+def _module_names(text: str) -> list[str]:
     names = text.split(",")
     if not all(word.isidentifier() for name in names for word in name.split(".")):
         raise ArgumentTypeError(f"must be names of modules with commas between them, not {text!r}")

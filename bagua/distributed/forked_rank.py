@@ -155,7 +155,9 @@ def _code_of(end: SystemExit) -> int:
 
 def _end_by_sigint() -> NoReturn:
     """As Python does it, so that a parent sees why."""
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
