@@ -17,12 +17,14 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from bagua.distributed.forked_rank import Script, run_script, set_process_name
+from bagua.distributed.forked_rank import Script, run_script, set_process_name, unbuffer_output
 
 __all__ = ["ForkServer", "ForkServerError", "ForkedProcess"]
 
@@ -35,6 +37,7 @@ _LATER = {
     "bagua": ("bagua.engine", "bagua.algorithms", "bagua.membership.remote_seat", "bagua.elastic.state"),
 }
 _LOOK_S = 0.01
+_OF_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
 
 
 class ForkServerError(RuntimeError):
@@ -83,22 +86,25 @@ class ForkedProcess:
 class ForkServer:
     """A process that was forked from this one and forks ranks. It ends with this one, and the ranks do.
 
-    Make it while this process has one thread, and has neither used CUDA nor opened files that ranks should not have.
-    The ranks are children of this process, so that it learns how they ended.
+    Make it while this process has one thread, and has opened no file that ranks should not have. The ranks are children
+    of this process, so that it learns how they ended.
+
+    Raises:
+        ValueError: this process has used CUDA.
     """
 
     def __init__(self) -> None:
+        if _uses_cuda():  # in a child the driver would not say so
+            raise ValueError("the launcher has used CUDA already, and a process that has used CUDA cannot be forked")
         self._socket, theirs = socket.socketpair()
         self._replies = self._socket.makefile("r", encoding="utf-8")
         launcher = os.getpid()
         self._pid = _fork()
         if not self._pid:
-            try:
+            with _ending():
                 self._replies.close()
                 self._socket.close()
                 _serve(theirs, launcher)
-            finally:
-                os._exit(1)
         theirs.close()
 
     @property
@@ -161,6 +167,7 @@ class ForkServer:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
             line = self._replies.readline()
         except TimeoutError:
+            os.kill(self._pid, signal.SIGKILL)  # or it could still start a rank
             raise ForkServerError(f"the process that forks ranks has not answered within {timeout} s") from None
         except OSError:  # the connection is closed
             line = ""
@@ -174,41 +181,92 @@ def _serve(requests: socket.socket, launcher: int) -> NoReturn:
     _end_with(launcher)
     os.setsid()  # Ctrl-C is for the launcher
     set_process_name("bagua-preload")
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    unbuffer_output()
+    # As Python has it; modules may install others.
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    of_children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored nothing could be waited for
+    changes: dict[str, str | None] = {}
     file = requests.makefile("rw", encoding="utf-8")
     requests.close()  # ranks close the file, and nothing else holds the connection open then
     for line in file:
         request = json.loads(line)
-        reply = (
-            {"error": _import(**request)} if "modules" in request else {"pid": _fork_rank(file, launcher, **request)}
-        )
+        if "modules" in request:
+            reply = {"error": _import(**request, changes=changes)}
+        else:
+            reply = {"pid": _fork_rank(file, launcher, of_children, changes, **request)}
         file.write(json.dumps(reply) + "\n")
         file.flush()
     os._exit(0)
 
 
-def _import(modules: Sequence[str], command: Sequence[str], env: Mapping[str, str]) -> str:
-    """Return what is wrong, or ""."""
+def _import(
+    modules: Sequence[str], command: Sequence[str], env: Mapping[str, str], changes: dict[str, str | None]
+) -> str:
+    """Return what is wrong, or "".
+
+    Args:
+        changes: of the environment by the modules; is filled in. None: it is removed.
+    """
+    before = {name: value for name, value in env.items() if name not in _OF_RANK}
     os.environ.clear()
-    os.environ.update(env)
-    # Then torch.cuda.is_available(), which modules may call, does not initialise the driver. Ranks do not get this.
+    os.environ.update(before)
+    # Then torch.cuda.is_available(), which modules may call, does not initialise the driver.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     Script.of(command).lead_path()
     gc.disable()
+    read: set[str] = set()
     for name in modules:
         try:
-            for each in (name, *_LATER.get(name, ())):
-                importlib.import_module(each)
+            with _watching(read):
+                for each in (name, *_LATER.get(name, ())):
+                    importlib.import_module(each)
         except BaseException as error:
             return f"{name} cannot be imported: {type(error).__name__}: {error}"
-        if others := [each.name for each in threading.enumerate() if each is not threading.main_thread()]:
-            return f"{name} starts a thread when it is imported ({', '.join(others)}); a forked rank would lack it"
-        if _uses_cuda():
-            return f"{name} uses CUDA when it is imported, and a process that has used CUDA cannot be forked"
+        if problem := _problem(read):
+            return f"{name} {problem}"
     gc.freeze()  # pages of objects that no collection touches stay shared, and a rank ends a second earlier
     gc.enable()
+    changes.update({name: value for name, value in os.environ.items() if before.get(name) != value})
+    changes.update({name: None for name in before if name not in os.environ})
     return ""
+
+
+def _problem(read: set[str]) -> str:
+    """Why this process cannot be forked any more, or what ranks would lack; "" if there is nothing."""
+    if others := [each.name for each in threading.enumerate() if each is not threading.main_thread()]:
+        return f"starts a thread when it is imported ({', '.join(others)}); a forked rank would lack it"
+    if _uses_cuda():
+        return "uses CUDA when it is imported, and a process that has used CUDA cannot be forked"
+    if any(path.read_text().split() for path in Path("/proc/self/task").glob("*/children")):
+        return "starts a process when it is imported, which would not be a forked rank's own"
+    if read:
+        return f"reads {', '.join(sorted(read))} when it is imported, which ranks have only later"
+    if not (trial := _fork()):  # ends the threads of libraries that start them again after a fork, such as OpenBLAS
+        os._exit(0)
+    os.waitpid(trial, 0)
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "computes in parallel when it is imported; a forked rank would wait for threads that it lacks"
+    return ""
+
+
+@contextmanager
+def _watching(read: set[str]) -> Iterator[None]:
+    """Note which variables of a rank are read from `os.environ` until the block ends."""
+    kind = type(os.environ)
+
+    class Watched(kind):
+        def __getitem__(self, name: str) -> str:
+            if name in _OF_RANK:
+                read.add(name)
+            return super().__getitem__(name)
+
+    os.environ.__class__ = Watched
+    try:
+        yield
+    finally:
+        os.environ.__class__ = kind
 
 
 def _uses_cuda() -> bool:
@@ -221,7 +279,13 @@ def _uses_cuda() -> bool:
 
 
 def _fork_rank(
-    requests: TextIO, launcher: int, command: Sequence[str], env: Mapping[str, str], paths: Sequence[str | None]
+    requests: TextIO,
+    launcher: int,
+    of_children: Any,
+    changes: Mapping[str, str | None],
+    command: Sequence[str],
+    env: Mapping[str, str],
+    paths: Sequence[str | None],
 ) -> int:
     """Return the process id of a rank whose parent is the launcher. It has a session of its own by then."""
     reader, writer = os.pipe()
@@ -230,7 +294,7 @@ def _fork_rank(
         os.waitpid(parent, 0)
         with open(reader) as file:
             return int(file.read())
-    try:
+    with _ending():
         parent = os.getpid()
         if _fork():
             os._exit(0)
@@ -245,9 +309,20 @@ def _fork_rank(
                 file = os.open(path, os.O_WRONLY)
                 os.dup2(file, number)
                 os.close(file)
+        signal.signal(signal.SIGCHLD, of_children)
         os.write(writer, str(os.getpid()).encode())
         os.close(writer)
-        run_script(command, env)
+        run_script(command, {name: value for name, value in {**env, **changes}.items() if value is not None})
+    raise AssertionError("the process has not ended")
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """The block does not return; if it fails, the process ends and says why."""
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(1)
 

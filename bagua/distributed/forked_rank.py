@@ -1,7 +1,8 @@
 """A script in a process that was forked from another one: it runs as if Python had been started with it.
 
 Differs: from a fresh interpreter, in that modules which were imported before the fork have read the environment of that
-time.
+time, that the stack has frames of the launcher below those of the script, and that options of Python itself (`-W`)
+are the launcher's.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ import runpy
 import signal
 import sys
 import threading
+import traceback
+import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-__all__ = ["Script", "run_script", "set_process_name"]
+__all__ = ["Script", "run_script", "set_process_name", "unbuffer_output"]
 
 _PR_SET_NAME = 15
+_SET_THREADS = ("openblas_set_num_threads", "openblas_set_num_threads64_", "scipy_openblas_set_num_threads64_")
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,9 @@ class Script:
     def lead_path(self) -> None:
         """Put its folder at the head of `sys.path`, in the place of that of the running script."""
         if not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = os.getcwd() if self.is_module else os.path.dirname(os.path.realpath(self.name))
+            path = os.path.realpath(self.name)
+            holds_main = os.path.isdir(path) or (os.path.isfile(path) and zipfile.is_zipfile(path))
+            sys.path[0] = os.getcwd() if self.is_module else path if holds_main else os.path.dirname(path)
 
 
 def set_process_name(name: str) -> None:
@@ -76,13 +84,8 @@ def run_script(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     os.environ.clear()
     os.environ.update(env)
     set_process_name(f"bagua-rank-{env.get('LOCAL_RANK', '0')}")
-    for stream in ("stdout", "stderr"):
-        _unbuffer(stream)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     _own_state()
     script = Script.of(command)
-    script.lead_path()
     sys.orig_argv = [*command]
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
@@ -96,7 +99,7 @@ def run_script(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         trace = error.__traceback__
         for _ in range(2):  # the frames of this module
             trace = trace and trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        _report(error.with_traceback(trace))
         if isinstance(error, KeyboardInterrupt):
             _end_by_sigint()
         code = 1
@@ -115,11 +118,11 @@ def _execute(script: Script, main: ModuleType) -> None:
             why = f"[Errno {errno.ENOENT}] {os.strerror(errno.ENOENT)}"
             print(f"{sys.executable}: can't open file {path!r}: {why}", file=sys.stderr)
             raise SystemExit(2)
-        runpy.run_path(script.name, run_name="__main__")
+        runpy._run_module_as_main("__main__", False)  # pyright: ignore[reportAttributeAccessIssue]
         return
     with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec")
-    main.__dict__.update(__file__=path, __cached__=None)
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
     exec(code, main.__dict__)
 
 
@@ -128,20 +131,45 @@ def _own_state() -> None:
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # Python's own generator is seeded anew by each fork
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    if (torch := sys.modules.get("torch")) and threads.isdigit() and int(threads):
-        torch.set_num_threads(int(threads))  # OpenMP has read the variable before the fork
+    if threads.isdigit() and int(threads):  # libraries have read the variable before the fork
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(int(threads))
+        _limit_openblas(int(threads))
 
 
-def _unbuffer(name: str) -> None:
+def _limit_openblas(threads: int) -> None:
+    """Those that are loaded, such as NumPy's own."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    for path in {line.split()[-1] for line in lines if "openblas" in os.path.basename(line)}:
+        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
+        for name in _SET_THREADS:
+            if (set_threads := getattr(library, name, None)) is not None:
+                set_threads(ctypes.c_int(threads))
+
+
+def unbuffer_output() -> None:
     """As `python -u` has it."""
-    stream = getattr(sys, name)
-    if stream is None:
-        return
-    with suppress(OSError, ValueError):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            continue
         raw = io.FileIO(stream.fileno(), "wb", closefd=False)
+        vars(raw)["name"] = f"<{name}>"
         text = io.TextIOWrapper(raw, stream.encoding, stream.errors, newline="\n", write_through=True)  # pyright: ignore[reportArgumentType]
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
+
+
+def _report(error: BaseException) -> None:
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException as failure:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        failure.__context__ = None
+        trace = failure.__traceback__ and failure.__traceback__.tb_next
+        traceback.print_exception(type(failure), failure.with_traceback(trace), trace)
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(type(error), error, error.__traceback__)
 
 
 def _code_of(end: SystemExit) -> int:

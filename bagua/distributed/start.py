@@ -42,7 +42,11 @@ def start(args: Namespace, prog: str) -> int:
     """
     with ExitStack() as kept:
         # Before anything else: what is forked later could have threads, and could have asked CUDA for its devices.
-        forks = kept.enter_context(closing(ForkServer())) if args.preload else None
+        try:
+            forks = kept.enter_context(closing(ForkServer())) if args.preload else None
+        except ValueError as error:
+            print(f"{prog}: --preload: {error}", file=sys.stderr)
+            return 2
         return _start(args, prog, kept, forks)
 
 

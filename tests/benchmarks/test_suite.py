@@ -276,7 +276,6 @@ def test_steps_that_are_exact_count_in_the_time() -> None:
     assert step_ms(warm, "gpt", 0.25 * exact_sent + 0.75 * sent) == pytest.approx(0.25 * exact_ms + 0.75 * ms)
 
 
-@pytest.mark.process  # of `platform`, which asks for the processor's name
 def test_a_row_is_chosen_by_its_name() -> None:
     """Which has a comma."""
     parse = suite.build_parser().parse_args
@@ -285,6 +284,7 @@ def test_a_row_is_chosen_by_its_name() -> None:
     assert parse(["--only", "power_sgd, adamw; qadam"]).only == ["power_sgd, adamw", "qadam"]
 
 
+@pytest.mark.process  # of `platform`, which asks for the processor's name
 def test_a_file_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     made: list[str] = []
 

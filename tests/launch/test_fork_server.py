@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,14 @@ SHOWS = """
 import atexit, multiprocessing, os, pickle, signal, subprocess, sys, threading, time
 import beside
 class Here: pass
-def double(x): return 2 * x
+def double(x: int): return 2 * x
 def main():
     spec = __spec__ and __spec__.name
     print(__name__, __file__, spec, sys.argv, sys.path[0], sys.orig_argv[2:], beside.VALUE)
     print(signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), os.getsid(0) == os.getpid(), os.getcwd())
     print(sys.modules["__main__"].Here is Here, type(pickle.loads(pickle.dumps(Here()))) is Here)
     print(os.environ["LOCAL_RANK"], os.getenv("LOCAL_RANK"), subprocess.check_output(["printenv", "LOCAL_RANK"]))
+    print(double.__annotations__, type(__loader__).__name__, sys.stdout.name, sys.path.count(sys.path[0]))
     print(sys.stdout.line_buffering, sys.stdout.write_through, sys.stdout.encoding, sys.stderr.write_through)
     print(threading.active_count(), threading.current_thread() is threading.main_thread())
     atexit.register(print, "exit function")
@@ -68,6 +70,12 @@ def main():
             {}["first"]
         except KeyError as error:
             raise ValueError("second") from error
+    elif how == "hook":
+        sys.excepthook = lambda *error: sys.stderr.write(f"{error[0]} in the hook\\n")
+        1 / 0
+    elif how == "bad hook":
+        sys.excepthook = lambda *error: [][0]
+        1 / 0
     elif how == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
@@ -87,8 +95,15 @@ if __name__ == "__main__":
 class Driver:
     """A launcher in its own process; `ask` starts a rank."""
 
-    def __init__(self, folder: Path, modules: list[str], command: list[str], code: str = DRIVER) -> None:
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    def __init__(
+        self,
+        folder: Path,
+        modules: list[str],
+        command: list[str],
+        code: str = DRIVER,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             cwd=folder,
@@ -127,15 +142,24 @@ class Driver:
 def folder(tmp_path: Path) -> Path:
     script(tmp_path, "VALUE = 7", "beside.py")
     script(tmp_path, SHOWS, "shows.py")
+    (tmp_path / "folder").mkdir()
+    script(tmp_path / "folder", "VALUE = 8", "beside.py")
+    script(tmp_path / "folder", SHOWS, "__main__.py")
     return tmp_path
 
 
-ENDS = ["end", "3", "'words'", "None", "-1", "raise", "interrupt", "kill", "spawn"]
+ENDS = ["end", "3", "'words'", "None", "-1", "raise", "hook", "bad hook", "interrupt", "kill", "spawn"]
 
 
 @pytest.mark.parametrize(
     ("words", "ends"),
-    [(["shows.py"], ENDS), (["-m", "shows"], ENDS), (["./absent.py"], ["end"]), (["-m", "no"], ["end"])],
+    [
+        (["shows.py"], ENDS),
+        (["-m", "shows"], ENDS),
+        (["folder"], ENDS[:2]),
+        (["./absent.py"], ENDS[:1]),
+        (["-m", "absent"], ENDS[:1]),
+    ],
 )
 def test_it_runs_as_with_python(folder: Path, words: list[str], ends: list[str]) -> None:
     """What it sees, writes and ends with is the same, its traceback too."""
@@ -159,17 +183,22 @@ def test_it_runs_as_with_python(folder: Path, words: list[str], ends: list[str])
 
 
 def test_generators_and_threads_are_those_of_the_rank(tmp_path: Path) -> None:
-    """NumPy's generator is seeded when it is imported, and OpenMP reads its variable then."""
-    name = script(
-        tmp_path, "import numpy, random, torch\nprint(numpy.random.rand(), random.random(), torch.get_num_threads())"
-    )
+    """NumPy's generator is seeded when it is imported, and OpenMP and OpenBLAS read their variable then."""
+    code = r"""
+import ctypes, numpy, random, re, torch
+paths = set(re.findall(r"/\S*openblas\S*", open("/proc/self/maps").read()))
+names = ("openblas_get_num_threads", "openblas_get_num_threads64_", "scipy_openblas_get_num_threads64_")
+of_numpy = {getattr(ctypes.CDLL(path), name)() for path in paths for name in names if hasattr(ctypes.CDLL(path), name)}
+print(numpy.random.rand(), random.random(), torch.get_num_threads(), *of_numpy)
+"""
+    name = script(tmp_path, code)
     driver = Driver(tmp_path, ["numpy", "torch"], [sys.executable, name])
     int(driver.line())
     for threads in ("1", "3"):
         driver.tell(name, env={"OMP_NUM_THREADS": threads})
     out, err = driver.end()
     (one, _, other, _) = out.splitlines()
-    assert one.split()[2] == "1" and other.split()[2] == "3" and err == ""
+    assert {*one.split()[2:]} == {"1"} and other.split()[2] == "3" and err == ""
     assert not {*one.split()[:2]} & {*other.split()[:2]}
 
 
@@ -183,6 +212,18 @@ def test_generators_and_threads_are_those_of_the_rank(tmp_path: Path) -> None:
             "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True, name='mine').start()",
             "needed starts a thread when it is imported (mine); a forked rank would lack it",
         ),
+        (
+            "import subprocess, sys\nheld = subprocess.Popen(['sleep', '5'], stdout=-3, stderr=-3)",
+            "needed starts a process when it is imported, which would not be a forked rank's own",
+        ),
+        (
+            "import os\nrank = int(os.getenv('RANK', -1)), 'LOCAL_RANK' in os.environ",
+            "needed reads LOCAL_RANK, RANK when it is imported, which ranks have only later",
+        ),
+        (
+            "import torch\ntorch.set_num_threads(2)\ntable = torch.randn(2000, 2000).exp()",
+            "needed computes in parallel when it is imported; a forked rank would wait for threads that it lacks",
+        ),
         ("import os\nos.kill(os.getpid(), 9)", "while importing needed: the process that forks ranks has ended"),
     ],
 )
@@ -192,6 +233,31 @@ def test_modules_that_cannot_be_preloaded(tmp_path: Path, text: str | None, said
     driver = Driver(tmp_path, ["needed"], [sys.executable, "x.py"])
     out, err = driver.end()
     assert (out, err) == ("", f"refused: {said}\n") and driver.process.returncode == 1
+
+
+def test_what_modules_do_counts(tmp_path: Path) -> None:
+    """To the environment, the path and the streams, as if the rank had imported them."""
+    (tmp_path / "vendored").mkdir()
+    script(tmp_path / "vendored", "VALUE = 3", "inside.py")
+    text = "import os, sys\nos.environ['SET'] = '1'\ndel os.environ['REMOVED']\nsys.path.insert(0, 'vendored')\n"
+    text += "class Tee:\n    write = sys.stdout.write\n    flush = sys.stdout.flush\nsys.stdout = Tee()"
+    script(tmp_path, text, "needed.py")
+    code = "import os, inside\nprint(os.environ['SET'], os.getenv('REMOVED'), inside.VALUE, os.environ['CHANGED'])"
+    name = script(tmp_path, code)
+    driver = Driver(tmp_path, ["needed"], [sys.executable, name], env={"REMOVED": "1", "CHANGED": "before"})
+    int(driver.line())
+    driver.tell(name, env={"CHANGED": "after"})
+    assert driver.end() == ("1 None 3 after\n0\n", "")
+
+
+def test_where_ends_of_children_are_ignored(tmp_path: Path) -> None:
+    """Nobody learns how the rank ended then, but it runs once."""
+    name = script(tmp_path, "import signal\nprint(int(signal.getsignal(signal.SIGCHLD)))")
+    ignoring = "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+    driver = Driver(tmp_path, ["json"], [sys.executable, name], ignoring + DRIVER)
+    int(driver.line())
+    driver.tell(name)
+    assert driver.end() == ("1\n0\n", "")
 
 
 @pytest.mark.parametrize(("state", "refused"), [(0, True), (3, False), (201, True)])
