@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _load(module: str) -> ModuleType:
     """Import a command's module in a process of its own.
 
-    What is imported lives until the end, so no collection of garbage needs to look at it. With torch that saves a tenth
-    of the time of the import, and a second at the end of the process.
+    What is imported lives until the end, so no collection of garbage needs to look at it: with torch that takes part of
+    the time of the import, and most of that at the end of the process.
     """
     gc.disable()
     try:

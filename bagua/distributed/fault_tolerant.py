@@ -10,25 +10,23 @@ import math
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
 from bagua.distributed.failover import parse_endpoints
-from bagua.distributed.fork_server import ForkedProcess, ForkServer, ForkServerError
+from bagua.distributed.fork_server import ForkServer
 from bagua.distributed.founding import Founding, Job, JoinError, token_of_the_user
 from bagua.distributed.host_supervisor import HostSupervisor
 from bagua.distributed.job_store import ServedStore
 from bagua.distributed.rank_command import rank_command
-from bagua.distributed.rank_process import spawn
+from bagua.distributed.rank_process import Start, spawn
 from bagua.membership import Agent, Epoch, Member, Options, Record
 from bagua.membership.messages import MAX_SEATS
 from bagua.membership.seat import payload_of
@@ -159,7 +157,7 @@ def run(settings: Settings, prog: str, directory: Path, forks: ForkServer | None
         served,
         transport,
         directory,
-        _starts(settings.commands, forks, say),
+        [_start_of(command, forks) for command in settings.commands],
         settings.script,
         settings.max_restarts,
         settings.join_s,
@@ -175,23 +173,9 @@ def run(settings: Settings, prog: str, directory: Path, forks: ForkServer | None
         status.close()
 
 
-def _starts(
-    commands: Sequence[Sequence[str]], forks: ForkServer | None, say: Callable[[str], None]
-) -> list[Callable[[Mapping[str, str]], subprocess.Popen[bytes] | ForkedProcess]]:
-    """What starts the ranks of this host. If the process that forks them is lost, they are started as without it."""
-    server = forks
-
-    def start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes] | ForkedProcess:
-        nonlocal server
-        if server is not None:
-            try:
-                return server.start(command, env)
-            except ForkServerError as error:
-                say(f"--preload: {error}; from now on ranks start without it")
-                server = None
-        return spawn(command, env)
-
-    return [partial(start, command) for command in commands]
+def _start_of(command: Sequence[str], forks: ForkServer | None) -> Start:
+    """What starts this rank. If the process that forks ranks is lost, it is as without one."""
+    return lambda env: (forks and forks.start(command, env)) or spawn(command, env)
 
 
 def _start_agent(job: Job, me: Member, options: Options, listener: socket.socket) -> Transport:

@@ -19,14 +19,14 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from bagua.distributed.forked_rank import Script, run_script, set_process_name, unbuffer_output
 
-__all__ = ["ForkServer", "ForkServerError", "ForkedProcess"]
+__all__ = ["ForkServer", "ForkedProcess"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CUDA_ERROR_NOT_INITIALIZED = 3
@@ -40,7 +40,7 @@ _LOOK_S = 0.01
 _OF_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
 
 
-class ForkServerError(RuntimeError):
+class _LostError(RuntimeError):
     """The process that ranks are forked from has ended, or does not answer."""
 
 
@@ -89,13 +89,17 @@ class ForkServer:
     Make it while this process has one thread, and has opened no file that ranks should not have. The ranks are children
     of this process, so that it learns how they ended.
 
+    Args:
+        say: writes a line to the log.
+
     Raises:
         ValueError: this process has used CUDA.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         if _uses_cuda():  # in a child the driver would not say so
             raise ValueError("the launcher has used CUDA already, and a process that has used CUDA cannot be forked")
+        self._say, self._lost = say, False
         self._socket, theirs = socket.socketpair()
         self._replies = self._socket.makefile("r", encoding="utf-8")
         launcher = os.getpid()
@@ -125,14 +129,14 @@ class ForkServer:
         """
         try:
             reply = self._ask({"modules": [*modules], "command": [*command], "env": {**env}}, None)
-        except ForkServerError as error:
+        except _LostError as error:
             raise ValueError(f"while importing {', '.join(modules)}: {error}") from None
         if reply["error"]:
             raise ValueError(reply["error"])
 
     def start(
         self, command: Sequence[str], env: Mapping[str, str], stdout: str | None = None, stderr: str | None = None
-    ) -> ForkedProcess:
+    ) -> ForkedProcess | None:
         """Fork a rank, in a session of its own. It ends when this process does.
 
         Args:
@@ -141,14 +145,20 @@ class ForkServer:
             stdout: path of a file that it writes to in the place of this process's output.
             stderr: the same for errors.
 
-        Raises:
-            ForkServerError: no rank was started, and no other one will be.
+        Returns:
+            the rank; None if the server is lost, which is said once: no rank was started, and none will be.
         """
+        if self._lost:
+            return None
+        request = {"command": [*command], "env": {**env}, "paths": [stdout, stderr]}
         # The rank's parent ends at once. Then the next subreaper above it becomes its parent.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
-            request = {"command": [*command], "env": {**env}, "paths": [stdout, stderr]}
             return ForkedProcess(self._ask(request, _START_S)["pid"])
+        except _LostError as error:
+            self._lost = True
+            self._say(f"--preload: {error}; from now on ranks start without it")
+            return None
         finally:
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
@@ -168,11 +178,11 @@ class ForkServer:
             line = self._replies.readline()
         except TimeoutError:
             os.kill(self._pid, signal.SIGKILL)  # or it could still start a rank
-            raise ForkServerError(f"the process that forks ranks has not answered within {timeout} s") from None
+            raise _LostError(f"the process that forks ranks has not answered within {timeout} s") from None
         except OSError:  # the connection is closed
             line = ""
         if not line:
-            raise ForkServerError("the process that forks ranks has ended")
+            raise _LostError("the process that forks ranks has ended")
         return json.loads(line)
 
 

@@ -149,15 +149,15 @@ def _limit_openblas(threads: int) -> None:
 
 def unbuffer_output() -> None:
     """As `python -u` has it."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            continue
-        raw = io.FileIO(stream.fileno(), "wb", closefd=False)
-        vars(raw)["name"] = f"<{name}>"
-        text = io.TextIOWrapper(raw, stream.encoding, stream.errors, newline="\n", write_through=True)  # pyright: ignore[reportArgumentType]
-        setattr(sys, name, text)
-        setattr(sys, f"__{name}__", text)
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        earlier = getattr(sys, name)
+        with suppress(OSError):  # it is closed
+            raw = io.FileIO(number, "wb", closefd=False)
+            vars(raw)["name"] = f"<{name}>"
+            coding = getattr(earlier, "encoding", None), getattr(earlier, "errors", None)
+            text = io.TextIOWrapper(raw, *coding, newline="\n", write_through=True)  # pyright: ignore[reportArgumentType]
+            setattr(sys, name, text)
+            setattr(sys, f"__{name}__", text)
 
 
 def _report(error: BaseException) -> None:

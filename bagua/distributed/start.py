@@ -43,7 +43,7 @@ def start(args: Namespace, prog: str) -> int:
     with ExitStack() as kept:
         # Before anything else: what is forked later could have threads, and could have asked CUDA for its devices.
         try:
-            forks = kept.enter_context(closing(ForkServer())) if args.preload else None
+            forks = kept.enter_context(closing(ForkServer(partial(_say, prog)))) if args.preload else None
         except ValueError as error:
             print(f"{prog}: --preload: {error}", file=sys.stderr)
             return 2
@@ -80,7 +80,7 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
         launch = partial(_run, args)
         kept.enter_context(serve_status(args, prog))
         if forks is not None:
-            kept.enter_context(forked_workers(forks, prog))
+            kept.enter_context(forked_workers(forks))
     else:
         # Tracebacks are there, which `record` reads after the end of the ranks.
         launch = partial(fault_tolerant.run, tolerant, prog, kept.enter_context(run_directory()), forks)
@@ -108,6 +108,10 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
             del os.environ[memory.VARIABLE]
             held.close()
     return 0
+
+
+def _say(prog: str, text: str) -> None:
+    print(f"{prog}: {text}", file=sys.stderr, flush=True)
 
 
 def _shell_code(failure: ChildFailedError) -> int:

@@ -37,8 +37,8 @@ class Settings:
         seed: of weights, data and links.
         torchft: folder with torchft and its dependencies, or "" if it is installed.
         losses_every: steps between two losses that a rank writes down; 0 for none but at the end. Of Bagua's ranks.
-        preload: ranks are forked from a process that has imported their modules. Of Bagua's systems.
         stage_steps: the length of a training for which optimizers with two stages choose that of the first, a fifth.
+        preload: ranks are forked from a process that has imported their modules. Of Bagua's systems.
     """
 
     system: str = "bagua"

@@ -141,6 +141,23 @@ def test_ctrl_c_in_a_command_without_an_answer_of_its_own(
     assert capsys.readouterr().err == "bagua doctor: interrupted\n"
 
 
+@pytest.mark.process
+def test_collections_leave_out_what_a_command_imports(tmp_path: Path) -> None:
+    """Only in a process of its own. Afterwards garbage is collected again."""
+    (tmp_path / "probe.py").write_text(
+        "import gc\nduring = gc.isenabled()\n"
+        "def main(argv): return 10 * during + gc.isenabled() + 2 * (gc.get_freeze_count() > 0)"
+    )
+    code = """
+import sys
+from bagua.cli import main
+main._COMMANDS["probe"] = ("", "probe")
+sys.argv = ["bagua", "probe"]
+assert (main.main(["probe"]), sys.modules.pop("probe") and main.main()) == (11, 3)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+
+
 def test_ctrl_c_before_ranks_are_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(start, "run", lambda args: signal.raise_signal(signal.SIGINT))
     assert start.start(get_args_parser().parse_args(["train.py"]), "bagua run") == 130

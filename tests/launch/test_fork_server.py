@@ -24,8 +24,8 @@ pytestmark = pytest.mark.process
 # Asks a server for ranks as a launcher does: each line is the command of one, and is answered by how it ended.
 DRIVER = """
 import json, os, sys
-from bagua.distributed.fork_server import ForkServer, ForkServerError
-server = ForkServer()
+from bagua.distributed.fork_server import ForkServer
+server = ForkServer(lambda text: print(text, flush=True))
 modules, command = json.loads(sys.stdin.readline())
 try:
     server.preload(modules, command, {**os.environ, "SEEN": "by modules"})
@@ -34,10 +34,9 @@ except ValueError as error:
 print(server.pid, flush=True)
 for line in sys.stdin:
     request = json.loads(line)
-    try:
-        rank = server.start(request["command"], {**os.environ, "LOCAL_RANK": "5", **request.get("env", {})})
-    except ForkServerError as error:
-        print(f"lost: {error}", flush=True)
+    rank = server.start(request["command"], {**os.environ, "LOCAL_RANK": "5", **request.get("env", {})})
+    if rank is None:
+        print("not started", flush=True)
         continue
     if request.get("wait", True):
         print(rank.wait(), flush=True)
@@ -292,7 +291,8 @@ def test_a_lost_server_is_told(tmp_path: Path) -> None:
     driver = Driver(tmp_path, ["json"], [sys.executable, name])
     server, rank = int(driver.line()), int(driver.ask(name, wait=False))
     os.kill(server, signal.SIGKILL)
-    assert driver.ask(name) == "lost: the process that forks ranks has ended"
+    assert driver.ask(name) == "--preload: the process that forks ranks has ended; from now on ranks start without it"
+    assert [driver.line(), driver.ask(name)] == ["not started"] * 2  # and it is said once
     assert runs(rank)
     os.kill(rank, signal.SIGKILL)
     driver.end()
