@@ -327,7 +327,9 @@ def test_parameters_in_other_memory_formats(name: str, options: dict[str, Any]) 
     formats = (torch.contiguous_format, torch.channels_last)
     for plain, other in zip(*(run_teams(2, run, each) for each in formats), strict=True):
         for a, b in zip(plain, other, strict=True):
-            assert float((a - b).norm()) <= 1e-3 * float(a.norm())
+            # Elements out of order would be off by their size. What is inferred from small differences of weights repeats
+            # rounding a thousand times as large: up to 4e-3 here, depending on the first weights.
+            assert float((a - b).norm()) <= 2e-2 * float(a.norm())
 
 
 def test_one_rank_keeps_no_copies() -> None:
