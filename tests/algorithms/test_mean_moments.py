@@ -327,8 +327,8 @@ def test_parameters_in_other_memory_formats(name: str, options: dict[str, Any]) 
     formats = (torch.contiguous_format, torch.channels_last)
     for plain, other in zip(*(run_teams(2, run, each) for each in formats), strict=True):
         for a, b in zip(plain, other, strict=True):
-            # Elements out of order would be off by their size. What is inferred from small differences of weights repeats
-            # rounding a thousand times as large: up to 4e-3 here, depending on the first weights.
+            # Elements out of order would be off by their size. Moments that are inferred from small differences of
+            # weights amplify rounding: up to 4e-3 was seen here, depending on the first weights.
             assert float((a - b).norm()) <= 2e-2 * float(a.norm())
 
 
