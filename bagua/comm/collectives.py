@@ -22,12 +22,14 @@ from bagua.comm.mesh import SUMMED
 __all__ = [
     "REDUCE_OPS",
     "all_gather_rows",
+    "all_gather_shares",
     "all_reduce_",
     "all_to_all_rows",
     "broadcast_",
     "broadcast_over_hosts_",
     "reduce_",
     "reduce_over_hosts_",
+    "reduce_shares_",
     "sum_of_pieces_",
     "swap",
     "swap_tensors",
@@ -184,6 +186,43 @@ def broadcast_over_hosts_(group: Group, x_N: Tensor) -> Tensor:
     passed = len(peers) * sum(_nbytes(piece) for piece in parts[rank - 1]) if rank > 0 else _nbytes(x_N)
     group.meter.add(passed, _nbytes(x_N) if rank > 0 else 0)
     return x_N
+
+
+def reduce_shares_(group: Group, shares: Sequence[Tensor], scratch: Tensor) -> None:
+    """Sum share r of all ranks on rank r, in place; on other ranks it is undefined afterwards.
+
+    Args:
+        shares: one for each rank, of the same lengths on all; some may be empty.
+        scratch: at least R times the elements of this rank's share. Its content is undefined afterwards.
+
+    Bytes: all shares but the own one sent per rank.
+    """
+    own, peers = shares[group.rank], [(group.rank + k) % group.size for k in range(1, group.size)]
+    copies = scratch[: group.size * own.numel()].view(group.size, -1) if own.numel() else None
+    received = [(peer, copies[peer]) for peer in reversed(peers)] if copies is not None else []
+    swap(group, sends=[(peer, shares[peer]) for peer in peers if shares[peer].numel()], receives=received)
+    if copies is None:
+        return
+    copies[group.rank].copy_(own)
+    own.copy_(copies[0])
+    for copy in copies[1:]:  # in the order of ranks, so that the same ranks give the same bits
+        own.add_(copy)
+
+
+def all_gather_shares(group: Group, shares: Sequence[Sequence[Tensor]]) -> None:
+    """All-gather what differs in length: item r becomes what rank r has there.
+
+    Args:
+        shares: tensors for each rank, of the same lengths on all ranks; some may be empty.
+
+    Bytes: this rank's tensors sent to each other rank.
+    """
+    peers = [(group.rank + k) % group.size for k in range(1, group.size)]
+    swap(
+        group,
+        sends=[(peer, x) for peer in peers for x in shares[group.rank] if x.numel()],
+        receives=[(peer, x) for peer in reversed(peers) for x in shares[peer] if x.numel()],
+    )
 
 
 def _parts(x_N: Tensor, count: int) -> list[Sequence[Tensor]]:

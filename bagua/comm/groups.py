@@ -168,6 +168,8 @@ class Groups:
             of its site and one of them has several ranks.
         site: the first ranks of the hosts of this site; None on other ranks, or unless `intra` is of a host.
         inter: the leaders of all nodes; None on other ranks, or unless hierarchical.
+        column: of every site the host that has the same place in it as this one; `inter` on leaders. None on ranks that
+            are not the first of a host, or unless all sites have the same number of hosts, over gloo, and several.
         buffers: scratch memory of the lane.
         or_gloo: the native transport is used only if it can be.
     """
@@ -177,6 +179,7 @@ class Groups:
     intra: Group | None = None
     inter: Group | None = None
     site: Group | None = None
+    column: Group | None = None
     buffers: Buffers = field(default_factory=Buffers)
     or_gloo: bool = False
 
@@ -194,19 +197,18 @@ class Groups:
 
     def begin(self, bucket: int, gathers: bool = False) -> None:
         """The next exchange is one of this bucket; see `Group.gathers`."""
-        for group in (self.world, self.inter):
-            if group is not None:
-                group.gathers = gathers
-                if group.mesh is not None:
-                    group.mesh.bucket = bucket
+        for group in self.between:
+            group.gathers = gathers
+        for group in self._every():
+            if group.mesh is not None:
+                group.mesh.bucket = bucket
 
     def as_of(self, gathers: bool) -> Groups:
         """These groups as an exchange that gathers finds them, or one that does not. To look at, not to use."""
         seen = copy.copy(self)
-        seen.world, seen.inter = copy.copy(self.world), copy.copy(self.inter)
-        for group in (seen.world, seen.inter):
-            if group is not None:
-                group.gathers = gathers
+        seen.world, seen.inter, seen.column = copy.copy(self.world), copy.copy(self.inter), copy.copy(self.column)
+        for group in seen.between:
+            group.gathers = gathers
         return seen
 
     def sever(self) -> None:
@@ -239,8 +241,23 @@ class Groups:
         """All meters, the world's first."""
         return [group.meter for group in self._every()]
 
+    @property
+    def between(self) -> list[Group]:
+        """Those in which nodes exchange, or all ranks."""
+        return [group for group in (self.world, self.inter, self._other_column) if group is not None]
+
+    @property
+    def hosts(self) -> Group | None:
+        """The first ranks of the hosts of this site, over gloo; None on other ranks, or if there are no sites."""
+        return next((group for group in (self.site, self.intra) if group is not None and group.of_hosts), None)
+
+    @property
+    def _other_column(self) -> Group | None:
+        return None if self.inter is not None else self.column
+
     def _every(self) -> list[Group]:
-        return [group for group in (self.world, self.intra, self.site, self.inter) if group is not None]
+        every = (self.world, self.intra, self.site, self.inter, self._other_column)
+        return [group for group in every if group is not None]
 
     @property
     def num_summed(self) -> int:

@@ -71,7 +71,9 @@ def add_meshes(
     timeout: timedelta,
     alert: Callable[[], object] | None = None,
 ) -> None:
-    """Connect the ranks of the world, and the leaders of nodes. Collective over the world. The groups stay open.
+    """Connect the ranks of the world, and those that exchange for nodes. Collective over the world. Groups stay open.
+
+    Where each host of a site exchanges a share, the hosts of a site are connected, too.
 
     Args:
         lanes: groups of gloo of one lane or more, opened with the addresses at which it listens.
@@ -86,7 +88,11 @@ def add_meshes(
     among = {
         f"{lane}/{kind}": group
         for lane, groups in enumerate(lanes)
-        for kind, group in (("world", groups.world), ("inter", groups.inter))
+        for kind, group in (
+            ("world", groups.world),
+            ("inter", groups.inter or groups.column),
+            ("hosts", groups.hosts if groups.column is not None else None),
+        )
     }
     mine = {kind: group for kind, group in among.items() if group is not None and group.size > 1}
     made: dict[str, Mesh] = {}

@@ -187,17 +187,37 @@ class Team(StoreTeam):
             mine = next(node for node in nodes if self.rank in node)
             leaders = tuple(sorted((node[0] for node in nodes), key=members.index))
             host = next((node for node in self.nodes if self.rank in node), mine)
+            column, connect = self._column(nodes, leaders), partial(self._group, native=native, late=late)
+            connect_hosts = partial(connect if column else self._group, of_hosts=True)
             if len(host) < len(mine) and any(len(node) > 1 for node in self.nodes if set(node) < set(mine)):
                 groups.intra = self._group(f"{name}/intra{host[0]}", host)
                 if self.rank == host[0]:
                     hosts = tuple(node[0] for node in self.nodes if set(node) <= set(mine))
-                    groups.site = self._group(f"{name}/site{mine[0]}", hosts, of_hosts=True)
+                    groups.site = connect_hosts(f"{name}/site{mine[0]}", hosts)
             else:
-                groups.intra = self._group(f"{name}/intra{mine[0]}", mine, of_hosts=len(host) < len(mine))
-            leads = self.rank in leaders
-            if leads:
-                groups.inter = self._group(f"{name}/inter", leaders, direct=True, native=native, late=late)
+                several = len(host) < len(mine)
+                groups.intra = (connect_hosts if several else self._group)(f"{name}/intra{mine[0]}", mine)
+            if self.rank in leaders:
+                groups.inter = connect(f"{name}/inter", leaders, direct=True)
+            if column:
+                groups.column = groups.inter or connect(f"{name}/column{column[0]}", column, direct=True)
         return groups
+
+    def _column(self, nodes: Sequence[tuple[int, ...]], leaders: Sequence[int]) -> tuple[int, ...]:
+        """Of each site the host whose place in it is that of this rank's host, in the order of `leaders`.
+
+        Empty on ranks that are not the first of a host, and unless all sites have the same number of hosts, and
+        several. Also where members can be lost: sites do not stay equal then.
+        """
+        if self.backend != "gloo" or self.alert is not None or len(nodes) < 2:
+            return ()
+        sites = [tuple(node[0] for node in self.nodes if set(node) <= set(site)) for site in nodes]
+        if len(sites[0]) < 2 or len({len(site) for site in sites}) > 1:
+            return ()
+        place = next((site.index(self.rank) for site in sites if self.rank in site), None)
+        if place is None:
+            return ()
+        return tuple(site[place] for leader in leaders for site in sites if site[0] == leader)
 
     def _add_meshes(self, lanes: Sequence[Groups], name: str) -> None:
         """Connect the ranks for the native transport. All `lanes` have the same `or_gloo`."""

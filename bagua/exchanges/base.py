@@ -103,6 +103,27 @@ class Exchange(ABC):
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Reduce `x_N` in place. Called on all ranks in the same order; may block."""
 
+    def run_encoded(self, x_N: Tensor, state: State, groups: Groups, step: int) -> Sequence[Tensor] | None:
+        """As `run`. Returns encoded tensors of which `read_encoded` makes the same result elsewhere, or None.
+
+        All ranks return as many, of `encoded_shape`, or all of them None. They are scratch memory.
+        """
+        self.run(x_N, state, groups, step)
+        return None
+
+    def encoded_shape(self, x_N: Tensor, groups: Groups) -> tuple[int, int]:
+        """Number and bytes of the tensors that `run_encoded` returns for a payload like `x_N`."""
+        raise NotImplementedError(f"{self.name} has no encoded results")
+
+    def read_encoded(self, encoded_KW: Tensor, x_N: Tensor, groups: Groups) -> None:
+        """Write the result of `run_encoded` on another rank into `x_N`.
+
+        Args:
+            encoded_KW: what it returned there.
+            groups: those of another exchange of the same number of ranks, of which only the size counts.
+        """
+        raise NotImplementedError(f"{self.name} has no encoded results")
+
     def begin(self, x_N: Tensor, state: State, groups: Groups, held: State) -> None:
         """With `two_phases`: all of `run` that reads or changes `x_N`; waits for ranks of its node or site at most.
 

@@ -1,17 +1,30 @@
-"""Hierarchical exchange: exact within a node or a site, any exchange between them."""
+"""Hierarchical exchange: exact within a node or a site, any exchange between them.
+
+Legend: N = elements of the payload, H = hosts of a site, S = sites, K = encoded tensors, W = bytes of each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from bagua.comm.collectives import broadcast_, broadcast_over_hosts_, reduce_, reduce_over_hosts_
-from bagua.comm.groups import Groups
+from bagua.comm.collectives import (
+    all_gather_shares,
+    broadcast_,
+    broadcast_over_hosts_,
+    reduce_,
+    reduce_over_hosts_,
+    reduce_shares_,
+)
+from bagua.comm.groups import Group, Groups
 from bagua.exchanges.base import Exchange, State
 
 __all__ = ["Hierarchical"]
+
+_ALIGN = 16  # elements; a share starts where vector loads like it
 
 
 @dataclass(frozen=True)
@@ -22,14 +35,17 @@ class Hierarchical(Exchange):
     by the number of all ranks); with a sparse `inner` each node counts once, with its mean.
 
     Where hosts have a site (BAGUA_SITE), sites take the place of nodes: the sum goes from the ranks of a host to its
-    first rank, from the hosts of a site to its first host, and `inner` runs among the sites.
+    first rank, from the hosts of a site to its first host, and `inner` runs among the sites. With as many hosts at
+    every site all of them exchange at once: each sums a share of the payload over its site, `inner` runs on that share
+    among the hosts that have it, and the hosts of the site send each other the results, encoded where `inner` can.
 
     Args:
         inner: the exchange between nodes.
 
-    State: the inner exchange's, on leaders.
+    State: the inner exchange's, on leaders; of the own share where hosts have shares.
     Bytes: `inner`'s between the leaders; within a node one copy up and one down per rank. Of the H hosts of a
-        site the first sends one copy, each other one up to 2 - 1/(H-1).
+        site the first sends one copy, each other one up to 2 - 1/(H-1). With shares, each host sends (H-1)/H copies, as
+        much of the result, and `inner`'s bytes of 1/H of the payload.
     Source: arXiv:2107.01499 (Bagua), section 3.3; Differs: Bagua 0.9 takes the mean of node means.
 
     Examples:
@@ -98,41 +114,93 @@ class Hierarchical(Exchange):
         """As the inner exchange."""
         return self.inner.outdated
 
+    def shares(self, groups: Groups) -> bool:
+        """Whether every host of a site exchanges a share of the payload; else the first one exchanges all of it.
+
+        On ranks that are not the first of a host it is False: they do the same either way.
+        """
+        return groups.column is not None and self.inner.elementwise and self.complete and not self.two_phases
+
     def fit(self, name: str, saved: Tensor, made: Tensor, groups: Groups) -> Tensor | None:
-        """As the inner exchange, on leaders."""
-        return self.inner.fit(name, saved, made, _among_leaders(groups)) if groups.inter is not None else None
+        """As the inner exchange, where it runs."""
+        among = self._among(groups)
+        return self.inner.fit(name, saved, made, among) if among is not None else None
 
     def init(self, x_N: Tensor, groups: Groups) -> State:
-        """The inner exchange's state on leaders, nothing elsewhere."""
-        return self.inner.init(x_N, _among_leaders(groups)) if groups.inter is not None else {}
+        """The inner exchange's state where it runs, of the elements that it gets; nothing elsewhere."""
+        among = self._among(groups)
+        if among is None:
+            return {}
+        lo, hi = self._range(x_N.numel(), groups)
+        state = self.inner.init(x_N[lo:hi], among)
+        return {**state, "share": torch.tensor([lo, hi])} if state and self.shares(groups) else state
 
     def rebuild(self, x_N: Tensor, state: State, groups: Groups) -> None:
-        """The inner exchange's, on leaders."""
-        if groups.inter is not None:
-            self.inner.rebuild(x_N, state, _among_leaders(groups))
+        """The inner exchange's, where it runs."""
+        among = self._among(groups)
+        if among is not None:
+            lo, hi = self._range(x_N.numel(), groups)
+            self.inner.rebuild(x_N[lo:hi], state, among)
 
     def memory(self, state: State, n: int, lo: int, hi: int, groups: Groups) -> Sequence[Tensor]:
-        """The inner exchange's, on leaders."""
-        return self.inner.memory(state, n, lo, hi, _among_leaders(groups)) if groups.inter is not None else []
+        """The inner exchange's, where it runs, of the part of the range that it gets."""
+        among = self._among(groups)
+        first, stop = self._range(n, groups)
+        lo, hi = max(lo, first), min(hi, stop)
+        if among is None or lo >= hi:
+            return []
+        inner = {name: tensor for name, tensor in state.items() if name != "share"}
+        return self.inner.memory(inner, stop - first, lo - first, hi - first, among)
 
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N]."""
+        if self.shares(groups):
+            self._run_shares(x_N, state, groups, step)
+            return
         self._collect(x_N, groups)
         if groups.inter is not None:
-            self.inner.run(x_N, state, _among_leaders(groups), step)
+            self.inner.run(x_N, state, _among(groups.inter, groups), step)
         _spread(x_N, groups)
 
     def begin(self, x_N: Tensor, state: State, groups: Groups, held: State) -> None:
         """All but what the leaders send each other."""
         self._collect(x_N, groups)
         if groups.inter is not None:
-            self.inner.begin(x_N, state, _among_leaders(groups), held)
+            self.inner.begin(x_N, state, _among(groups.inter, groups), held)
         _spread(x_N, groups)
 
     def finish(self, state: State, groups: Groups, held: State) -> None:
         """The inner exchange's second phase, on leaders."""
         if groups.inter is not None:
-            self.inner.finish(state, _among_leaders(groups), held)
+            self.inner.finish(state, _among(groups.inter, groups), held)
+
+    def _run_shares(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
+        hosts, own_host = groups.hosts, groups.intra
+        assert hosts is not None and own_host is not None and groups.column is not None
+        if own_host is not hosts:
+            reduce_(own_host, x_N)
+        ends = [_share(x_N.numel(), hosts.size, place) for place in range(hosts.size)]
+        shares, buffers, among = [x_N[lo:hi] for lo, hi in ends], groups.buffers, _among(groups.column, groups)
+        own = shares[hosts.rank]
+        reduce_shares_(hosts, shares, buffers.get("site", (hosts.size * own.numel(),), x_N.dtype, x_N.device))
+        self._scale(own, groups, groups.column.size)
+        encoded = self.inner.run_encoded(own, state, among, step)
+        if encoded is None:
+            all_gather_shares(hosts, [[share] for share in shares])
+        else:
+            sizes = [self.inner.encoded_shape(share, among) for share in shares]
+            rows = buffers.get("results", (sum(k * w for k, w in sizes),), torch.uint8, x_N.device)
+            found = [
+                part.view(*shape) for part, shape in zip(rows.split([k * w for k, w in sizes]), sizes, strict=True)
+            ]
+            all_gather_shares(
+                hosts, [encoded if place == hosts.rank else list(part) for place, part in enumerate(found)]
+            )
+            for place, share in enumerate(shares):
+                if place != hosts.rank:
+                    self.inner.read_encoded(found[place], share, among)
+        if own_host is not hosts:
+            broadcast_(own_host, x_N)
 
     def _collect(self, x_N: Tensor, groups: Groups) -> None:
         """Sum the payloads of a node, or a site, on its leader, and scale the sum for the inner exchange."""
@@ -144,16 +212,34 @@ class Hierarchical(Exchange):
                 reduce_over_hosts_(group, x_N, groups.buffers.get("site", enough, x_N.dtype, x_N.device))
             elif group is not None:
                 reduce_(group, x_N)
-        if groups.inter is None:
-            return
+        if groups.inter is not None:
+            self._scale(x_N, groups, groups.inter.size)
+
+    def _scale(self, x_N: Tensor, groups: Groups, num_nodes: int) -> None:
         if not self.inner.complete:
             x_N.mul_(1.0 / groups.num_summed)
         elif self.average:
-            x_N.mul_(groups.inter.size / groups.world.size)
+            x_N.mul_(num_nodes / groups.world.size)
+
+    def _among(self, groups: Groups) -> Groups | None:
+        """The groups of the inner exchange; None: it does not run on this rank."""
+        group = groups.column if self.shares(groups) else groups.inter
+        return _among(group, groups) if group is not None else None
+
+    def _range(self, n: int, groups: Groups) -> tuple[int, int]:
+        """The elements of a payload of `n` that the inner exchange gets on this rank."""
+        hosts = groups.hosts
+        return _share(n, hosts.size, hosts.rank) if hosts is not None and self.shares(groups) else (0, n)
 
     def bytes_per_rank(self, n: int, size: int) -> float:
         """The inner exchange's, as if every rank were a node of its own: what a leader sends to other nodes."""
         return self.inner.bytes_per_rank(n, size)
+
+
+def _share(n: int, hosts: int, place: int) -> tuple[int, int]:
+    """First and last element, exclusive, of the share of a host; all but the last ones are a multiple of `_ALIGN`."""
+    each = -(-n // (hosts * _ALIGN)) * _ALIGN
+    return min(place * each, n), min((place + 1) * each, n)
 
 
 def _spread(x_N: Tensor, groups: Groups) -> None:
@@ -163,6 +249,5 @@ def _spread(x_N: Tensor, groups: Groups) -> None:
             (broadcast_over_hosts_ if group.of_hosts else broadcast_)(group, x_N)
 
 
-def _among_leaders(groups: Groups) -> Groups:
-    assert groups.inter is not None
-    return replace(groups, world=groups.inter, intra=None, inter=None, site=None)
+def _among(group: Group, groups: Groups) -> Groups:
+    return replace(groups, world=group, intra=None, inter=None, site=None, column=None)

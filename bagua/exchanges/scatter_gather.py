@@ -154,11 +154,37 @@ class ScatterGather(Exchange):
         if y_N is not x_N:
             x_N.copy_(y_N)
 
-    def _run_rows(self, x_N: Tensor, state: State, groups: Groups) -> None:
+    def _run_rows(self, x_N: Tensor, state: State, groups: Groups) -> Sequence[Tensor]:
         if takes_parts(self.codec, x_N):
-            self._run(PayloadSource(x_N, [Piece(0, x_N.numel(), x_N, 0)]), x_N, state, groups)
-        else:
-            self._run(None, x_N, state, groups)
+            return self._run(PayloadSource(x_N, [Piece(0, x_N.numel(), x_N, 0)]), x_N, state, groups)
+        return self._run(None, x_N, state, groups)
+
+    def run_encoded(self, x_N: Tensor, state: State, groups: Groups, step: int) -> Sequence[Tensor] | None:
+        """As `run`. Two ranks return both versions of row 0, then those of row 1; more ranks each row's mean.
+
+        None where nothing is encoded, or where the result is not that of the codec alone.
+        """
+        if self.codec.lossless or self.running_scale or groups.world.size == 1:
+            return super().run_encoded(x_N, state, groups, step)
+        return self._run_rows(x_N, state, groups) if x_N.numel() else []
+
+    def encoded_shape(self, x_N: Tensor, groups: Groups) -> tuple[int, int]:
+        """R rows of C elements; two ranks: two versions of both rows."""
+        n, size = x_N.numel(), groups.world.size
+        width = self.codec.wire_bytes(chunk_numel(n, size), torch.float32)
+        return (4 if size == 2 else size) if n else 0, width
+
+    def read_encoded(self, encoded_KW: Tensor, x_N: Tensor, groups: Groups) -> None:
+        """Decode the means."""
+        n, size = x_N.numel(), groups.world.size
+        if not n:
+            return
+        rows = WholeRows(self.codec, x_N, None, chunk_numel(n, size), groups.buffers)
+        if size > 2:
+            rows.read(0, size, encoded_KW)
+            return
+        for row in range(size):
+            rows.read_mean(row, encoded_KW[size * row : size * (row + 1)], 1.0 / size if self.average else 1.0)
 
     def run_from(self, source: PayloadSource, state: State, groups: Groups, step: int) -> None:
         """As `run`, with the same bits: rows are encoded from where the elements lie."""
@@ -167,14 +193,14 @@ class ScatterGather(Exchange):
         else:
             super().run_from(source, state, groups, step)
 
-    def _run(self, source: PayloadSource | None, x_N: Tensor, state: State, groups: Groups) -> None:
+    def _run(self, source: PayloadSource | None, x_N: Tensor, state: State, groups: Groups) -> Sequence[Tensor]:
+        """Returns what `run_encoded` does."""
         group, buffers, codec = groups.world, groups.buffers, self.codec
         rank, size, n, device = group.rank, group.size, x_N.numel(), x_N.device
         c = chunk_numel(n, size)
         dtype = x_N.dtype if codec.lossless else torch.float32
         if size > 2 and _gathers(state, group, c):
-            self._run_gathered(source, x_N, state, groups, c, codec.wire_bytes(c, dtype))
-            return
+            return self._run_gathered(source, x_N, state, groups, c, codec.wire_bytes(c, dtype))
         both = buffers.get("wire", (2, size, codec.wire_bytes(c, dtype)), torch.uint8, device)
         wire_RW, peers_RW = both
         weight, residual_N = 1.0 / size if self.average else 1.0, state.get("residual")
@@ -185,12 +211,11 @@ class ScatterGather(Exchange):
                 group.mesh.exchange_encoded(native.encoded)
                 nbytes = 2 * (size - 1) * wire_RW.shape[1]
                 group.meter.add(nbytes, nbytes)
-                return
+                return [*both[1 - rank], *both[rank]] if swapped else list(wire_RW)
         rows = _rows(codec, x_N, source, residual_N, c, buffers)
         if swapped:
             swap_rows(group, both, write=rows.write, read=lambda row: rows.read_mean(row, both[:, row], weight))
-            return
-
+            return [both[version, row] for row in (0, 1) for version in (0, 1)]
         scatter_gather_rows(
             group,
             wire_RW,
@@ -199,22 +224,25 @@ class ScatterGather(Exchange):
             combine=lambda: self._form_mean(peers_RW, x_N, c, buffers, chunk_residual_C, wire_RW[rank : rank + 1]),
             read=lambda lo, hi: rows.read(lo, hi, wire_RW[lo:hi]),
         )
+        return list(wire_RW)
 
     def _run_gathered(
         self, source: PayloadSource | None, x_N: Tensor, state: State, groups: Groups, c: int, width: int
-    ) -> None:
+    ) -> Sequence[Tensor]:
         """As with an owner of each chunk, with the same bits: each rank does what all the owners do."""
         group, buffers, size = groups.world, groups.buffers, groups.size
         rows = _rows(self.codec, x_N, source, state.get("residual"), c, buffers)
         chunks = state.get("chunk_residual")
         versions_VRW = buffers.get("versions", (size, size, width), torch.uint8, x_N.device)
-        mean_1W = buffers.get("mean", (1, width), torch.uint8, x_N.device)
+        means_RW = buffers.get("mean", (size, width), torch.uint8, x_N.device)
         rows.write(0, size, versions_VRW[group.rank])
         all_gather_rows(group, versions_VRW.view(size, size * width))
         for row in range(size):
             residual_C = None if chunks is None else _own(chunks, row, c)
+            mean_1W = means_RW[row : row + 1]
             self._form_mean(versions_VRW[:, row], x_N, c, buffers, residual_C, mean_1W)
             rows.read(row, row + 1, mean_1W)
+        return list(means_RW)
 
     def _form_mean(
         self, versions_RW: Tensor, x_N: Tensor, c: int, buffers: Buffers, residual_C: Tensor | None, out_1W: Tensor

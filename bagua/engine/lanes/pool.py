@@ -223,9 +223,8 @@ class LanePool:
         return f"lane/{self._key}/{number}"
 
     def _set_limits(self, groups: Groups) -> None:
-        for group in (groups.world, groups.inter):
-            if group is not None:
-                group.straight_chunk_bytes = self._straight_chunk_bytes
+        for group in groups.between:
+            group.straight_chunk_bytes = self._straight_chunk_bytes
 
 
 def _nothing() -> None: ...
