@@ -52,6 +52,7 @@ def run_threads(
     hierarchical: bool = False,
     timeout_s: float = 60,
     staged: bool = False,
+    native: bool = False,
 ) -> list[Any]:
     """Call `function(groups, *args)` on `size` ranks at once; returns results by rank, raises with all tracebacks."""
     members = teams(size, nodes, timeout_s)
@@ -60,7 +61,7 @@ def run_threads(
     layouts = [team.discover_sites([each.node for each in members]) for team in members]
 
     def call(team: Team) -> Any:
-        return function(team.open("lane", hierarchical, layouts[0]), *args)
+        return function(team.open("lane", hierarchical, layouts[0], native), *args)
 
     return _run(members, call, (), max(timeout_s, 120))
 

@@ -6,6 +6,7 @@
 | optimizers | the mean of their tensors; numbers and single-element tensors: rank 0's |
 | residuals of error feedback | every rank gets the mean: what is still owed to the mean gradient stays the same |
 | residuals of owned chunks | concatenated and split again; two ranks add them to what they owe |
+| any state of the share that a host of a site has | put together, as above, and cut again |
 | right factors of PowerSGD | unchanged; they are equal on all ranks |
 | replicas of gossip | created from the weights, which are equal now |
 | gossip in flight (`overlap=True`) | dropped |
@@ -168,26 +169,57 @@ def _state(
     where: str,
 ) -> dict[str, Tensor]:
     """The state of one exchange for one part of a bucket. `old`: of the ranks that had one, in order."""
-    inner = exchange.inner if isinstance(exchange, Hierarchical) else exchange
-    group = engine.groups.inter if isinstance(exchange, Hierarchical) else engine.groups.world
+    inner, groups = exchange, engine.groups
+    if isinstance(exchange, Hierarchical):
+        inner, groups = exchange.inner, exchange.among(groups)
+    group = groups.world if groups is not None else None
     rules = _rules(inner, _EXCHANGES)
-    numel, rank = weights.numel(), group.rank if group is not None else 0
-    made: dict[str, Tensor] = {}
+    lo, hi = fresh["share"].tolist() if "share" in fresh else (0, weights.numel())
+    shares = _by_share(old, weights.numel())
+    n, rank = hi - lo, group.rank if group is not None else 0
+    owed = _owed(shares)[lo:hi]
+    made = {"share": fresh["share"]} if "share" in fresh else dict[str, Tensor]()
     for name, tensor in fresh.items():
-        rule, copies = rules.get(name), [each[name] for each in old if name in each]
+        rule = rules.get(name)
+        if name == "share":
+            continue
         if rule == "weights":
-            made[name] = weights.detach().expand(tensor.shape).clone()
-        elif rule == "chunks" and copies:
-            every = isinstance(inner, ScatterGather) and group is not None and is_of_all(tensor, numel, group.size)
-            made[name] = _cut(_together(copies, numel), rank, tensor, every)
+            made[name] = weights[lo:hi].detach().expand(tensor.shape).clone()
+        elif rule == "chunks" and owed.numel():
+            every = isinstance(inner, ScatterGather) and group is not None and is_of_all(tensor, n, group.size)
+            made[name] = _cut(owed, rank, tensor, every)
         else:
+            copies = [copy[lo:hi] if copy.numel() == weights.numel() else copy for copy in _joined(shares, name)]
             what = f"{where}: {name!r} of {exchange.name}"
             made[name] = _apply(rule, copies, tensor, what, _scale(rule, inner, len(copies), group))
-    chunks = [each["chunk_residual"] for each in old if "chunk_residual" in each]
-    if isinstance(inner, ScatterGather) and chunks and made and "chunk_residual" not in made and group is not None:
-        owed = _together(chunks, numel)  # by the owners, to the mean or the sum
+    if isinstance(inner, ScatterGather) and owed.numel() and "residual" in made and "chunk_residual" not in made:
+        assert group is not None
         made["residual"].view(-1).add_(owed, alpha=1.0 if inner.average else 1 / group.size)
     return made
+
+
+def _by_share(old: list[dict[str, Tensor]], numel: int) -> list[tuple[int, int, list[dict[str, Tensor]]]]:
+    """First and last element, exclusive, of each share of a payload of `numel`, and the states of those who have it."""
+    found: dict[tuple[int, int], list[dict[str, Tensor]]] = {}
+    for each in old:
+        lo, hi = each["share"].tolist() if "share" in each else (0, numel)
+        found.setdefault((lo, hi), []).append(each)
+    return [(lo, hi, found[lo, hi]) for lo, hi in sorted(found)]
+
+
+def _joined(shares: Sequence[tuple[int, int, list[dict[str, Tensor]]]], name: str) -> list[Tensor]:
+    """The tensors called `name`, as if there had been no shares: of each site, or of each rank that had one."""
+    copies = [[each[name] for each in having if name in each] for _, _, having in shares]
+    return copies[0] if len(copies) == 1 else [torch.cat(parts) for parts in zip(*copies, strict=True)]
+
+
+def _owed(shares: Sequence[tuple[int, int, list[dict[str, Tensor]]]]) -> Tensor:
+    """The residuals of owned chunks, of all elements; empty if there were none."""
+    found = [torch.empty(0)]
+    for lo, hi, having in shares:
+        chunks = [each["chunk_residual"] for each in having if "chunk_residual" in each]
+        found += [_together(chunks, hi - lo)] if chunks else []
+    return torch.cat(found)
 
 
 def _scale(rule: str | None, exchange: Exchange, num_old: int, group: Any) -> float:

@@ -95,6 +95,11 @@ def load_states(
             or extra - outdated[entry["exchange"]]
         ):
             raise ValueError(f"{where}: unexpected tensors {', '.join(entry['tensors'])}")
+        for key in exchange.layout:
+            if key in state and not torch.equal(found := entry["tensors"][key].cpu(), made := state[key].cpu()):
+                raise ValueError(
+                    f"{where}: {key} is {found.tolist()}, not {made.tolist()}; the ranks were at other sites"
+                )
         for key, tensor in entry["tensors"].items():
             if key in extra:
                 continue

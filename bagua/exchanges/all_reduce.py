@@ -75,7 +75,7 @@ class AllReduce(Exchange):
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N], any N."""
         group = groups.world
-        if group.size == 1:
+        if group.size == 1 or x_N.numel() == 0:
             return
         if self._is_summed_wide(x_N, groups):
             ScatterGather(self.codec, average=self.average).run(x_N, state, groups, step)

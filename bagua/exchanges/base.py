@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bagua.codecs import Codec
+from bagua.comm.buffers import Buffers
 from bagua.comm.groups import Groups
 from bagua.exchanges.payload_source import PayloadSource
 
@@ -81,6 +82,11 @@ class Exchange(ABC):
         return ()
 
     @property
+    def layout(self) -> tuple[str, ...]:
+        """Names of the state's tensors that say what the others are of. What is loaded must have equal ones."""
+        return ()
+
+    @property
     def num_means(self) -> int:
         """Means that it forms one after the other."""
         return 1
@@ -103,24 +109,28 @@ class Exchange(ABC):
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Reduce `x_N` in place. Called on all ranks in the same order; may block."""
 
-    def run_encoded(self, x_N: Tensor, state: State, groups: Groups, step: int) -> Sequence[Tensor] | None:
-        """As `run`. Returns encoded tensors of which `read_encoded` makes the same result elsewhere, or None.
+    @property
+    def encodes(self) -> bool:
+        """Whether there is `run_encoded`, so that a result can be passed on in fewer bytes than the payload's."""
+        return False
 
-        All ranks return as many, of `encoded_shape`, or all of them None. They are scratch memory.
+    def run_encoded(self, x_N: Tensor, state: State, groups: Groups, step: int) -> Sequence[Tensor]:
+        """As `run`, among several ranks. Returns encoded tensors of which `read_encoded` makes the result elsewhere.
+
+        They are scratch memory, as many and as long on all ranks as `encoded_shape` says.
         """
-        self.run(x_N, state, groups, step)
-        return None
-
-    def encoded_shape(self, x_N: Tensor, groups: Groups) -> tuple[int, int]:
-        """Number and bytes of the tensors that `run_encoded` returns for a payload like `x_N`."""
         raise NotImplementedError(f"{self.name} has no encoded results")
 
-    def read_encoded(self, encoded_KW: Tensor, x_N: Tensor, groups: Groups) -> None:
-        """Write the result of `run_encoded` on another rank into `x_N`.
+    def encoded_shape(self, n: int, size: int) -> tuple[int, int]:
+        """Number and bytes of the tensors that `run_encoded` returns for `n` elements among `size` ranks."""
+        raise NotImplementedError(f"{self.name} has no encoded results")
+
+    def read_encoded(self, encoded_KW: Tensor, x_N: Tensor, size: int, buffers: Buffers) -> None:
+        """Write the result of `run_encoded` among `size` other ranks into `x_N`.
 
         Args:
             encoded_KW: what it returned there.
-            groups: those of another exchange of the same number of ranks, of which only the size counts.
+            buffers: for scratch.
         """
         raise NotImplementedError(f"{self.name} has no encoded results")
 

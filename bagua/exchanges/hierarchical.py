@@ -121,14 +121,19 @@ class Hierarchical(Exchange):
         """
         return groups.column is not None and self.inner.elementwise and self.complete and not self.two_phases
 
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """`share`: the first element of the own share, and the one after its last."""
+        return ("share", *self.inner.layout)
+
     def fit(self, name: str, saved: Tensor, made: Tensor, groups: Groups) -> Tensor | None:
         """As the inner exchange, where it runs."""
-        among = self._among(groups)
+        among = self.among(groups)
         return self.inner.fit(name, saved, made, among) if among is not None else None
 
     def init(self, x_N: Tensor, groups: Groups) -> State:
         """The inner exchange's state where it runs, of the elements that it gets; nothing elsewhere."""
-        among = self._among(groups)
+        among = self.among(groups)
         if among is None:
             return {}
         lo, hi = self._range(x_N.numel(), groups)
@@ -137,14 +142,14 @@ class Hierarchical(Exchange):
 
     def rebuild(self, x_N: Tensor, state: State, groups: Groups) -> None:
         """The inner exchange's, where it runs."""
-        among = self._among(groups)
+        among = self.among(groups)
         if among is not None:
             lo, hi = self._range(x_N.numel(), groups)
             self.inner.rebuild(x_N[lo:hi], state, among)
 
     def memory(self, state: State, n: int, lo: int, hi: int, groups: Groups) -> Sequence[Tensor]:
         """The inner exchange's, where it runs, of the part of the range that it gets."""
-        among = self._among(groups)
+        among = self.among(groups)
         first, stop = self._range(n, groups)
         lo, hi = max(lo, first), min(hi, stop)
         if among is None or lo >= hi:
@@ -183,22 +188,21 @@ class Hierarchical(Exchange):
         shares, buffers, among = [x_N[lo:hi] for lo, hi in ends], groups.buffers, _among(groups.column, groups)
         own = shares[hosts.rank]
         reduce_shares_(hosts, shares, buffers.get("site", (hosts.size * own.numel(),), x_N.dtype, x_N.device))
-        self._scale(own, groups, groups.column.size)
-        encoded = self.inner.run_encoded(own, state, among, step)
-        if encoded is None:
+        self._scale(own, groups, among.size)
+        if not self.inner.encodes:
+            if own.numel():
+                self.inner.run(own, state, among, step)
             all_gather_shares(hosts, [[share] for share in shares])
         else:
-            sizes = [self.inner.encoded_shape(share, among) for share in shares]
-            rows = buffers.get("results", (sum(k * w for k, w in sizes),), torch.uint8, x_N.device)
-            found = [
-                part.view(*shape) for part, shape in zip(rows.split([k * w for k, w in sizes]), sizes, strict=True)
-            ]
-            all_gather_shares(
-                hosts, [encoded if place == hosts.rank else list(part) for place, part in enumerate(found)]
-            )
+            sizes = [self.inner.encoded_shape(share.numel(), among.size) for share in shares]
+            flat = buffers.get("results", (sum(k * w for k, w in sizes),), torch.uint8, x_N.device)
+            parts = flat.split([k * w for k, w in sizes])
+            results = [part.view(*shape) for part, shape in zip(parts, sizes, strict=True)]
+            encoded = self.inner.run_encoded(own, state, among, step) if own.numel() else []
+            all_gather_shares(hosts, [encoded if r == hosts.rank else list(each) for r, each in enumerate(results)])
             for place, share in enumerate(shares):
                 if place != hosts.rank:
-                    self.inner.read_encoded(found[place], share, among)
+                    self.inner.read_encoded(results[place], share, among.size, buffers)
         if own_host is not hosts:
             broadcast_(own_host, x_N)
 
@@ -221,7 +225,7 @@ class Hierarchical(Exchange):
         elif self.average:
             x_N.mul_(num_nodes / groups.world.size)
 
-    def _among(self, groups: Groups) -> Groups | None:
+    def among(self, groups: Groups) -> Groups | None:
         """The groups of the inner exchange; None: it does not run on this rank."""
         group = groups.column if self.shares(groups) else groups.inter
         return _among(group, groups) if group is not None else None

@@ -159,27 +159,24 @@ class ScatterGather(Exchange):
             return self._run(PayloadSource(x_N, [Piece(0, x_N.numel(), x_N, 0)]), x_N, state, groups)
         return self._run(None, x_N, state, groups)
 
-    def run_encoded(self, x_N: Tensor, state: State, groups: Groups, step: int) -> Sequence[Tensor] | None:
-        """As `run`. Two ranks return both versions of row 0, then those of row 1; more ranks each row's mean.
+    @property
+    def encodes(self) -> bool:
+        """Where something is encoded, and the result is that of the codec alone."""
+        return not self.codec.lossless and not self.running_scale
 
-        None where nothing is encoded, or where the result is not that of the codec alone.
-        """
-        if self.codec.lossless or self.running_scale or groups.world.size == 1:
-            return super().run_encoded(x_N, state, groups, step)
+    def run_encoded(self, x_N: Tensor, state: State, groups: Groups, step: int) -> Sequence[Tensor]:
+        """As `run`. Two ranks return both versions of row 0, then those of row 1; more ranks the mean of each row."""
         return self._run_rows(x_N, state, groups) if x_N.numel() else []
 
-    def encoded_shape(self, x_N: Tensor, groups: Groups) -> tuple[int, int]:
+    def encoded_shape(self, n: int, size: int) -> tuple[int, int]:
         """R rows of C elements; two ranks: two versions of both rows."""
-        n, size = x_N.numel(), groups.world.size
-        width = self.codec.wire_bytes(chunk_numel(n, size), torch.float32)
-        return (4 if size == 2 else size) if n else 0, width
+        return (4 if size == 2 else size) if n else 0, self.codec.wire_bytes(chunk_numel(n, size), torch.float32)
 
-    def read_encoded(self, encoded_KW: Tensor, x_N: Tensor, groups: Groups) -> None:
+    def read_encoded(self, encoded_KW: Tensor, x_N: Tensor, size: int, buffers: Buffers) -> None:
         """Decode the means."""
-        n, size = x_N.numel(), groups.world.size
-        if not n:
+        if x_N.numel() == 0:
             return
-        rows = WholeRows(self.codec, x_N, None, chunk_numel(n, size), groups.buffers)
+        rows = WholeRows(self.codec, x_N, None, chunk_numel(x_N.numel(), size), buffers)
         if size > 2:
             rows.read(0, size, encoded_KW)
             return

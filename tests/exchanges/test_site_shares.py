@@ -1,0 +1,183 @@
+"""Sites with as many hosts each: every host sums and exchanges a share, and passes the result on to its site."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bagua import topologies
+from bagua.codecs import Eden, Identity, Int4, MinMaxUInt8, get
+from bagua.comm.groups import Groups
+from bagua.comm.mesh import why_no_mesh
+from bagua.exchanges import AllReduce, Exchange, Gossip, Hierarchical, PowerSGD, ScatterGather
+from tests.rank_threads import run_threads
+
+TWO_BY_THREE = ["a:0", "b:1", "a:2", "a:3", "b:4", "b:5"]
+THREE_BY_TWO = ["a:0", "a:1", "b:2", "b:3", "c:4", "c:5"]
+UNEVEN_HOSTS = ["a:0", "a:0", "a:1", "b:2", "b:3", "b:3", "b:3"]  # two hosts a site, of one to three ranks
+LAYOUTS = {"two sites": TWO_BY_THREE, "three sites": THREE_BY_TWO, "ranks of hosts": UNEVEN_HOSTS}
+EXCHANGES: dict[str, Exchange] = {
+    "sums": AllReduce(),
+    "16 bits": AllReduce(get("bf16")),
+    "identity": ScatterGather(Identity()),
+    "8 bits": ScatterGather(MinMaxUInt8()),
+    "4 bits, feedback": ScatterGather(Int4(), error_feedback=True),
+    "1 bit, scaled": ScatterGather(Eden(bits=1), running_scale=True),
+    "a sum": ScatterGather(MinMaxUInt8(), average=False),
+}
+SIZES = (0, 1, 40, 4096, 5003)
+NATIVE = [False, pytest.param(True, marks=pytest.mark.skipif(bool(why_no_mesh()), reason="no native transport"))]
+
+
+def places(groups: Groups) -> tuple[int, ...] | None:
+    return groups.column.ranks if groups.column is not None else None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (TWO_BY_THREE, [(0, 1), (0, 1), (2, 4), (3, 5), (2, 4), (3, 5)]),
+        (THREE_BY_TWO, [(0, 2, 4), (1, 3, 5)] * 3),
+        (UNEVEN_HOSTS, [(0, 3), None, (2, 4), (0, 3), (2, 4), None, None]),
+        (["a:0", "a:1", "b:2"], [None] * 3),  # unequal sites
+        (["a:0", "a:0", "b:1", "b:1"], [None] * 4),  # one host a site
+        (["a:0", "a:1"], [None] * 2),  # one site
+        ([0, 0, 1, 1], [None] * 4),  # no sites
+    ],
+)
+def test_hosts_at_the_same_place_of_their_sites(nodes: list[Any], expected: list[tuple[int, ...] | None]) -> None:
+    assert run_threads(len(nodes), places, nodes=nodes, hierarchical=True) == expected
+
+
+def exchanged(groups: Groups, exchange: Exchange, sizes: tuple[int, ...], late: bool) -> list[Any]:
+    """Results of two steps each, and their state, and bytes sent between sites and within one."""
+    found: list[Any] = []
+    groups.begin(0, late)
+    column, site = groups.column, groups.hosts
+    assert site is None or (site.mesh is not None) == groups.native
+    for n in sizes:
+        state = exchange.init(torch.zeros(n), groups)
+        between, within = (each.meter.sent if each is not None else 0 for each in (column, site))
+        results = list[Tensor]()
+        for step in range(2):
+            x_N = payload(n, groups.rank, step)
+            exchange.run(x_N, state, groups, step)
+            results.append(x_N)
+        sent = [
+            (each.meter.sent if each is not None else 0) - before
+            for each, before in ((column, between), (site, within))
+        ]
+        found.append((results, {name: each.clone() for name, each in state.items()}, sent))
+    return found
+
+
+def payload(n: int, rank: int, step: int) -> Tensor:
+    """Of integers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(1000 * n + 10 * rank + step)
+    return torch.randint(-1000, 1000, (n,), generator=generator).float()
+
+
+def among_sites(groups: Groups, exchange: Exchange, shares: list[list[Tensor]]) -> list[Tensor]:
+    """The same on one rank for each site, with payloads that are already summed."""
+    results, state = list[Tensor](), exchange.init(torch.zeros_like(shares[0][0]), groups)
+    for step, each in enumerate(shares):
+        x_N = each[groups.rank].clone()
+        exchange.run(x_N, state, groups, step)
+        results.append(x_N)
+    return results
+
+
+@pytest.mark.parametrize("native", NATIVE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_each_share_is_what_its_hosts_exchange(name: str, layout: str, native: bool) -> None:
+    nodes, exchange = LAYOUTS[layout], EXCHANGES[name]
+    size, sites = len(nodes), sorted({node.partition(":")[0] for node in nodes})
+    found = run_threads(
+        size, exchanged, Hierarchical(exchange), SIZES, False, nodes=nodes, hierarchical=True, native=native
+    )
+    num_hosts = len(set(nodes)) // len(sites)
+    for number, n in enumerate(SIZES):
+        ends = (
+            next(each[number][1]["share"] for each in found if each[number][1]) if n and found[0][number][1] else None
+        )
+        each_share = -(-n // (16 * num_hosts)) * 16
+        assert ends is None or ends.tolist() == [0, min(each_share, n)]
+        for step in range(2):
+            results = [each[number][0][step] for each in found]
+            assert all(torch.equal(result, results[0]) for result in results)
+        for place in range(num_hosts if n else 0):
+            lo, hi = min(place * each_share, n), min((place + 1) * each_share, n)
+            shares = [[site_sum(n, step, site, nodes, exchange)[lo:hi] for site in sites] for step in range(2)]
+            expected = run_threads(len(sites), among_sites, exchange, shares, nodes=range(len(sites)))[0]
+            for step in range(2):
+                assert torch.equal(found[0][number][0][step][lo:hi], expected[step])
+        if n == 5003:
+            check_bytes([each[number][2] for each in found], name, exchange, n, nodes, len(sites))
+
+
+def site_sum(n: int, step: int, site: str, nodes: list[str], exchange: Exchange) -> Tensor:
+    """Of the ranks of a site, scaled for the exchange among sites."""
+    total = sum((payload(n, rank, step) for rank, node in enumerate(nodes) if node[0] == site), torch.zeros(n))
+    num_sites = len({node.partition(":")[0] for node in nodes})
+    return total * (num_sites / len(nodes)) if getattr(exchange, "average", True) else total
+
+
+def check_bytes(sent: list[list[int]], name: str, exchange: Exchange, n: int, nodes: list[str], num_sites: int) -> None:
+    """Between sites as much as one leader would send; within a site a payload, and a result, encoded if it can be."""
+    num_hosts = len(set(nodes)) // num_sites
+    total = sum(between for between, _ in sent) / num_sites / 2  # of two steps
+    assert total == pytest.approx(exchange.bytes_per_rank(n, num_sites), rel=0.05)
+    encoded = {"8 bits": 1, "a sum": 1, "4 bits, feedback": 0.5}.get(name)
+    result = 4 * n if encoded is None else (2 if num_sites == 2 else 1) * encoded * n
+    for between, within in sent:
+        if between:
+            assert within / 2 == pytest.approx((num_hosts - 1) / num_hosts * (4 * n + result), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["4 bits, feedback", "8 bits"])
+def test_the_bits_of_two_latencies(name: str) -> None:
+    exchange = Hierarchical(EXCHANGES[name])
+    usual, late = (
+        run_threads(6, exchanged, exchange, SIZES, how, nodes=THREE_BY_TWO, hierarchical=True) for how in (False, True)
+    )
+    for one, other in zip(usual, late, strict=True):
+        for (results, _, _), (others, _, _) in zip(one, other, strict=True):
+            assert all(map(torch.equal, results, others))
+
+
+@pytest.mark.parametrize(
+    "exchange", [Gossip(topologies.get("ring")), PowerSGD(((20, 20),))], ids=["gossip", "low rank"]
+)
+def test_the_first_hosts_exchange_what_is_not_elementwise_or_complete(exchange: Exchange) -> None:
+    def run(groups: Groups) -> tuple[Tensor, bool]:
+        x_N = payload(400, groups.rank, 0)
+        wrapped = Hierarchical(exchange)
+        state = wrapped.init(x_N, groups)
+        wrapped.run(x_N, state, groups, 0)
+        return x_N, wrapped.shares(groups)
+
+    found = run_threads(6, run, nodes=TWO_BY_THREE, hierarchical=True)
+    assert not any(shares for _, shares in found)
+    assert all(
+        torch.equal(x_N, found["ab".index(node[0])][0]) for node, (x_N, _) in zip(TWO_BY_THREE, found, strict=True)
+    )
+
+
+def test_errors_of_a_range_are_those_of_its_part_of_the_share() -> None:
+    def look(groups: Groups) -> tuple[list[int], list[int], list[int]]:
+        exchange = Hierarchical(EXCHANGES["4 bits, feedback"])
+        state = exchange.init(torch.zeros(96), groups)
+        state["residual"].copy_(torch.arange(*state["share"].tolist()))
+        state["chunk_residual"].fill_(-1.0)
+        seen = exchange.memory(state, 96, 20, 70, groups)
+        return state["share"].tolist(), [x.numel() for x in seen], [int(x) for x in seen[0]] if seen else []
+
+    found = run_threads(6, look, nodes=THREE_BY_TWO, hierarchical=True)
+    assert [share for share, *_ in found] == [[0, 48], [48, 96]] * 3
+    # Chunks have 16 elements: rank 0 owns 0 to 15, its counterparts 16 to 31 and 32 to 47; then 48 to 63, 64 to 79, ...
+    assert [sizes for _, sizes, _ in found] == [[28], [22, 16], [28, 12], [22, 6], [28, 16], [22]]
+    assert found[0][2] == list(range(20, 48)) and found[1][2] == list(range(48, 70))
