@@ -5,23 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from bagua.comm.node_keys import Sites
+
 __all__ = ["fit_hierarchy"]
 
 
 def fit_hierarchy(algorithm: Any, nodes: tuple[tuple[int, ...], ...], default: bool) -> tuple[Any, str]:
-    """Resolve `algorithm.hierarchical`: None becomes `default` where a hierarchy exists, else False.
+    """Resolve `algorithm.hierarchical`: None becomes `default` where a hierarchy exists, else False. For sites: True.
 
-    An explicit True is kept, with a remark where it has no or little effect.
+    Sites have a slow link between them, over which a sum of all ranks goes more often than one of the sites. An
+    explicit True is kept, with a remark where it has no or little effect.
 
     Args:
         algorithm: a dataclass with a field `hierarchical: bool | None`.
-        nodes: ranks by node.
+        nodes: ranks by node, or `Sites`.
         default: what None means where there are several nodes, one of them with several ranks.
     """
     several_nodes, several_ranks = len(nodes) > 1, any(len(node) > 1 for node in nodes)
     wanted = algorithm.hierarchical
     if wanted is None:
-        return replace(algorithm, hierarchical=default and several_nodes and several_ranks), ""
+        wanted = default or isinstance(nodes, Sites)
+        return replace(algorithm, hierarchical=wanted and several_nodes and several_ranks), ""
     remark = ""
     if wanted and not several_nodes:
         remark = (

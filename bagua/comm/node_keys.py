@@ -8,10 +8,23 @@ from collections.abc import Sequence
 
 from bagua.errors import RankMismatchError
 
-__all__ = ["by_node", "by_site", "in_site", "node_key", "site_of"]
+__all__ = ["Sites", "by_node", "by_site", "in_site", "node_key", "site_of"]
+
 
 _ENV = "BAGUA_SITE"
 _SITE = "\n"  # between the name of a node and that of its site
+
+
+class Sites(tuple[tuple[int, ...], ...]):
+    """Ranks by site, where sites take the place of nodes.
+
+    Examples:
+        >>> from bagua.comm.node_keys import Sites
+        >>> Sites([(0, 1), (2, 3)])
+        ((0, 1), (2, 3))
+    """
+
+    __slots__ = ()
 
 
 def node_key() -> str:
@@ -50,7 +63,7 @@ def by_node(keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(each) for each in places.values())
 
 
-def by_site(keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def by_site(keys: Sequence[str]) -> Sites:
     """Sort ranks by site; empty if there are not several.
 
     Raises:
@@ -64,4 +77,4 @@ def by_site(keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
             f"{_ENV}: rank {lacks} has none, and rank {has} has {names[has]!r}; give it on all hosts or on none"
         )
     sites = by_node(names)
-    return sites if len(sites) > 1 else ()
+    return Sites(sites if len(sites) > 1 else ())

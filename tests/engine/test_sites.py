@@ -135,9 +135,15 @@ def test_a_training_over_sites(algorithm: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 if algorithm == "gradient_allreduce" else 1e-2)
 
 
-def test_bytegrad_is_hierarchical_over_sites_by_default() -> None:
+@pytest.mark.parametrize("algorithm", ["bytegrad", "gradient_allreduce", "local_sgd", "diloco"])
+def test_exchanges_are_hierarchical_over_sites_by_default(algorithm: str) -> None:
     nodes = ["a:0", "a:1", "b:2", "b:3"]
-    assert run_teams(4, train, "bytegrad", {}, nodes=nodes)[0][1] == [(2, 0, 2)] * 2
+    options = {"codec": "identity"} if algorithm in ("local_sgd", "diloco") else {}
+    assert run_teams(4, train, algorithm, options, nodes=nodes)[0][1] == [(2, 0, 2)] * 2
+
+
+def test_exact_sums_are_not_hierarchical_over_nodes_by_default() -> None:
+    assert run_teams(4, train, "gradient_allreduce", {}, nodes=[0, 0, 1, 1])[0][1] == [(0, 0, 0)] * 2
 
 
 def test_ranks_of_a_job_where_one_has_no_site_are_all_told() -> None:
