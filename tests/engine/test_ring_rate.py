@@ -93,7 +93,7 @@ def test_it_ends_when_a_round_was_long_enough(pool: RankPool, round_trip_s: floa
         assert found.bytes_per_s == rounds[-1] / 0.1 and found.nbytes == sum(rounds)
 
 
-@pytest.mark.parametrize(("slowest_s", "counts_s"), [(0.29, 0.1), (0.31, 0.31)])
+@pytest.mark.parametrize(("slowest_s", "counts_s"), [(0.19, 0.1), (0.21, 0.21)])
 def test_of_unequal_links_the_slowest_counts(pool: RankPool, slowest_s: float, counts_s: float) -> None:
     for found, _ in pool.run(3, scripted, [0.1, slowest_s, 0.1], 0.0, nodes=HOSTS):
         assert found.bytes_per_s == 65_536 / counts_s
