@@ -27,8 +27,8 @@ MOST_BYTES = _FIRST_BYTES * sum(_GROWTH**k for k in range(_ROUNDS))  # that a ra
 # takes at most some four times as long as this, unless the first bytes do already.
 _LONG_ENOUGH_S = 0.05
 _TRIPS = 3
-# Times the median: more than noise, mostly. To take equal links for unequal costs a latency in some sums; to take unequal
-# ones for equal sends small sums several times over the slow link.
+# Times the median: more than noise, mostly. To take equal links for unequal costs a latency in some sums; to take
+# unequal ones for equal sends small sums several times over the slow link.
 _UNEQUAL = 2.0
 _HEAD_BYTES = 64
 _TAG = 0
