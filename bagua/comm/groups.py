@@ -199,7 +199,6 @@ class Groups:
         """The next exchange is one of this bucket; see `Group.gathers`."""
         for group in self.between:
             group.gathers = gathers
-        for group in self._every():
             if group.mesh is not None:
                 group.mesh.bucket = bucket
 

@@ -35,7 +35,6 @@ from bagua.errors import CommunicationError
 __all__ = ["CONGESTION", "MeshError", "Offer", "add_meshes", "congestion_control", "connect", "listen"]
 
 CONGESTION = "BAGUA_NATIVE_CONGESTION"
-_HOSTS = "hosts"  # of a site: a kind of group
 _MAGIC = b"BAGUAMSH"
 _HELLO = struct.Struct("<8sII16s32s")  # magic, version, rank, nonce, digest
 _REPLY = struct.Struct("<32s")
@@ -54,11 +53,10 @@ class Offer:
 
     Attributes:
         published: JSON-able.
-        near: the ranks are at one site.
     """
 
-    def __init__(self, listener: socket.socket, near: bool = False) -> None:
-        self.listener, self.near = listener, near
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
         host, port = listener.getsockname()[:2]
         self.published: dict[str, Any] = {"host": host, "port": port, "secret": secrets.token_hex(32)}
 
@@ -75,8 +73,6 @@ def add_meshes(
 ) -> None:
     """Connect the ranks of the world, and those that exchange for nodes. Collective over the world. Groups stay open.
 
-    Where each host of a site exchanges a share, the hosts of a site are connected, too.
-
     Args:
         lanes: groups of gloo of one lane or more, opened with the addresses at which it listens.
         all_gather: of the name of a stage and a small message; returns those of all ranks, by rank of the world.
@@ -90,11 +86,7 @@ def add_meshes(
     among = {
         f"{lane}/{kind}": group
         for lane, groups in enumerate(lanes)
-        for kind, group in (
-            ("world", groups.world),
-            ("inter", groups.inter or groups.column),
-            (_HOSTS, groups.hosts if groups.column is not None else None),
-        )
+        for kind, group in (("world", groups.world), ("inter", groups.inter or groups.column))
     }
     mine = {kind: group for kind, group in among.items() if group is not None and group.size > 1}
     made: dict[str, Mesh] = {}
@@ -103,7 +95,7 @@ def add_meshes(
 
         def offer() -> Any:
             for kind, group in mine.items():
-                own[kind] = listen(group.address, group.size, near=kind.endswith(_HOSTS))
+                own[kind] = listen(group.address, group.size)
                 offers.callback(own[kind].close)
             return {kind: each.published for kind, each in own.items()}
 
@@ -144,13 +136,12 @@ def congestion_control() -> str | None:
     return os.environ.get(CONGESTION) or None
 
 
-def listen(host: str | None, size: int, near: bool = False) -> Offer:
+def listen(host: str | None, size: int) -> Offer:
     """Listen at `host` on a free port.
 
     Args:
         host: the address of gloo's listener.
         size: number of ranks.
-        near: the ranks are at one site.
 
     Raises:
         CommunicationError: says why this rank cannot.
@@ -162,7 +153,7 @@ def listen(host: str | None, size: int, near: bool = False) -> Offer:
         raise CommunicationError("the address at which gloo listens was not found, and the native transport uses it")
     sock = _socket(host)
     try:
-        _prepare(sock, near)
+        _prepare(sock)
         sock.bind((host, 0))
         sock.listen(size + _MAX_STRANGERS)
     except OSError as error:
@@ -171,7 +162,7 @@ def listen(host: str | None, size: int, near: bool = False) -> Offer:
     except CommunicationError:
         sock.close()
         raise
-    return Offer(sock, near)
+    return Offer(sock)
 
 
 def connect(
@@ -199,7 +190,7 @@ def connect(
         proofs: dict[int, bytes] = {}
         for peer in range(rank):
             offer = offers[peer]
-            sock = _connect_to(offer, own, peer, patience)
+            sock = _connect_to(offer, own.published["host"], peer, patience)
             on_failure.callback(sock.close)
             socks[peer], nonce = sock, secrets.token_bytes(16)
             digest = _digest(offer, b"hello", rank, peer, nonce)
@@ -221,7 +212,7 @@ def _socket(host: str) -> socket.socket:
     return socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
 
 
-def _prepare(sock: socket.socket, near: bool) -> None:
+def _prepare(sock: socket.socket) -> None:
     """Options that accepted sockets inherit."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     name = congestion_control()
@@ -234,12 +225,6 @@ def _prepare(sock: socket.socket, near: bool) -> None:
                 f"{CONGESTION}={name}: the kernel refuses this congestion control: {why} ({error}); "
                 "see /proc/sys/net/ipv4/tcp_allowed_congestion_control"
             ) from error
-    elif near and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr"):
-        # The lanes' connections take turns, and BBR takes a share of the link for all of it: docs/design/0019-sites.md.
-        for other in (b"cubic", b"reno"):
-            with suppress(OSError):  # this process may not choose it, or it is not loaded
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, other)
-                break
 
 
 def _digest(offer: dict[str, Any], what: bytes, connecting: int, listening: int, nonce: bytes) -> bytes:
@@ -279,14 +264,14 @@ class _Patience:
         raise TimeoutError("timed out")
 
 
-def _connect_to(offer: dict[str, Any], own: Offer, peer: int, patience: _Patience) -> socket.socket:
+def _connect_to(offer: dict[str, Any], source: str, peer: int, patience: _Patience) -> socket.socket:
     """A connection that does not block."""
     sock = _socket(offer["host"])
     try:
-        _prepare(sock, own.near)
+        _prepare(sock)
         sock.setblocking(False)
         with suppress(OSError):  # of another family, or an address that no longer is this host's
-            sock.bind((own.published["host"], 0))
+            sock.bind((source, 0))
         problem = sock.connect_ex((offer["host"], offer["port"]))
         if problem == errno.EINPROGRESS:
             patience.await_ready(sock, selectors.EVENT_WRITE)

@@ -188,15 +188,13 @@ class Team(StoreTeam):
             leaders = tuple(sorted((node[0] for node in nodes), key=members.index))
             host = next((node for node in self.nodes if self.rank in node), mine)
             column, connect = self._column(nodes, leaders), partial(self._group, native=native, late=late)
-            connect_hosts = partial(connect if column else self._group, of_hosts=True)
             if len(host) < len(mine) and any(len(node) > 1 for node in self.nodes if set(node) < set(mine)):
                 groups.intra = self._group(f"{name}/intra{host[0]}", host)
                 if self.rank == host[0]:
                     hosts = tuple(node[0] for node in self.nodes if set(node) <= set(mine))
-                    groups.site = connect_hosts(f"{name}/site{mine[0]}", hosts)
+                    groups.site = self._group(f"{name}/site{mine[0]}", hosts, of_hosts=True)
             else:
-                several = len(host) < len(mine)
-                groups.intra = (connect_hosts if several else self._group)(f"{name}/intra{mine[0]}", mine)
+                groups.intra = self._group(f"{name}/intra{mine[0]}", mine, of_hosts=len(host) < len(mine))
             if self.rank in leaders:
                 groups.inter = connect(f"{name}/inter", leaders, direct=True)
             if column:

@@ -309,7 +309,7 @@ def test_strangers_neither_get_in_nor_hold_the_ranks_up(monkeypatch: pytest.Monk
     listen, met = mesh_connect.listen, list[socket.socket]()
     wrong = mesh_connect._HELLO.pack(b"BAGUAMSH", 1, 1, bytes(16), bytes(32))
 
-    def listen_and_be_visited(host: str | None, size: int, near: bool = False) -> mesh_connect.Offer:
+    def listen_and_be_visited(host: str | None, size: int) -> mesh_connect.Offer:
         offer = listen("127.0.0.1", size)
         for said in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(80), wrong):  # all before any rank connects
             met.append(stranger(offer.published["port"], said))
@@ -341,7 +341,7 @@ def test_who_answers_without_the_secret_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_rank_that_cannot_listen_fails_on_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     listen, lock, calls = mesh_connect.listen, threading.Lock(), []
 
-    def listen_but_once(host: str | None, size: int, near: bool = False) -> mesh_connect.Offer:
+    def listen_but_once(host: str | None, size: int) -> mesh_connect.Offer:
         with lock:
             calls.append(host)
             if len(calls) == 2:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from typing import Any
 
 import pytest
@@ -12,9 +10,8 @@ from torch import Tensor
 
 from bagua import topologies
 from bagua.codecs import Eden, Identity, Int4, MinMaxUInt8, get
-from bagua.comm import mesh_connect
 from bagua.comm.groups import Groups
-from bagua.comm.mesh import Mesh, why_no_mesh
+from bagua.comm.mesh import why_no_mesh
 from bagua.exchanges import AllReduce, Exchange, Gossip, Hierarchical, PowerSGD, ScatterGather
 from tests.rank_threads import run_threads
 
@@ -60,7 +57,7 @@ def exchanged(groups: Groups, exchange: Exchange, sizes: tuple[int, ...], late: 
     found: list[Any] = []
     groups.begin(0, late)
     column, site = groups.column, groups.hosts
-    assert site is None or (site.mesh is not None) == groups.native
+    assert column is None or (column.mesh is not None) == groups.native
     for n in sizes:
         state = exchange.init(torch.zeros(n), groups)
         between, within = (each.meter.sent if each is not None else 0 for each in (column, site))
@@ -139,31 +136,6 @@ def check_bytes(sent: list[list[int]], name: str, exchange: Exchange, n: int, no
     for between, within in sent:
         if between:
             assert within / 2 == pytest.approx((num_hosts - 1) / num_hosts * (4 * n + result), rel=0.1)
-
-
-@pytest.mark.skipif(bool(why_no_mesh()), reason="no native transport")
-def test_hosts_of_a_site_do_not_use_bbr_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as sock:
-        default = congestion_of(sock.fileno())
-    seen: dict[int, set[bytes]] = {}
-
-    def mesh(rank: int, fds: list[int], timeout_s: float) -> Mesh:
-        seen.setdefault(len(fds), set()).update(congestion_of(fd) for fd in fds if fd >= 0)
-        return Mesh(rank, fds, timeout_s)
-
-    monkeypatch.setattr(mesh_connect, "Mesh", mesh)
-    run_threads(6, places, nodes=TWO_BY_THREE, hierarchical=True, native=True)
-    near = seen.pop(3)
-    assert seen == {6: {default}, 2: {default}} and near != {b"bbr"}
-    assert default == b"bbr" or near == {default}
-    monkeypatch.setenv(mesh_connect.CONGESTION, "reno")
-    run_threads(6, places, nodes=TWO_BY_THREE, hierarchical=True, native=True)
-    assert seen[3] == {b"reno"}
-
-
-def congestion_of(fd: int) -> bytes:
-    with socket.socket(fileno=os.dup(fd)) as sock:
-        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
 
 
 @pytest.mark.parametrize("name", ["4 bits, feedback", "8 bits"])
