@@ -174,10 +174,11 @@ def _state(
         inner, groups = exchange.inner, exchange.among(groups)
     group = groups.world if groups is not None else None
     rules = _rules(inner, _EXCHANGES)
-    lo, hi = fresh["share"].tolist() if "share" in fresh else (0, weights.numel())
+    lo, hi = fresh["share"].tolist()[:2] if "share" in fresh else (0, weights.numel())
     shares = _by_share(old, weights.numel())
     n, rank = hi - lo, group.rank if group is not None else 0
-    owed = _owed(shares)[lo:hi]
+    found = _owed(shares)
+    owed = found[lo:hi] if found is not None else None
     made = {"share": fresh["share"]} if "share" in fresh else dict[str, Tensor]()
     for name, tensor in fresh.items():
         rule = rules.get(name)
@@ -185,41 +186,49 @@ def _state(
             continue
         if rule == "weights":
             made[name] = weights[lo:hi].detach().expand(tensor.shape).clone()
-        elif rule == "chunks" and owed.numel():
+        elif rule == "chunks" and owed is not None:
             every = isinstance(inner, ScatterGather) and group is not None and is_of_all(tensor, n, group.size)
             made[name] = _cut(owed, rank, tensor, every)
         else:
             copies = [copy[lo:hi] if copy.numel() == weights.numel() else copy for copy in _joined(shares, name)]
             what = f"{where}: {name!r} of {exchange.name}"
             made[name] = _apply(rule, copies, tensor, what, _scale(rule, inner, len(copies), group))
-    if isinstance(inner, ScatterGather) and owed.numel() and "residual" in made and "chunk_residual" not in made:
+    if isinstance(inner, ScatterGather) and owed is not None and "residual" in made and "chunk_residual" not in made:
         assert group is not None
         made["residual"].view(-1).add_(owed, alpha=1.0 if inner.average else 1 / group.size)
     return made
 
 
 def _by_share(old: list[dict[str, Tensor]], numel: int) -> list[tuple[int, int, list[dict[str, Tensor]]]]:
-    """First and last element, exclusive, of each share of a payload of `numel`, and the states of those who have it."""
-    found: dict[tuple[int, int], list[dict[str, Tensor]]] = {}
-    for each in old:
-        lo, hi = each["share"].tolist() if "share" in each else (0, numel)
-        found.setdefault((lo, hi), []).append(each)
-    return [(lo, hi, found[lo, hi]) for lo, hi in sorted(found)]
+    """First and last element, exclusive, of each share of a payload of `numel`, and the states of those who have it.
+
+    These are in the order of their sites.
+    """
+    found: dict[tuple[int, int, int], list[tuple[int, dict[str, Tensor]]]] = {}
+    for number, each in enumerate(old):
+        lo, hi, place, site = each["share"].tolist() if "share" in each else (0, numel, 0, number)
+        found.setdefault((place, lo, hi), []).append((site, each))
+    return [
+        (lo, hi, [each for _, each in sorted(found[place, lo, hi], key=lambda pair: pair[0])])
+        for place, lo, hi in sorted(found)
+    ]
 
 
 def _joined(shares: Sequence[tuple[int, int, list[dict[str, Tensor]]]], name: str) -> list[Tensor]:
     """The tensors called `name`, as if there had been no shares: of each site, or of each rank that had one."""
     copies = [[each[name] for each in having if name in each] for _, _, having in shares]
-    return copies[0] if len(copies) == 1 else [torch.cat(parts) for parts in zip(*copies, strict=True)]
+    if len(copies) == 1:
+        return copies[0]
+    return [torch.cat(parts) if parts[0].dim() else parts[0] for parts in zip(*copies, strict=True)]
 
 
-def _owed(shares: Sequence[tuple[int, int, list[dict[str, Tensor]]]]) -> Tensor:
-    """The residuals of owned chunks, of all elements; empty if there were none."""
-    found = [torch.empty(0)]
+def _owed(shares: Sequence[tuple[int, int, list[dict[str, Tensor]]]]) -> Tensor | None:
+    """The residuals of owned chunks, of all elements; None if there were none."""
+    found = list[Tensor]()
     for lo, hi, having in shares:
         chunks = [each["chunk_residual"] for each in having if "chunk_residual" in each]
         found += [_together(chunks, hi - lo)] if chunks else []
-    return torch.cat(found)
+    return torch.cat(found) if found else None
 
 
 def _scale(rule: str | None, exchange: Exchange, num_old: int, group: Any) -> float:

@@ -205,7 +205,8 @@ class Groups:
     def as_of(self, gathers: bool) -> Groups:
         """These groups as an exchange that gathers finds them, or one that does not. To look at, not to use."""
         seen = copy.copy(self)
-        seen.world, seen.inter, seen.column = copy.copy(self.world), copy.copy(self.inter), copy.copy(self.column)
+        seen.world, seen.inter = copy.copy(self.world), copy.copy(self.inter)
+        seen.column = seen.inter if self.column is self.inter else copy.copy(self.column)
         for group in seen.between:
             group.gathers = gathers
         return seen

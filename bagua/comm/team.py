@@ -21,7 +21,7 @@ from bagua.comm.connecting import LateGloo, connect_gloo, connect_nccl
 from bagua.comm.flight_recorder import avoid_race
 from bagua.comm.groups import Group, Groups
 from bagua.comm.mesh_connect import MeshError, add_meshes
-from bagua.comm.node_keys import by_node, by_site, node_key
+from bagua.comm.node_keys import Sites, by_node, by_site, node_key
 from bagua.comm.staged import Staged
 from bagua.comm.store import RendezvousStore
 from bagua.comm.store_team import Counters, StoreTeam, is_loss
@@ -177,7 +177,8 @@ class Team(StoreTeam):
     ) -> Groups:
         late = beside.world.address if native and beside is not None else None
         members = self.order or tuple(range(self.size))
-        nodes = tuple(tuple(node) for node in nodes) if nodes else (tuple(range(self.size)),)
+        kind = Sites if isinstance(nodes, Sites) else tuple
+        nodes = kind(tuple(node) for node in nodes) if nodes else (tuple(range(self.size)),)
         # With several ranks a node, direct exchange would send the same sums through one network interface; and an
         # order is there since some links are slow, all of which it would use.
         alone = len(nodes) == self.size and not self.order

@@ -123,7 +123,7 @@ class Hierarchical(Exchange):
 
     @property
     def layout(self) -> tuple[str, ...]:
-        """`share`: the first element of the own share, and the one after its last."""
+        """`share`: its first element, the one after its last, the place of the host in its site, that of the site."""
         return ("share", *self.inner.layout)
 
     def fit(self, name: str, saved: Tensor, made: Tensor, groups: Groups) -> Tensor | None:
@@ -138,7 +138,10 @@ class Hierarchical(Exchange):
             return {}
         lo, hi = self._range(x_N.numel(), groups)
         state = self.inner.init(x_N[lo:hi], among)
-        return {**state, "share": torch.tensor([lo, hi])} if state and self.shares(groups) else state
+        hosts = groups.hosts
+        if not state or hosts is None or not self.shares(groups):
+            return state
+        return {**state, "share": torch.tensor([lo, hi, hosts.rank, among.rank])}
 
     def rebuild(self, x_N: Tensor, state: State, groups: Groups) -> None:
         """The inner exchange's, where it runs."""
@@ -182,13 +185,15 @@ class Hierarchical(Exchange):
     def _run_shares(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         hosts, own_host = groups.hosts, groups.intra
         assert hosts is not None and own_host is not None and groups.column is not None
+        early = self._scale_early(x_N, groups)
         if own_host is not hosts:
             reduce_(own_host, x_N)
         ends = [_share(x_N.numel(), hosts.size, place) for place in range(hosts.size)]
         shares, buffers, among = [x_N[lo:hi] for lo, hi in ends], groups.buffers, _among(groups.column, groups)
         own = shares[hosts.rank]
         reduce_shares_(hosts, shares, buffers.get("site", (hosts.size * own.numel(),), x_N.dtype, x_N.device))
-        self._scale(own, groups, among.size)
+        if not early:
+            self._scale(own, groups)
         if not self.inner.encodes:
             if own.numel():
                 self.inner.run(own, state, among, step)
@@ -210,20 +215,28 @@ class Hierarchical(Exchange):
         """Sum the payloads of a node, or a site, on its leader, and scale the sum for the inner exchange."""
         if groups.intra is None:
             raise ValueError("Hierarchical needs groups that were opened with hierarchical=True")
+        early = self._scale_early(x_N, groups)
         for group in (groups.intra, groups.site):
             if group is not None and group.of_hosts:
                 enough = (x_N.numel() + group.size,)
                 reduce_over_hosts_(group, x_N, groups.buffers.get("site", enough, x_N.dtype, x_N.device))
             elif group is not None:
                 reduce_(group, x_N)
-        if groups.inter is not None:
-            self._scale(x_N, groups, groups.inter.size)
+        if groups.inter is not None and not early:
+            self._scale(x_N, groups)
 
-    def _scale(self, x_N: Tensor, groups: Groups, num_nodes: int) -> None:
+    def _scale_early(self, x_N: Tensor, groups: Groups) -> bool:
+        """Scale what may overflow in a sum before it is summed, on all ranks. Returns whether it was done."""
+        early = x_N.dtype in (torch.float16, torch.bfloat16)
+        if early:
+            self._scale(x_N, groups)
+        return early
+
+    def _scale(self, x_N: Tensor, groups: Groups) -> None:
         if not self.inner.complete:
             x_N.mul_(1.0 / groups.num_summed)
         elif self.average:
-            x_N.mul_(num_nodes / groups.world.size)
+            x_N.mul_(len(groups.nodes) / groups.world.size)
 
     def among(self, groups: Groups) -> Groups | None:
         """The groups of the inner exchange; None: it does not run on this rank."""

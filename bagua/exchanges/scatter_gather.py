@@ -162,7 +162,7 @@ class ScatterGather(Exchange):
     @property
     def encodes(self) -> bool:
         """Where something is encoded, and the result is that of the codec alone."""
-        return not self.codec.lossless and not self.running_scale
+        return not self.codec.lossless and not self.running_scale and type(self).run is ScatterGather.run
 
     def run_encoded(self, x_N: Tensor, state: State, groups: Groups, step: int) -> Sequence[Tensor]:
         """As `run`. Two ranks return both versions of row 0, then those of row 1; more ranks the mean of each row."""

@@ -23,6 +23,7 @@ from bagua.comm.groups import Group, Groups, Meter
 from bagua.comm.staged import Staged
 from bagua.comm.team import Team
 from bagua.engine.startup.broadcast import replicate_tensors
+from bagua.engine.state_dict import check_layout
 from bagua.exchanges import Exchange, PowerSGD, State
 from bagua.interop.choice import ExchangeFor, choose, open_groups
 
@@ -226,8 +227,17 @@ class _Replica:
         size, fits = flat.numel(), (flat.dtype, flat.device)
         if self._fits.get(size) != fits:
             fresh = exchange.init(flat, self._groups)
-            kept = self.states.get(size, fresh)
-            self.states[size] = {name: each.to(fresh.get(name, flat)) for name, each in kept.items()}
+            kept, where = self.states.get(size, fresh), f"state for gradients of {size} elements"
+            check_layout(exchange, kept, fresh, where)
+            fitted = dict[str, Tensor]()
+            for name, each in kept.items():
+                made = fresh.get(name, flat)
+                same = each.shape == made.shape or name not in fresh
+                found = each if same else exchange.fit(name, each, made, self._groups)
+                if found is None:
+                    raise ValueError(f"{where}: {name} has shape {list(each.shape)}, not {list(made.shape)}")
+                fitted[name] = found.to(made)
+            self.states[size] = fitted
             self._fits[size] = fits
         return self.states[size]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import bagua
-from bagua.checkpoint import CheckpointError, load
+from bagua.checkpoint import CheckpointError, load, reshard
 from bagua.checkpoint.reshard import equal
 from bagua.comm.team import Team
 from tests.checkpoint.runs import Case, Run
@@ -20,23 +20,32 @@ from tests.rank_threads import run_teams
 
 TWO_SITES = ["a:0", "a:1", "b:2", "b:3"]
 THREE_SITES = ["a:0", "a:1", "b:2", "b:3", "c:4", "c:5"]
+MIXED = ["a:0", "b:1", "c:2", "c:3", "b:4", "a:5"]  # second hosts in another order than first ones
 UNLIKE = ["a:0", "a:1", "a:2", "b:3"]
-LAYOUTS = {"two sites": TWO_SITES, "three sites": THREE_SITES, "unlike sites": UNLIKE, "hosts": [0, 0, 1]}
+LAYOUTS: dict[str, Any] = {
+    "two sites": TWO_SITES,
+    "three sites": THREE_SITES,
+    "mixed": MIXED,
+    "unlike sites": UNLIKE,
+    "hosts": [0, 0, 1],
+}
+SHARED = ("two sites", "three sites", "mixed")
 FEEDBACK = Case(bagua.algorithms.ByteGrad(codec="int4", hierarchical=True))
 SCALED = Case(bagua.algorithms.ByteGrad(codec="eden", running_scale=True, hierarchical=True))
 
 
 def whole(states: list[Any], name: str) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
     """By bucket and part: the mean of residuals, or the magnitudes, and what owners of chunks owe, of all elements."""
-    found: dict[tuple[int, int], dict[tuple[int, int], list[dict[str, Tensor]]]] = {}
+    found: dict[tuple[int, int], dict[tuple[int, ...], list[dict[str, Tensor]]]] = {}
     for state in states:
         for entry in state["algorithm"]["states"]:
-            share = tuple(entry["tensors"].get("share", torch.zeros(2)).tolist())
+            share = tuple(entry["tensors"].get("share", torch.zeros(4, dtype=torch.int64)).tolist()[:3])
             found.setdefault((entry["bucket"], entry["part"]), {}).setdefault(share, []).append(entry["tensors"])
     joined = {}
     for key, shares in found.items():
         means, owed = [], []
-        for share in sorted(shares):
+        for share in sorted(shares, key=lambda share: share[2]):
+            shares[share].sort(key=lambda each: int(each["share"][3]) if "share" in each else 0)
             tensors = torch.stack([each[name].double() for each in shares[share]])
             means.append(tensors.mean(0))
             chunks = [each["chunk_residual"].double() for each in shares[share] if "chunk_residual" in each]
@@ -50,6 +59,8 @@ def whole(states: list[Any], name: str) -> dict[tuple[int, int], tuple[Tensor, T
     [
         ("two sites", "three sites"),
         ("three sites", "two sites"),
+        ("mixed", "two sites"),
+        ("hosts", "mixed"),
         ("three sites", "unlike sites"),
         ("two sites", "hosts"),
         ("hosts", "two sites"),
@@ -62,7 +73,7 @@ def test_what_is_owed_to_the_mean_stays_the_same(old: str, new: str, tmp_path: P
     shares = [
         any("share" in entry["tensors"] for entry in states[0]["algorithm"]["states"]) for states in (saved, loaded)
     ]
-    assert shares == [old in ("two sites", "three sites"), new in ("two sites", "three sites")]
+    assert shares == [old in SHARED, new in SHARED]
     before_, after_ = whole(saved, "residual"), whole(loaded, "residual")
     assert before_.keys() == after_.keys() and len(before_) > 1
     for key, (means, owed) in before_.items():
@@ -82,7 +93,7 @@ def test_running_scales_are_kept(old: str, new: str, tmp_path: Path) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("nodes", [TWO_SITES, THREE_SITES])
+@pytest.mark.parametrize("nodes", [TWO_SITES, THREE_SITES, MIXED])
 def test_the_same_sites_go_on_as_if_never_stopped(nodes: list[str], tmp_path: Path) -> None:
     saved, loaded, later = change(FEEDBACK, len(nodes), len(nodes), tmp_path, (nodes, nodes))
     for mine, theirs in zip(saved, loaded, strict=True):
@@ -94,15 +105,41 @@ def test_the_same_sites_go_on_as_if_never_stopped(nodes: list[str], tmp_path: Pa
     assert all(equal(mine, theirs) for mine, theirs in zip(again, expected, strict=True))
 
 
-def test_ranks_at_other_sites_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (TWO_SITES, ["a:0", "b:1", "a:2", "b:3"]),
+        (MIXED, ["a:0", "b:1", "c:2", "a:3", "b:4", "c:5"]),
+        (["a:0", "a:0", "b:1", "b:1"], TWO_SITES),
+    ],
+)
+def test_ranks_at_other_sites_are_refused(old: list[str], new: list[str], tmp_path: Path) -> None:
     def refused(team: Team) -> str:
         run = Run.start(FEEDBACK, team)
         try:
             load(tmp_path, run.objects, process_group=team, rng=False)
         except (CheckpointError, ValueError) as error:
             return str(error)
-        return ""
+        return "loaded"
 
-    run_teams(4, before, FEEDBACK, tmp_path, nodes=TWO_SITES)
-    said = run_teams(4, refused, nodes=["a:0", "b:1", "a:2", "b:3"])
-    assert all("share is [" in each and "the ranks were at other sites" in each for each in said), said
+    run_teams(len(old), before, FEEDBACK, tmp_path, nodes=old)
+    said = run_teams(len(old), refused, nodes=new)
+    assert all("the ranks were at other sites" in each for each in said), said
+
+
+def test_payloads_that_are_smaller_than_the_shares_of_two_hosts() -> None:
+    """Some hosts have empty shares then, all of them alike but for their places."""
+    ends = [(0, 16), (16, 16), (16, 16)]
+    old = [
+        {"share": torch.tensor([*ends[place], place, site]), "residual": torch.full((0 if place else 16,), 1.0 + site)}
+        for site in range(2)
+        for place in range(3)
+    ]
+    shares = reshard._by_share(old, 16)
+    assert [(lo, hi, len(having)) for lo, hi, having in shares] == [(*end, 2) for end in ends]
+    assert [each.tolist() for each in reshard._joined(shares, "residual")] == [[1.0] * 16, [2.0] * 16]
+    assert reshard._owed(shares) is None
+    for each in old:
+        each["chunk_residual"] = torch.full((16 if each["residual"].numel() else 0,), each["residual"].sum().item())
+    owed = reshard._owed(reshard._by_share(old, 16))
+    assert owed is not None and owed.tolist() == [16.0] * 16

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import bagua
 from bagua.codecs import Identity, MinMaxUInt8
 from bagua.comm.groups import Groups
-from bagua.comm.node_keys import node_key
+from bagua.comm.node_keys import Sites, node_key
 from bagua.comm.team import Team
 from bagua.engine.distributed_module import attachment_of
 from bagua.exchanges import AllReduce, Exchange, Gossip, Hierarchical, ScatterGather
@@ -140,6 +140,16 @@ def test_exchanges_are_hierarchical_over_sites_by_default(algorithm: str) -> Non
     nodes = ["a:0", "a:1", "b:2", "b:3"]
     options = {"codec": "identity"} if algorithm in ("local_sgd", "diloco") else {}
     assert run_teams(4, train, algorithm, options, nodes=nodes)[0][1] == [(2, 0, 2)] * 2
+
+
+def test_groups_know_that_their_nodes_are_sites() -> None:
+    """As guards, and the choice of the algorithm, ask for the default of `hierarchical` later."""
+
+    def kinds(groups: Groups) -> bool:
+        return isinstance(groups.nodes, Sites)
+
+    assert run_threads(3, kinds, nodes=["a:0", "b:1", "b:2"], hierarchical=True) == [True] * 3
+    assert run_threads(3, kinds, nodes=[0, 1, 1], hierarchical=True) == [False] * 3
 
 
 def test_exact_sums_are_not_hierarchical_over_nodes_by_default() -> None:

@@ -105,7 +105,7 @@ def test_each_share_is_what_its_hosts_exchange(name: str, layout: str, native: b
             next(each[number][1]["share"] for each in found if each[number][1]) if n and found[0][number][1] else None
         )
         each_share = -(-n // (16 * num_hosts)) * 16
-        assert ends is None or ends.tolist() == [0, min(each_share, n)]
+        assert ends is None or ends.tolist() == [0, min(each_share, n), 0, 0]
         for step in range(2):
             results = [each[number][0][step] for each in found]
             assert all(torch.equal(result, results[0]) for result in results)
@@ -145,8 +145,34 @@ def test_the_bits_of_two_latencies(name: str) -> None:
         run_threads(6, exchanged, exchange, SIZES, how, nodes=THREE_BY_TWO, hierarchical=True) for how in (False, True)
     )
     for one, other in zip(usual, late, strict=True):
-        for (results, _, _), (others, _, _) in zip(one, other, strict=True):
+        for (results, state, _), (others, late_state, _) in zip(one, other, strict=True):
             assert all(map(torch.equal, results, others))
+            if "chunk_residual" in state:
+                assert late_state["chunk_residual"].numel() == 3 * state["chunk_residual"].numel()
+
+
+def test_leaders_look_at_their_column_as_they_will_find_it() -> None:
+    def look(groups: Groups) -> tuple[bool, bool | None, bool]:
+        seen = groups.as_of(True)
+        return seen.column is seen.inter, seen.column and seen.column.gathers, groups.world.gathers
+
+    found = run_threads(6, look, nodes=THREE_BY_TWO, hierarchical=True)
+    assert found == [(True, True, False), (False, True, False)] * 3
+
+
+def test_sums_in_16_bits_do_not_overflow() -> None:
+    def run(groups: Groups) -> Tensor:
+        x_N = torch.full((100,), 50000.0, dtype=torch.float16)
+        Hierarchical(AllReduce()).run(x_N, {}, groups, 0)
+        return x_N
+
+    for nodes in (
+        THREE_BY_TWO,
+        UNEVEN_HOSTS,
+        [0, 0, 1, 1],
+    ):  # a mean of nodes of unlike size may be up to their ratio greater
+        for x_N in run_threads(len(nodes), run, nodes=nodes, hierarchical=True):
+            torch.testing.assert_close(x_N, torch.full_like(x_N, 50000.0), rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -160,21 +186,22 @@ def test_the_first_hosts_exchange_what_is_not_elementwise_or_complete(exchange: 
         wrapped.run(x_N, state, groups, 0)
         return x_N, wrapped.shares(groups)
 
+    sums = [site_sum(400, 0, site, TWO_BY_THREE, exchange) for site in "ab"]  # for gossip it is the mean of a site
+    expected = run_threads(2, among_sites, exchange, [sums], nodes=range(2))
     found = run_threads(6, run, nodes=TWO_BY_THREE, hierarchical=True)
     assert not any(shares for _, shares in found)
-    assert all(
-        torch.equal(x_N, found["ab".index(node[0])][0]) for node, (x_N, _) in zip(TWO_BY_THREE, found, strict=True)
-    )
+    for node, (x_N, _) in zip(TWO_BY_THREE, found, strict=True):
+        assert torch.equal(x_N, expected["ab".index(node[0])][0])
 
 
 def test_errors_of_a_range_are_those_of_its_part_of_the_share() -> None:
     def look(groups: Groups) -> tuple[list[int], list[int], list[int]]:
         exchange = Hierarchical(EXCHANGES["4 bits, feedback"])
         state = exchange.init(torch.zeros(96), groups)
-        state["residual"].copy_(torch.arange(*state["share"].tolist()))
+        state["residual"].copy_(torch.arange(*state["share"].tolist()[:2]))
         state["chunk_residual"].fill_(-1.0)
         seen = exchange.memory(state, 96, 20, 70, groups)
-        return state["share"].tolist(), [x.numel() for x in seen], [int(x) for x in seen[0]] if seen else []
+        return state["share"].tolist()[:2], [x.numel() for x in seen], [int(x) for x in seen[0]] if seen else []
 
     found = run_threads(6, look, nodes=THREE_BY_TWO, hierarchical=True)
     assert [share for share, *_ in found] == [[0, 48], [48, 96]] * 3
