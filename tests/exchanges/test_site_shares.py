@@ -119,6 +119,19 @@ def test_each_share_is_what_its_hosts_exchange(name: str, layout: str, native: b
             check_bytes([each[number][2] for each in found], name, exchange, n, nodes, len(sites))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_through_host_memory_the_bits_are_the_same(name: str, layout: str) -> None:
+    nodes, exchange = LAYOUTS[layout], Hierarchical(EXCHANGES[name])
+    plain, staged = (
+        run_threads(len(nodes), exchanged, exchange, SIZES, False, nodes=nodes, hierarchical=True, staged=staged)
+        for staged in (False, True)
+    )
+    for one, other in zip(plain, staged, strict=True):
+        for (results, _, sent), (others, _, also_sent) in zip(one, other, strict=True):
+            assert all(map(torch.equal, results, others)) and sent == also_sent
+
+
 def site_sum(n: int, step: int, site: str, nodes: list[str], exchange: Exchange) -> Tensor:
     """Of the ranks of a site, scaled for the exchange among sites."""
     total = sum((payload(n, rank, step) for rank, node in enumerate(nodes) if node[0] == site), torch.zeros(n))
@@ -166,11 +179,8 @@ def test_sums_in_16_bits_do_not_overflow() -> None:
         Hierarchical(AllReduce()).run(x_N, {}, groups, 0)
         return x_N
 
-    for nodes in (
-        THREE_BY_TWO,
-        UNEVEN_HOSTS,
-        [0, 0, 1, 1],
-    ):  # a mean of nodes of unlike size may be up to their ratio greater
+    # Nodes of unlike size count more or less than the mean one, so 60000 would overflow in the second layout.
+    for nodes in (THREE_BY_TWO, UNEVEN_HOSTS, [0, 0, 1, 1]):
         for x_N in run_threads(len(nodes), run, nodes=nodes, hierarchical=True):
             torch.testing.assert_close(x_N, torch.full_like(x_N, 50000.0), rtol=2e-3, atol=0)
 
