@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -112,6 +114,22 @@ def test_algorithms(pool: RankPool, algorithm: str, device: torch.device) -> Non
     if device.type == "cuda":
         on_cpu = pool.run(2, trained, algorithm, torch.device("cpu"), False)[0]
         for a, b in zip(on_cpu, first, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
+
+
+def trained_on_sites(algorithm: str, device: torch.device) -> list[Tensor]:
+    with mock.patch.dict(os.environ, BAGUA_SITE="ab"[dist.get_rank() // 2]):
+        return trained(algorithm, device, False)
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "low_precision_decentralized"])
+def test_two_sites_of_two_hosts(pool: RankPool, algorithm: str, device: torch.device) -> None:
+    """Over gloo, CUDA tensors go through host memory, and each host exchanges a share."""
+    ranks = pool.run(4, trained_on_sites, algorithm, device, nodes=range(4))
+    assert all(torch.equal(a, b) for other in ranks[1:] for a, b in zip(ranks[0], other, strict=True))
+    if device.type == "cuda":
+        on_cpu = pool.run(4, trained_on_sites, algorithm, torch.device("cpu"), nodes=range(4))[0]
+        for a, b in zip(on_cpu, ranks[0], strict=True):
             torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
 
 

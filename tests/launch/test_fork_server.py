@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fork_server import ForkServer
 from tests.launch.launching import ROOT, RUN, launch, launch_forked, script
@@ -268,6 +269,47 @@ def test_a_module_that_initialises_cuda(tmp_path: Path, state: int, refused: boo
     script(tmp_path, "import ctypes\nctypes.CDLL('./stand-in.so')", "needed.py")
     driver = Driver(tmp_path, ["needed"], [sys.executable, "x.py"])
     out, err = driver.end()
+    said = "needed uses CUDA when it is imported, and a process that has used CUDA cannot be forked"
+    assert err == (f"refused: {said}\n" if refused else "") and out.strip().isdigit() == (not refused)
+
+
+def test_ranks_train_on_every_device(tmp_path: Path, device: torch.device) -> None:
+    """The process that forks them leaves CUDA alone, so each rank can initialise it."""
+    text = r"""
+import torch, bagua
+before = torch.cuda.is_initialized()
+device = torch.device(DEVICE)
+bagua.init_process_group("gloo")
+model = torch.nn.Linear(64, 64).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+bagua.distribute(model, optimizer, "bytegrad")
+for _ in range(3):
+    model(torch.ones(4, 64, device=device)).square().mean().backward()
+    optimizer.step()
+print(f"{before} {model.weight.device.type} {bagua.stats(model).steps}\n", end="")
+bagua.destroy_process_group()
+"""
+    name = script(tmp_path, text.replace("DEVICE", repr(device.type)))
+    ended = launch(tmp_path, *RUN, "--nproc-per-node", "2", "--preload", "torch,bagua", name)
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines() == [f"False {device.type} 3"] * 2
+    assert "--preload" not in ended.err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("torch.cuda.is_available()", False),
+        ("torch.cuda.device_count()", False),
+        ("torch.cuda.init()", True),
+        ("torch.ones(1, device='cuda')", True),
+    ],
+)
+def test_a_module_that_asks_for_cuda(tmp_path: Path, text: str, refused: bool) -> None:
+    script(tmp_path, f"import torch\n{text}", "needed.py")
+    out, err = Driver(tmp_path, ["needed"], [sys.executable, "x.py"]).end()
     said = "needed uses CUDA when it is imported, and a process that has used CUDA cannot be forked"
     assert err == (f"refused: {said}\n" if refused else "") and out.strip().isdigit() == (not refused)
 
