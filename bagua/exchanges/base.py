@@ -125,11 +125,25 @@ class Exchange(ABC):
         """Number and bytes of the tensors that `run_encoded` returns for `n` elements among `size` ranks."""
         raise NotImplementedError(f"{self.name} has no encoded results")
 
-    def read_encoded(self, encoded_KW: Tensor, x_N: Tensor, size: int, buffers: Buffers) -> None:
+    @property
+    def site_codec(self) -> Codec | None:
+        """With `run_encoded`: what the addends of a sum over a site may be encoded with first; None: nothing."""
+        return None
+
+    @property
+    def of_results(self) -> tuple[str, ...]:
+        """Names of the state's tensors that results determine, an element for each one of the payload.
+
+        With `run_encoded`, who reads the results keeps them, too.
+        """
+        return ()
+
+    def read_encoded(self, encoded_KW: Tensor, x_N: Tensor, state: State, size: int, buffers: Buffers) -> None:
         """Write the result of `run_encoded` among `size` other ranks into `x_N`.
 
         Args:
             encoded_KW: what it returned there.
+            state: what `of_results` names, as it is there; it is updated as there.
             buffers: for scratch.
         """
         raise NotImplementedError(f"{self.name} has no encoded results")

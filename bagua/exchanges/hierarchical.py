@@ -1,4 +1,4 @@
-"""Hierarchical exchange: exact within a node or a site, any exchange between them.
+"""Hierarchical exchange: sums within a node or a site, any exchange between them.
 
 Legend: N = elements of the payload, H = hosts of a site, S = sites, K = encoded tensors, W = bytes of each.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bagua.codecs import Codec
 from bagua.comm.collectives import (
     all_gather_shares,
     broadcast_,
@@ -20,7 +21,8 @@ from bagua.comm.collectives import (
     reduce_shares_,
 )
 from bagua.comm.groups import Group, Groups
-from bagua.exchanges.base import Exchange, State
+from bagua.exchanges.base import Exchange, State, check_codec
+from bagua.exchanges.site_sums import reduce_encoded_shares_
 
 __all__ = ["Hierarchical"]
 
@@ -38,14 +40,17 @@ class Hierarchical(Exchange):
     first rank, from the hosts of a site to its first host, and `inner` runs among the sites. With as many hosts at
     every site all of them exchange at once: each sums a share of the payload over its site, `inner` runs on that share
     among the hosts that have it, and the hosts of the site send each other the results, encoded where `inner` can.
+    What they send each other for the sum is encoded, too, in 8 bits, where `inner` sends no more than that.
 
     Args:
         inner: the exchange between nodes.
+        site_codec: of the addends of a sum over the hosts of a site, where hosts have shares. None (default): as
+            `inner` has it, "minmax_uint8" where it sends 8 bits or less; `codecs.Identity()` leaves them as they are.
 
     State: the inner exchange's, on leaders; of the own share where hosts have shares.
     Bytes: `inner`'s between the leaders; within a node one copy up and one down per rank. Of the H hosts of a
         site the first sends one copy, each other one up to 2 - 1/(H-1). With shares, each host sends (H-1)/H copies, as
-        much of the result, and `inner`'s bytes of 1/H of the payload.
+        much of the result, both encoded where that is done, and `inner`'s bytes of 1/H of the payload.
     Source: arXiv:2107.01499 (Bagua), section 3.3; Differs: Bagua 0.9 takes the mean of node means.
 
     Examples:
@@ -54,8 +59,11 @@ class Hierarchical(Exchange):
     """
 
     inner: Exchange
+    site_codec: Codec | None = None
 
     def __post_init__(self) -> None:
+        if self.site_codec is not None:
+            check_codec("Hierarchical", self.site_codec)
         if self.inner.hierarchical:
             raise ValueError("Hierarchical cannot hold another Hierarchical exchange")
 
@@ -132,10 +140,15 @@ class Hierarchical(Exchange):
         return self.inner.fit(name, saved, made, among) if among is not None else None
 
     def init(self, x_N: Tensor, groups: Groups) -> State:
-        """The inner exchange's state where it runs, of the elements that it gets; nothing elsewhere."""
+        """The inner exchange's state where it runs, of the elements that it gets; nothing elsewhere.
+
+        What results determine is of all elements, and so it is the same at all hosts.
+        """
         among = self.among(groups)
         if among is None:
             return {}
+        if self._reads_results(groups) and self.inner.of_results:
+            return self.inner.init(x_N, among)
         lo, hi = self._range(x_N.numel(), groups)
         state = self.inner.init(x_N[lo:hi], among)
         hosts = groups.hosts
@@ -153,7 +166,8 @@ class Hierarchical(Exchange):
     def memory(self, state: State, n: int, lo: int, hi: int, groups: Groups) -> Sequence[Tensor]:
         """The inner exchange's, where it runs, of the part of the range that it gets."""
         among = self.among(groups)
-        first, stop = self._range(n, groups)
+        of_all = self._reads_results(groups) and self.inner.of_results
+        first, stop = (0, n) if of_all else self._range(n, groups)
         lo, hi = max(lo, first), min(hi, stop)
         if among is None or lo >= hi:
             return []
@@ -191,7 +205,11 @@ class Hierarchical(Exchange):
         ends = [_share(x_N.numel(), hosts.size, place) for place in range(hosts.size)]
         shares, buffers, among = [x_N[lo:hi] for lo, hi in ends], groups.buffers, _among(groups.column, groups)
         own = shares[hosts.rank]
-        reduce_shares_(hosts, shares, buffers.get("site", (hosts.size * own.numel(),), x_N.dtype, x_N.device))
+        codec = self.site_codec or self.inner.site_codec
+        if codec is not None and not codec.lossless:
+            reduce_encoded_shares_(hosts, shares, codec, buffers)
+        else:
+            reduce_shares_(hosts, shares, buffers.get("site", (hosts.size * own.numel(),), x_N.dtype, x_N.device))
         if not early:
             self._scale(own, groups)
         if not self.inner.encodes:
@@ -203,13 +221,22 @@ class Hierarchical(Exchange):
             flat = buffers.get("results", (sum(k * w for k, w in sizes),), torch.uint8, x_N.device)
             parts = flat.split([k * w for k, w in sizes])
             results = [part.view(*shape) for part, shape in zip(parts, sizes, strict=True)]
-            encoded = self.inner.run_encoded(own, state, among, step) if own.numel() else []
+            states = [self._state_of(state, lo, hi) for lo, hi in ends]
+            encoded = self.inner.run_encoded(own, states[hosts.rank], among, step) if own.numel() else []
             all_gather_shares(hosts, [encoded if r == hosts.rank else list(each) for r, each in enumerate(results)])
             for place, share in enumerate(shares):
                 if place != hosts.rank:
-                    self.inner.read_encoded(results[place], share, among.size, buffers)
+                    self.inner.read_encoded(results[place], share, states[place], among.size, buffers)
         if own_host is not hosts:
             broadcast_(own_host, x_N)
+
+    def _reads_results(self, groups: Groups) -> bool:
+        """Whether this rank decodes the results of the other hosts' shares."""
+        return self.inner.encodes and self.shares(groups)
+
+    def _state_of(self, state: State, lo: int, hi: int) -> State:
+        """The state of a share, of which tensors of all elements hold a range."""
+        return {name: tensor[lo:hi] if name in self.inner.of_results else tensor for name, tensor in state.items()}
 
     def _collect(self, x_N: Tensor, groups: Groups) -> None:
         """Sum the payloads of a node, or a site, on its leader, and scale the sum for the inner exchange."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bagua.codecs import Codec
+from bagua.codecs import Codec, MinMaxUInt8
 from bagua.comm.buffers import Buffers
 from bagua.comm.collectives import all_gather_rows
 from bagua.comm.groups import Group, Groups
@@ -25,6 +25,8 @@ from bagua.exchanges.running_scale import divide_by_scale
 __all__ = ["ScatterGather", "chunk_numel", "is_of_all"]
 
 _ALIGN = 16  # elements; a chunk starts where vector loads like it
+_SITE_CODEC = MinMaxUInt8()
+_TYPICAL = 4096  # elements
 
 
 @dataclass(frozen=True)
@@ -140,19 +142,8 @@ class ScatterGather(Exchange):
 
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N], any N >= 0."""
-        if groups.world.size == 1 or x_N.numel() == 0:
-            return
-        if not self.running_scale:
-            self._run_rows(x_N, state, groups)
-            return
-        magnitude_N, y_N = state["magnitude"].view(-1), x_N
-        if x_N.dtype != torch.float32:
-            y_N = groups.buffers.get("scaled", (x_N.numel(),), torch.float32, x_N.device).copy_(x_N)
-        multiply_back = divide_by_scale(magnitude_N, y_N, groups.buffers)
-        self._run_rows(y_N, {}, groups)
-        multiply_back()
-        if y_N is not x_N:
-            x_N.copy_(y_N)
+        if groups.world.size > 1:
+            self.run_encoded(x_N, state, groups, step)
 
     def _run_rows(self, x_N: Tensor, state: State, groups: Groups) -> Sequence[Tensor]:
         if takes_parts(self.codec, x_N):
@@ -161,21 +152,57 @@ class ScatterGather(Exchange):
 
     @property
     def encodes(self) -> bool:
-        """Where something is encoded, and the result is that of the codec alone."""
-        return not self.codec.lossless and not self.running_scale and type(self).run is ScatterGather.run
+        """Where something is encoded, and the result is that of the codec, scaled or not."""
+        return not self.codec.lossless and type(self).run is ScatterGather.run
+
+    @property
+    def site_codec(self) -> Codec | None:
+        """8 bits, unless the own codec sends more: 8 bits lose little beside what it loses then."""
+        own, found = self.codec.wire_bytes(_TYPICAL), _SITE_CODEC.wire_bytes(_TYPICAL)
+        return _SITE_CODEC if self.encodes and own <= found else None
+
+    @property
+    def of_results(self) -> tuple[str, ...]:
+        """The magnitudes."""
+        return ("magnitude",) if self.running_scale else ()
 
     def run_encoded(self, x_N: Tensor, state: State, groups: Groups, step: int) -> Sequence[Tensor]:
         """As `run`. Two ranks return both versions of row 0, then those of row 1; more ranks the mean of each row."""
-        return self._run_rows(x_N, state, groups) if x_N.numel() else []
+        if x_N.numel() == 0:
+            return []
+        if not self.running_scale:
+            return self._run_rows(x_N, state, groups)
+        y_N = self._unscaled(x_N, groups.buffers).copy_(x_N)
+        multiply_back = divide_by_scale(state["magnitude"].view(-1), y_N, groups.buffers)
+        encoded = self._run_rows(y_N, {}, groups)
+        multiply_back()
+        x_N.copy_(y_N)
+        return encoded
+
+    def _unscaled(self, x_N: Tensor, buffers: Buffers) -> Tensor:
+        """Where elements divided by their scales have a place: in fp32."""
+        if x_N.dtype == torch.float32:
+            return x_N
+        return buffers.get("scaled", (x_N.numel(),), torch.float32, x_N.device)
 
     def encoded_shape(self, n: int, size: int) -> tuple[int, int]:
         """R rows of C elements; two ranks: two versions of both rows."""
         return (4 if size == 2 else size) if n else 0, self.codec.wire_bytes(chunk_numel(n, size), torch.float32)
 
-    def read_encoded(self, encoded_KW: Tensor, x_N: Tensor, size: int, buffers: Buffers) -> None:
-        """Decode the means."""
+    def read_encoded(self, encoded_KW: Tensor, x_N: Tensor, state: State, size: int, buffers: Buffers) -> None:
+        """Decode the means, multiply by the scales."""
         if x_N.numel() == 0:
             return
+        if not self.running_scale:
+            self._read_means(encoded_KW, x_N, size, buffers)
+            return
+        y_N = self._unscaled(x_N, buffers)
+        multiply_back = divide_by_scale(state["magnitude"].view(-1), y_N.zero_(), buffers)
+        self._read_means(encoded_KW, y_N, size, buffers)
+        multiply_back()
+        x_N.copy_(y_N)
+
+    def _read_means(self, encoded_KW: Tensor, x_N: Tensor, size: int, buffers: Buffers) -> None:
         rows = WholeRows(self.codec, x_N, None, chunk_numel(x_N.numel(), size), buffers)
         if size > 2:
             rows.read(0, size, encoded_KW)

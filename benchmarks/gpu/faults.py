@@ -30,7 +30,7 @@ _JOBS = tuple(
     for forked in ((False, True) if name == "bytegrad" else (False,))
 )
 _HOSTS = 3
-_LIMIT_S = 65
+_LIMIT_S = 110
 
 
 def run(record: Record) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bagua import topologies
-from bagua.codecs import Eden, Identity, Int4, MinMaxUInt8, get
+from bagua.codecs import Codec, Eden, Identity, Int4, MinMaxUInt8, TopK, get
 from bagua.comm.groups import Groups
 from bagua.comm.mesh import why_no_mesh
 from bagua.exchanges import AllReduce, Exchange, Gossip, Hierarchical, PowerSGD, ScatterGather
@@ -97,15 +97,16 @@ def test_each_share_is_what_its_hosts_exchange(name: str, layout: str, native: b
     nodes, exchange = LAYOUTS[layout], EXCHANGES[name]
     size, sites = len(nodes), sorted({node.partition(":")[0] for node in nodes})
     found = run_threads(
-        size, exchanged, Hierarchical(exchange), SIZES, False, nodes=nodes, hierarchical=True, native=native
+        size, exchanged, Hierarchical(exchange, Identity()), SIZES, False, nodes=nodes, hierarchical=True, native=native
     )
     num_hosts = len(set(nodes)) // len(sites)
     for number, n in enumerate(SIZES):
-        ends = (
-            next(each[number][1]["share"] for each in found if each[number][1]) if n and found[0][number][1] else None
-        )
+        states = [each[number][1] for each in found]
+        ends = next((state["share"] for state in states if "share" in state), None) if found[0][number][1] else None
         each_share = -(-n // (16 * num_hosts)) * 16
         assert ends is None or ends.tolist() == [0, min(each_share, n), 0, 0]
+        kept = [state["magnitude"] for state in states if "magnitude" in state]
+        assert all(torch.equal(each, kept[0]) and each.numel() == n for each in kept)
         for step in range(2):
             results = [each[number][0][step] for each in found]
             assert all(torch.equal(result, results[0]) for result in results)
@@ -116,7 +117,7 @@ def test_each_share_is_what_its_hosts_exchange(name: str, layout: str, native: b
             for step in range(2):
                 assert torch.equal(found[0][number][0][step][lo:hi], expected[step])
         if n == 5003:
-            check_bytes([each[number][2] for each in found], name, exchange, n, nodes, len(sites))
+            check_bytes([each[number][2] for each in found], exchange, n, nodes, len(sites))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -139,12 +140,13 @@ def site_sum(n: int, step: int, site: str, nodes: list[str], exchange: Exchange)
     return total * (num_sites / len(nodes)) if getattr(exchange, "average", True) else total
 
 
-def check_bytes(sent: list[list[int]], name: str, exchange: Exchange, n: int, nodes: list[str], num_sites: int) -> None:
-    """Between sites as much as one leader would send; within a site a payload, and a result, encoded if it can be."""
+def check_bytes(sent: list[list[int]], exchange: Exchange, n: int, nodes: list[str], num_sites: int) -> None:
+    """Between sites as much as one leader would send; in a site a payload, and a result, encoded if it can be."""
     num_hosts = len(set(nodes)) // num_sites
     total = sum(between for between, _ in sent) / num_sites / 2  # of two steps
     assert total == pytest.approx(exchange.bytes_per_rank(n, num_sites), rel=0.05)
-    encoded = {"8 bits": 1, "a sum": 1, "4 bits, feedback": 0.5}.get(name)
+    codec = getattr(exchange, "codec", None)
+    encoded = codec.wire_bytes(n) / n if codec is not None and exchange.encodes else None
     result = 4 * n if encoded is None else (2 if num_sites == 2 else 1) * encoded * n
     for between, within in sent:
         if between:
@@ -162,6 +164,42 @@ def test_the_bits_of_two_latencies(name: str) -> None:
             assert all(map(torch.equal, results, others))
             if "chunk_residual" in state:
                 assert late_state["chunk_residual"].numel() == 3 * state["chunk_residual"].numel()
+
+
+def distances(groups: Groups, exchange: Exchange, n: int) -> tuple[Tensor, int]:
+    """The result of Gaussian gradients less their mean, and what was sent within the site."""
+    x_N = torch.randn(n, generator=torch.Generator().manual_seed(groups.rank))
+    mean_N = sum(torch.randn(n, generator=torch.Generator().manual_seed(r)) for r in range(groups.size)) / groups.size
+    groups.begin(0, False)
+    exchange.run(x_N, exchange.init(x_N, groups), groups, 0)
+    return x_N - mean_N, groups.hosts.meter.sent if groups.hosts is not None else 0
+
+
+@pytest.mark.parametrize(("codec", "more"), [(Eden(bits=1), 1.01), (Int4(), 1.05), (MinMaxUInt8(), 1.5)])
+@pytest.mark.parametrize("layout", ["two sites", "three sites", "ranks of hosts"])
+def test_sums_in_8_bits_within_a_site(layout: str, codec: Codec, more: float) -> None:
+    """They send a quarter, and add little to the error of the exchange between the sites."""
+    inner, nodes, n = ScatterGather(codec), LAYOUTS[layout], 20000
+    exact, encoded = (
+        run_threads(len(nodes), distances, each, n, nodes=nodes, hierarchical=True)
+        for each in (Hierarchical(inner, Identity()), Hierarchical(inner))
+    )
+    for found in (exact, encoded):
+        assert all(torch.equal(x_N, found[0][0]) for x_N, _ in found)
+    assert 0 < encoded[0][0].norm() < more * exact[0][0].norm()
+    hosts = len(set(nodes)) // len({node[0] for node in nodes})
+    saved = (4 * n - MinMaxUInt8().wire_bytes(n)) * (hosts - 1) / hosts
+    assert exact[0][1] - encoded[0][1] == pytest.approx(saved, rel=0.02)
+
+
+def test_what_encodes_the_addends_of_a_site() -> None:
+    assert {name: each.site_codec is not None for name, each in EXCHANGES.items()} == {
+        "sums": False, "16 bits": False, "identity": False, "8 bits": True, "4 bits, feedback": True,
+        "1 bit, scaled": True, "a sum": True,
+    }  # fmt: skip
+    assert ScatterGather(get("bf16")).site_codec is None and ScatterGather(TopK(0.9)).site_codec is None
+    with pytest.raises(TypeError, match="Hierarchical: codec: expected a Codec, got 'int4'"):
+        Hierarchical(AllReduce(), "int4")  # type: ignore[arg-type]
 
 
 def test_leaders_look_at_their_column_as_they_will_find_it() -> None:
