@@ -37,7 +37,6 @@ _LATER = {
     "bagua": ("bagua.engine", "bagua.algorithms", "bagua.membership.remote_seat", "bagua.elastic.state"),
 }
 _LOOK_S = 0.01
-_MOST_STARTS = 1000
 _OF_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
 
 
@@ -100,7 +99,6 @@ class ForkServer:
     def __init__(self, say: Callable[[str], None]) -> None:
         if _uses_cuda():  # in a child the driver would not say so
             raise ValueError("the launcher has used CUDA already, and a process that has used CUDA cannot be forked")
-        _end_nvml()
         self._say, self._lost = say, False
         self._socket, theirs = socket.socketpair()
         self._replies = self._socket.makefile("r", encoding="utf-8")
@@ -255,11 +253,10 @@ def _problem(read: set[str]) -> str:
         return "starts a process when it is imported, which would not be a forked rank's own"
     if read:
         return f"reads {', '.join(sorted(read))} when it is imported, which ranks have only later"
-    _end_nvml()
     if not (trial := _fork()):  # ends the threads of libraries that start them again after a fork, such as OpenBLAS
         os._exit(0)
     os.waitpid(trial, 0)
-    if len(os.listdir("/proc/self/task")) > 1:
+    if _num_threads() > 1:
         return "computes in parallel when it is imported; a forked rank would wait for threads that it lacks"
     return ""
 
@@ -291,15 +288,13 @@ def _uses_cuda() -> bool:
     return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _CUDA_ERROR_NOT_INITIALIZED
 
 
-def _end_nvml() -> None:
-    """End NVIDIA's management library, which torch starts to count devices, with its thread; it can start again."""
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD)
-    except OSError:  # not loaded
-        return
-    for _ in range(_MOST_STARTS):  # it counts how often it was started
-        if library.nvmlShutdown():
-            return
+def _num_threads() -> int:
+    """Threads of this process, but for those of NVIDIA's management library, which torch asks for devices.
+
+    They stay when the library is told to end. A forked rank can ask again and use CUDA without them.
+    """
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(not name.startswith("cuda") for name in names)
 
 
 def _fork_rank(
