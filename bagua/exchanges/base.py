@@ -126,7 +126,7 @@ class Exchange(ABC):
         raise NotImplementedError(f"{self.name} has no encoded results")
 
     @property
-    def site_codec(self) -> Codec | None:
+    def addend_codec(self) -> Codec | None:
         """With `run_encoded`: what the addends of a sum over a site may be encoded with first; None: nothing."""
         return None
 

@@ -205,7 +205,7 @@ class Hierarchical(Exchange):
         ends = [_share(x_N.numel(), hosts.size, place) for place in range(hosts.size)]
         shares, buffers, among = [x_N[lo:hi] for lo, hi in ends], groups.buffers, _among(groups.column, groups)
         own = shares[hosts.rank]
-        codec = self.site_codec or self.inner.site_codec
+        codec = self.site_codec or self.inner.addend_codec
         if codec is not None and not codec.lossless:
             reduce_encoded_shares_(hosts, shares, codec, buffers)
         else:

@@ -156,7 +156,7 @@ class ScatterGather(Exchange):
         return not self.codec.lossless and type(self).run is ScatterGather.run
 
     @property
-    def site_codec(self) -> Codec | None:
+    def addend_codec(self) -> Codec | None:
         """8 bits, unless the own codec sends more: 8 bits lose little beside what it loses then."""
         own, found = self.codec.wire_bytes(_TYPICAL), _SITE_CODEC.wire_bytes(_TYPICAL)
         return _SITE_CODEC if self.encodes and own <= found else None

@@ -144,7 +144,7 @@ def test_a_dropped_module_ends_its_lanes() -> None:
     "scenarios",
     [
         pytest.param(["together", "killed first", "raise"], id="everyday"),
-        pytest.param(["decoupled together", "decoupled killed"], id="decoupled"),
+        pytest.param(["decoupled together", "decoupled killed"], id="decoupled", marks=pytest.mark.slow),
         pytest.param(["plain together", "early", "detach", "killed"], id="others", marks=pytest.mark.slow),
     ],
 )

@@ -178,7 +178,7 @@ def resumed(steps: int, autotune_again: bool) -> tuple[Tensor, Tensor, Progress 
     return found
 
 
-@pytest.mark.parametrize("autotune_again", [False, True])
+@pytest.mark.parametrize("autotune_again", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_tuned_training_resumes_as_it_was(pool: RankPool, autotune_again: bool) -> None:
     for went_on, again, progress in pool.run(3, resumed, 24, autotune_again, nodes=[0, 1, 2]):
         assert torch.equal(went_on, again)

@@ -14,6 +14,7 @@ from tests.fork_server import ForkServer
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.slow
 def test_quick_run(fork_server: ForkServer, tmp_path: Path) -> None:
     report, printed = run_quickly(fork_server, "backend", tmp_path)
     results = {each["system"]: each for each in report["results"]}

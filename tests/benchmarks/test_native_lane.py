@@ -17,6 +17,7 @@ from tests.fork_server import ForkServer
 
 @pytest.mark.process
 @pytest.mark.skipif(bool(why_no_mesh()), reason=why_no_mesh() or "there is one")
+@pytest.mark.slow
 def test_quick_run(fork_server: ForkServer, tmp_path: Path) -> None:
     report, printed = run_quickly(fork_server, "native_lane", tmp_path, "--only", "int4")
     (row,) = report["rows"]

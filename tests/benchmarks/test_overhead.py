@@ -16,6 +16,7 @@ from tests.fork_server import ForkServer
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.slow
 def test_quick_run(fork_server: ForkServer, tmp_path: Path) -> None:
     report, printed = run_quickly(fork_server, "overhead", tmp_path)
     assert {"date", "machine", "quick", "parameters", "targets", "ratio", "engine_ms", "results"} == set(report)

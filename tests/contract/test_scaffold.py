@@ -163,6 +163,7 @@ READERS = (
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_the_tests_of_the_library_do_not_mind(tmp_path: Path) -> None:
     (tmp_path / "ternary_momentum.py").write_text(NEW)
     path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -97,6 +97,7 @@ def test_a_host_without_the_interface_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_two_hosts(tmp_path: Path) -> None:
     port = str(free_port())
     started = []

@@ -12,6 +12,7 @@ from tests.examples.scripts import start
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.slow
 def test_every_image_of_an_epoch_once(tmp_path: Path) -> None:
     ended = start("examples/elastic_digits.py", "--epochs", "1", "--journal", tmp_path)
     assert ended.returncode == 0, ended.stderr

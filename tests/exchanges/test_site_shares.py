@@ -193,11 +193,11 @@ def test_sums_in_8_bits_within_a_site(layout: str, codec: Codec, more: float) ->
 
 
 def test_what_encodes_the_addends_of_a_site() -> None:
-    assert {name: each.site_codec is not None for name, each in EXCHANGES.items()} == {
+    assert {name: each.addend_codec is not None for name, each in EXCHANGES.items()} == {
         "sums": False, "16 bits": False, "identity": False, "8 bits": True, "4 bits, feedback": True,
         "1 bit, scaled": True, "a sum": True,
     }  # fmt: skip
-    assert ScatterGather(get("bf16")).site_codec is None and ScatterGather(TopK(0.9)).site_codec is None
+    assert ScatterGather(get("bf16")).addend_codec is None and ScatterGather(TopK(0.9)).addend_codec is None
     with pytest.raises(TypeError, match="Hierarchical: codec: expected a Codec, got 'int4'"):
         Hierarchical(AllReduce(), "int4")  # type: ignore[arg-type]
 

@@ -104,6 +104,7 @@ def test_a_launcher_under_nohup_outlives_its_terminal_and_can_be_interrupted(tmp
     assert "ended by SIGINT" in ended.err
 
 
+@pytest.mark.slow
 def test_a_restart_works_on_gloo(tmp_path: Path) -> None:
     words = ("--nproc-per-node", "2", "--max-restarts", "1")
     ended = launch(tmp_path, *RUN, *words, script(tmp_path, RESTARTED))

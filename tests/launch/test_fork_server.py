@@ -155,8 +155,9 @@ ENDS = ["end", "3", "'words'", "None", "-1", "raise", "hook", "bad hook", "inter
     ("words", "ends"),
     [
         (["shows.py"], ENDS),
-        (["-m", "shows"], ENDS),
-        (["folder"], ENDS[:2]),
+        (["-m", "shows"], ENDS[:1]),
+        pytest.param(["-m", "shows"], ENDS[1:], marks=pytest.mark.slow),
+        (["folder"], ENDS[:1]),
         (["./absent.py"], ENDS[:1]),
         (["-m", "absent"], ENDS[:1]),
     ],
@@ -445,7 +446,7 @@ sys.stdout.write(f"sum {total.item()}\n")
 """
 
 
-@pytest.mark.parametrize("redirected", [False, True])
+@pytest.mark.parametrize("redirected", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_of_torchelastic_are_forked(tmp_path: Path, redirected: bool) -> None:
     """They restart as ever, and their output goes where it belongs."""
     words = [*RUN, "--nproc-per-node", "2", "--max-restarts", "1", "--preload", "torch,bagua"]

@@ -54,6 +54,7 @@ def test_sdist_is_complete(tmp_path: Path) -> None:
     assert have - made - want == set()
 
 
+@pytest.mark.slow
 def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
     digests = []
     for number in (1, 2):
