@@ -40,12 +40,12 @@ class Hierarchical(Exchange):
     first rank, from the hosts of a site to its first host, and `inner` runs among the sites. With as many hosts at
     every site all of them exchange at once: each sums a share of the payload over its site, `inner` runs on that share
     among the hosts that have it, and the hosts of the site send each other the results, encoded where `inner` can.
-    What they send each other for the sum is encoded, too, in 8 bits, where `inner` sends no more than that.
+    What they send each other for the sum is encoded, too, in 8 bits, where `inner` sends clearly less than that.
 
     Args:
         inner: the exchange between nodes.
         site_codec: of the addends of a sum over the hosts of a site, where hosts have shares. None (default): as
-            `inner` has it, "minmax_uint8" where it sends 8 bits or less; `codecs.Identity()` leaves them as they are.
+            `inner` has it, "minmax_uint8" where it sends less than 6 bits; `codecs.Identity()` leaves them as they are.
 
     State: the inner exchange's, on leaders; of the own share where hosts have shares.
     Bytes: `inner`'s between the leaders; within a node one copy up and one down per rank. Of the H hosts of a

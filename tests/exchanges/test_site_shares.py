@@ -175,7 +175,7 @@ def distances(groups: Groups, exchange: Exchange, n: int) -> tuple[Tensor, int]:
     return x_N - mean_N, groups.hosts.meter.sent if groups.hosts is not None else 0
 
 
-@pytest.mark.parametrize(("codec", "more"), [(Eden(bits=1), 1.01), (Int4(), 1.05), (MinMaxUInt8(), 1.5)])
+@pytest.mark.parametrize(("codec", "more"), [(Eden(bits=1), 1.01), (Int4(), 1.05)])
 @pytest.mark.parametrize("layout", ["two sites", "three sites", "ranks of hosts"])
 def test_sums_in_8_bits_within_a_site(layout: str, codec: Codec, more: float) -> None:
     """They send a quarter, and add little to the error of the exchange between the sites."""
@@ -194,8 +194,8 @@ def test_sums_in_8_bits_within_a_site(layout: str, codec: Codec, more: float) ->
 
 def test_what_encodes_the_addends_of_a_site() -> None:
     assert {name: each.addend_codec is not None for name, each in EXCHANGES.items()} == {
-        "sums": False, "16 bits": False, "identity": False, "8 bits": True, "4 bits, feedback": True,
-        "1 bit, scaled": True, "a sum": True,
+        "sums": False, "16 bits": False, "identity": False, "8 bits": False, "4 bits, feedback": True,
+        "1 bit, scaled": True, "a sum": False,
     }  # fmt: skip
     assert ScatterGather(get("bf16")).addend_codec is None and ScatterGather(TopK(0.9)).addend_codec is None
     with pytest.raises(TypeError, match="Hierarchical: codec: expected a Codec, got 'int4'"):
