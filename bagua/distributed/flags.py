@@ -62,7 +62,7 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
         env,
         type=_site,
         metavar="NAME",
-        help="where this host is: hierarchical exchanges sum exactly within a site, and compress between sites; sets "
+        help="where this host is: hierarchical exchanges sum within a site, and compress between sites; sets "
         "BAGUA_SITE for the workers",
     )
     add("autotune_level", env, type=int, help="1: tune bucket size, lanes and the like in the first steps; 0: do not")
