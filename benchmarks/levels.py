@@ -1,7 +1,7 @@
 """Several hosts at a site: `python -m benchmarks.levels [--json FILE] [--quick]`.
 
 Hosts at two sites, which share one slow link. DDP, a sum in full precision, 8 bits and 1 bit train an emulated model:
-without sites, so that a node is a host, and with BAGUA_SITE, so that sums are exact within a site and only the sites
+without sites, so that a node is a host, and with BAGUA_SITE, so that each site sums for itself and only the sites
 exchange compressed gradients. All take turns in the same processes, so that other load on the machine affects all
 alike. The first step of a turn does not count: connections that were idle start slowly. Needs root or user namespaces.
 

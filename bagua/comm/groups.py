@@ -261,6 +261,6 @@ class Groups:
 
     @property
     def num_summed(self) -> int:
-        """Ranks of this node, or site: those that are summed exactly before an exchange between nodes."""
+        """Ranks of this node, or site: those that are summed before an exchange between nodes."""
         rank = self.world.ranks[self.world.rank]
         return next(len(node) for node in self.nodes if rank in node)

@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -37,6 +38,7 @@ _LATER = {
     "bagua": ("bagua.engine", "bagua.algorithms", "bagua.membership.remote_seat", "bagua.elastic.state"),
 }
 _LOOK_S = 0.01
+_OF_NVML = re.compile(r"cuda\d{8}")
 _OF_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
 
 
@@ -293,8 +295,12 @@ def _num_threads() -> int:
 
     They stay when the library is told to end. A forked rank can ask again and use CUDA without them.
     """
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum(not name.startswith("cuda") for name in names)
+    found = 1  # this one
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended meanwhile
+            name = Path(f"/proc/self/task/{task}/comm").read_text()
+            found += int(task) != os.getpid() and not _OF_NVML.match(name)
+    return found
 
 
 def _fork_rank(

@@ -77,7 +77,9 @@ def check_layout(exchange: Exchange, saved: Mapping[str, Tensor], made: Mapping[
     for key in exchange.layout:
         has, wants = (state[key].tolist() if key in state else None for state in (saved, made))
         if has != wants:
-            raise ValueError(f"{where}: {key} is {has}, not {wants}; the ranks were at other sites")
+            raise ValueError(
+                f"{where}: {key} is {has}, not {wants}; the ranks were at other sites, or it is of an earlier version"
+            )
 
 
 @torch.no_grad()

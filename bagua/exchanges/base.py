@@ -185,11 +185,15 @@ class Exchange(ABC):
         """Bytes that a rank sends for `n` fp32 elements among `size` ranks (the mean over the ranks)."""
 
 
-def check_codec(exchange: str, codec: object) -> None:
+def check_codec(exchange: str, codec: object, argument: str = "codec") -> None:
     """Refuse what is no codec, such as its name.
+
+    Args:
+        argument: of the exchange, that it is.
 
     Raises:
         TypeError: names the exchange.
     """
     if not isinstance(codec, Codec):
-        raise TypeError(f"{exchange}: codec: expected a Codec, got {codec!r}; bagua.codecs.get() makes one by its name")
+        made = "bagua.codecs.get() makes one by its name"
+        raise TypeError(f"{exchange}: {argument}: expected a Codec, got {codec!r}; {made}")

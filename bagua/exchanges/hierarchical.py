@@ -27,6 +27,7 @@ from bagua.exchanges.site_sums import reduce_encoded_shares_
 __all__ = ["Hierarchical"]
 
 _ALIGN = 16  # elements; a share starts where vector loads like it
+_TYPICAL = 4096  # elements
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,15 @@ class Hierarchical(Exchange):
     first rank, from the hosts of a site to its first host, and `inner` runs among the sites. With as many hosts at
     every site all of them exchange at once: each sums a share of the payload over its site, `inner` runs on that share
     among the hosts that have it, and the hosts of the site send each other the results, encoded where `inner` can.
-    What they send each other for the sum is encoded, too, in 8 bits, where `inner` sends clearly less than that.
+    What they send each other for the sum is then in 16 bits, where `inner` sends less.
 
     Args:
         inner: the exchange between nodes.
         site_codec: of the addends of a sum over the hosts of a site, where hosts have shares. None (default): as
-            `inner` has it, "minmax_uint8" where it sends less than 6 bits; `codecs.Identity()` leaves them as they are.
+            `inner` has it, "bf16" where it sends less; `codecs.Identity()` leaves them as they are.
 
-    State: the inner exchange's, on leaders; of the own share where hosts have shares.
+    State: the inner exchange's, on leaders; of the own share where hosts have shares, but
+        for what results determine.
     Bytes: `inner`'s between the leaders; within a node one copy up and one down per rank. Of the H hosts of a
         site the first sends one copy, each other one up to 2 - 1/(H-1). With shares, each host sends (H-1)/H copies, as
         much of the result, both encoded where that is done, and `inner`'s bytes of 1/H of the payload.
@@ -63,9 +65,14 @@ class Hierarchical(Exchange):
 
     def __post_init__(self) -> None:
         if self.site_codec is not None:
-            check_codec("Hierarchical", self.site_codec)
+            check_codec("Hierarchical", self.site_codec, "site_codec")
         if self.inner.hierarchical:
             raise ValueError("Hierarchical cannot hold another Hierarchical exchange")
+
+    def __repr__(self) -> str:
+        """Without a default `site_codec`: states are saved under it, and older ones know none."""
+        codec = f", site_codec={self.site_codec!r}" if self.site_codec is not None else ""
+        return f"{type(self).__name__}(inner={self.inner!r}{codec})"
 
     @property
     def name(self) -> str:
@@ -206,7 +213,7 @@ class Hierarchical(Exchange):
         shares, buffers, among = [x_N[lo:hi] for lo, hi in ends], groups.buffers, _among(groups.column, groups)
         own = shares[hosts.rank]
         codec = self.site_codec or self.inner.addend_codec
-        if codec is not None and not codec.lossless:
+        if codec is not None and codec.wire_bytes(_TYPICAL) < _TYPICAL * x_N.element_size():
             reduce_encoded_shares_(hosts, shares, codec, buffers)
         else:
             reduce_shares_(hosts, shares, buffers.get("site", (hosts.size * own.numel(),), x_N.dtype, x_N.device))
@@ -235,8 +242,11 @@ class Hierarchical(Exchange):
         return self.inner.encodes and self.shares(groups)
 
     def _state_of(self, state: State, lo: int, hi: int) -> State:
-        """The state of a share, of which tensors of all elements hold a range."""
-        return {name: tensor[lo:hi] if name in self.inner.of_results else tensor for name, tensor in state.items()}
+        """The state of a share: of tensors of all elements, its range. Else `state`, which may change."""
+        of_all = self.inner.of_results
+        return (
+            {name: tensor[lo:hi] if name in of_all else tensor for name, tensor in state.items()} if of_all else state
+        )
 
     def _collect(self, x_N: Tensor, groups: Groups) -> None:
         """Sum the payloads of a node, or a site, on its leader, and scale the sum for the inner exchange."""

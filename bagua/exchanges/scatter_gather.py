@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bagua.codecs import Codec, MinMaxUInt8
+from bagua.codecs import Bf16, Codec
 from bagua.comm.buffers import Buffers
 from bagua.comm.collectives import all_gather_rows
 from bagua.comm.groups import Group, Groups
@@ -25,7 +25,7 @@ from bagua.exchanges.running_scale import divide_by_scale
 __all__ = ["ScatterGather", "chunk_numel", "is_of_all"]
 
 _ALIGN = 16  # elements; a chunk starts where vector loads like it
-_SITE_CODEC = MinMaxUInt8()
+_SITE_CODEC = Bf16()
 _TYPICAL = 4096  # elements
 
 
@@ -157,9 +157,12 @@ class ScatterGather(Exchange):
 
     @property
     def addend_codec(self) -> Codec | None:
-        """8 bits where the own codec sends clearly less, so that 8 bits lose little beside what it loses."""
-        few = self.codec.wire_bytes(_TYPICAL) < 0.75 * _SITE_CODEC.wire_bytes(_TYPICAL)
-        return _SITE_CODEC if self.encodes and few else None
+        """bf16 where the own codec sends less.
+
+        Its error is relative to each element, and 0 stays 0, so nothing that is small or scaled is blurred.
+        """
+        less = self.codec.wire_bytes(_TYPICAL) < _SITE_CODEC.wire_bytes(_TYPICAL)
+        return _SITE_CODEC if self.encodes and less else None
 
     @property
     def of_results(self) -> tuple[str, ...]:
