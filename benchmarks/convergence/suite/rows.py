@@ -37,6 +37,7 @@ _OWN = {name: name for name in (*OWN_OPTIMIZERS, "one_bit_lamb", "dion")}  # opt
 SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("bytegrad:codec=eden/bits~1", _BOTH),
     ("bytegrad:codec=eden/bits~2", _BOTH),
+    ("bytegrad:codec=eden/bits~4", _BOTH),
     ("bytegrad:codec=eden/bits~1:denoise_second_moment=False", ("adamw",)),
     ("bytegrad:codec=eden/bits~2:denoise_second_moment=False", ("adamw",)),
     ("bytegrad:codec=eden/bits~1:error_feedback=False", ("sgd",)),
