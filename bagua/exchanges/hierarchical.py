@@ -48,8 +48,8 @@ class Hierarchical(Exchange):
         site_codec: of the addends of a sum over the hosts of a site, where hosts have shares. None (default): as
             `inner` has it, "bf16" where it sends less; `codecs.Identity()` leaves them as they are.
 
-    State: the inner exchange's, on leaders; of the own share where hosts have shares, but
-        for what results determine.
+    State: the inner exchange's, on leaders; where hosts have shares that of the own share, but what results
+        determine, such as running scales, is of all elements.
     Bytes: `inner`'s between the leaders; within a node one copy up and one down per rank. Of the H hosts of a
         site the first sends one copy, each other one up to 2 - 1/(H-1). With shares, each host sends (H-1)/H copies, as
         much of the result, both encoded where that is done, and `inner`'s bytes of 1/H of the payload.
@@ -213,7 +213,8 @@ class Hierarchical(Exchange):
         shares, buffers, among = [x_N[lo:hi] for lo, hi in ends], groups.buffers, _among(groups.column, groups)
         own = shares[hosts.rank]
         codec = self.site_codec or self.inner.addend_codec
-        if codec is not None and codec.wire_bytes(_TYPICAL) < _TYPICAL * x_N.element_size():
+        fewer = codec is not None and codec.wire_bytes(_TYPICAL) < _TYPICAL * x_N.element_size()
+        if codec is not None and fewer and not codec.lossless:
             reduce_encoded_shares_(hosts, shares, codec, buffers)
         else:
             reduce_shares_(hosts, shares, buffers.get("site", (hosts.size * own.numel(),), x_N.dtype, x_N.device))
@@ -244,9 +245,9 @@ class Hierarchical(Exchange):
     def _state_of(self, state: State, lo: int, hi: int) -> State:
         """The state of a share: of tensors of all elements, its range. Else `state`, which may change."""
         of_all = self.inner.of_results
-        return (
-            {name: tensor[lo:hi] if name in of_all else tensor for name, tensor in state.items()} if of_all else state
-        )
+        if not of_all:
+            return state
+        return {name: tensor[lo:hi] if name in of_all else tensor for name, tensor in state.items()}
 
     def _collect(self, x_N: Tensor, groups: Groups) -> None:
         """Sum the payloads of a node, or a site, on its leader, and scale the sum for the inner exchange."""

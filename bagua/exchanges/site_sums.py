@@ -18,7 +18,10 @@ __all__ = ["reduce_encoded_shares_"]
 def reduce_encoded_shares_(group: Group, shares: Sequence[Tensor], codec: Codec, buffers: Buffers) -> None:
     """Sum share r of all ranks on rank r, in place; on other ranks it is undefined afterwards.
 
-    The own addend is exact, those of the others are encoded. They are summed in fp32, in the order of the ranks.
+    The addends of the others are encoded, and summed in fp32 in the order of their ranks. The own one, which is exact,
+    is added to that sum.
+
+    Shapes: each share is [n], contiguous.
 
     Args:
         shares: one for each rank, of the same lengths on all; some may be empty.

@@ -215,6 +215,29 @@ def test_sums_in_16_bits_leave_small_elements_beside_large_ones() -> None:
         assert (error[error.isfinite()] < 0.03 * of[error.isfinite()]).all() and error.isinf().sum() == 1
 
 
+def test_fp64_stays_exact_with_the_identity() -> None:
+    def summed(groups: Groups) -> Tensor:
+        x_N = torch.full((100,), 1.0 + 2.0**-40, dtype=torch.float64)
+        Hierarchical(AllReduce(), Identity()).run(x_N, {}, groups, 0)
+        return x_N
+
+    for x_N in run_threads(6, summed, nodes=TWO_BY_THREE, hierarchical=True):
+        torch.testing.assert_close(x_N, torch.full_like(x_N, 1.0 + 2.0**-40), rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codec", [Eden(bits=1), MinMaxUInt8()])
+def test_other_dtypes_end_with_the_same_bits_on_all_ranks(codec: Codec, dtype: torch.dtype) -> None:
+    def summed(groups: Groups) -> Tensor:
+        x_N = payload(4096, groups.rank, 0).to(dtype)
+        exchange = Hierarchical(ScatterGather(codec, running_scale=isinstance(codec, Eden)))
+        exchange.run(x_N, exchange.init(x_N, groups), groups, 0)
+        return x_N
+
+    found = run_threads(6, summed, nodes=TWO_BY_THREE, hierarchical=True)
+    assert found[0].any() and all(torch.equal(x_N, found[0]) for x_N in found)
+
+
 def test_what_encodes_the_addends_of_a_site() -> None:
     assert {name: each.addend_codec is not None for name, each in EXCHANGES.items()} == {
         "sums": False, "16 bits": False, "identity": False, "8 bits": True, "4 bits, feedback": True,
