@@ -1,8 +1,9 @@
 """Several hosts at a site: `python -m benchmarks.levels [--json FILE] [--quick]`.
 
 Hosts at two sites, which share one slow link. DDP, a sum in full precision, 8 bits and 1 bit train an emulated model:
-without sites, so that a node is a host, and with BAGUA_SITE, so that each site sums for itself and only the sites
-exchange compressed gradients. All take turns in the same processes, so that other load on the machine affects all
+without sites, so that a node is a host; with BAGUA_SITE, so that each site sums for itself and only the sites
+exchange compressed gradients; and with what a trial at the start chooses of these two, the default where there are
+sites. All take turns in the same processes, so that other load on the machine affects all
 alike. The first step of a turn does not count: connections that were idle start slowly. Needs root or user namespaces.
 
 Bound of all with sites: max(C, F + W / B), with C a step without communication, F its forward pass, W = b N bits the
@@ -48,9 +49,11 @@ SYSTEMS = {
     "full precision": System("gradient_allreduce", {}, False, 32),
     "full precision, sites": System("gradient_allreduce", {"hierarchical": True}, True, 32),
     "8 bits": System("bytegrad", {}, False, 8),
-    "8 bits, sites": System("bytegrad", {}, True, 8),
+    "8 bits, sites": System("bytegrad", {"hierarchical": True}, True, 8),
+    "8 bits, by trial": System("bytegrad", {}, True, 8),
     "1 bit": System("bytegrad", {"codec": "eden"}, False, 1),
-    "1 bit, sites": System("bytegrad", {"codec": "eden"}, True, 1),
+    "1 bit, sites": System("bytegrad", {"codec": "eden", "hierarchical": True}, True, 1),
+    "1 bit, by trial": System("bytegrad", {"codec": "eden"}, True, 1),
 }
 SITES = ("left", "right")
 _FORWARD = 1 / 3
@@ -68,7 +71,7 @@ def work(folder: Path, model_name: str, compute_s: float, rounds: int, hosts: in
     bagua.init_process_group("gloo")
     rank = dist.get_rank()
     site = SITES[2 * int(os.environ["GROUP_RANK"]) // hosts]
-    trainings = dict[str, Training]()
+    trainings, trials = dict[str, Training](), dict[str, list[str]]()
     for name, system in SYSTEMS.items():
         if rank == 0:
             progress.show(f"{name}: connecting")
@@ -82,9 +85,11 @@ def work(folder: Path, model_name: str, compute_s: float, rounds: int, hosts: in
             trainings[name] = Training.of(model, optimizer, lambda model=model: detach(model))
         for _ in range(_WARMUP):
             trainings[name].step()
+        if system.algorithm:
+            trials[name] = [each for each in bagua.stats(model).notices if each.startswith("sites: ")]
     times = in_turns(trainings, rounds, "two sites")
     if rank == 0:
-        (folder / "result.json").write_text(json.dumps({"times_s": times}))
+        (folder / "result.json").write_text(json.dumps({"times_s": times, "trials": trials}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -93,9 +98,11 @@ def rows_of(times: dict[str, list[list[float]]], num_elements: int, compute_s: f
     """Medians of the steps and of the ratios to DDP and to the same without sites in each turn, and the bound."""
     rows = []
     for name, system in SYSTEMS.items():
+        if name not in times:  # of earlier results
+            continue
         ms = 1000 * statistics.median(s for turn in times[name] for s in turn)
         bound_ms = 1000 * bound_s(system, num_elements, compute_s, bits_per_s)
-        flat = name.removesuffix(", sites")
+        flat = name.partition(",")[0]
         rows.append(
             {
                 "system": name,
@@ -180,6 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ]
         )
     )  # fmt: skip
+    for name, notices in found["trials"].items():
+        print("".join(f"{name}: {each}\n" for each in notices), end="")
     if options.json:
         settings = {"hosts": options.hosts, "ranks": options.ranks, "host_link": options.host_link,
                     "link": options.link, "model": name, "num_elements": num_elements,
@@ -187,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results_file.write(
             options.json,
             {"date": now(), "bagua": bagua.__version__, "machine": describe_machine(), "settings": settings,
-             "rows": rows, "times_s": found["times_s"], "report": report.as_dict()},
+             "rows": rows, "trials": found["trials"], "times_s": found["times_s"], "report": report.as_dict()},
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ class ByteGrad(GradientAllReduce):
     Args:
         hierarchical: full precision within a node, 8 bit between nodes. None (default) does so where it has an
             effect, that is with several nodes of which one has several ranks, and compresses between all ranks
-            elsewhere.
+            elsewhere. Over sites (BAGUA_SITE) a trial in the first step decides.
         average: mean if true, else sum; see `GradientAllReduce` for several backward passes.
         codec: the codec on the wire, "minmax_uint8" with blocks of 1024 elements by default.
         error_feedback: add the compression error of one step to the next; at most 8 bytes of state per element. None

@@ -39,7 +39,7 @@ class GradientAllReduce(Algorithm):
     Args:
         hierarchical: sum within each node first, then among the nodes' leaders. None (default) does so where nodes have
             several ranks and the codec cannot be summed, as "int4" and "sign": their ranks would share the node's link;
-            and with every codec where there are sites (BAGUA_SITE).
+            and where there are sites (BAGUA_SITE): always if the codec can be summed, else if a trial finds it faster.
         average: mean if true, else sum. With sums, call backward once per step, or use `bagua.no_sync` for all
             passes but the last: a sum that is summed again counts twice.
         codec: "identity" (exact), "bf16" or "fp16" (summed in that type), or any lossy codec, which is what

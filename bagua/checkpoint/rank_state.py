@@ -60,9 +60,7 @@ def load_rank_state(directory: str | os.PathLike[str], trained: Trained) -> list
     if found is None:
         return None
     team = team_of(None)
-    if found.size == team.size and any(
-        _saved_with(found, n) != _wanted(module) for n, (module, _) in enumerate(trained)
-    ):
+    if found.size == team.size and any(not _goes_on(found, n, module) for n, (module, _) in enumerate(trained)):
         found = read_last(directory, all_copies=True)  # for the mean of what differs
         assert found is not None
 
@@ -92,8 +90,8 @@ def _saved_with(found: Found, number: int) -> str | None:
     return None if states is None else states[0]["algorithm"]
 
 
-def _wanted(module: nn.Module) -> str:
-    return attachments[module].engine.stats().algorithm
+def _goes_on(found: Found, number: int, module: nn.Module) -> bool:
+    return attachments[module].engine.form_of(_saved_with(found, number)) is not None
 
 
 def _put_back(
@@ -101,7 +99,7 @@ def _put_back(
 ) -> str:
     if f"algorithm_{number}" not in found.parts:
         raise CheckpointError(f"{found.where} holds the state of {number} distributed modules, and there are more now")
-    saved_with, wanted, states = _saved_with(found, number), _wanted(module), found.parts[f"algorithm_{number}"]
+    saved_with, states = _saved_with(found, number), found.parts[f"algorithm_{number}"]
     weights, *others = _optional(number, len(optimizers))
     exact = len(states) == 1 and (found.size == team.size)
     if weights in found.parts:
@@ -113,8 +111,8 @@ def _put_back(
         if name in found.parts:
             copies = found.parts[name]
             optimizer.load_state_dict(copies[0] if exact else mean_optimizer(copies))
-    if saved_with != wanted:
-        return f"the checkpoint was made with {saved_with}; {wanted} starts anew"
+    if not _goes_on(found, number, module):
+        return f"the checkpoint was made with {saved_with}; {attachments[module].engine.state.root!r} starts anew"
     if found.size == team.size:
         attachments[module].engine.load_state_dict(states[0] if exact else states[team.rank])
     else:

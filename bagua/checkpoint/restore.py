@@ -139,6 +139,6 @@ def _check_algorithms(found: Found, objects: Mapping[str, Any]) -> None:
     """
     for name, module in _of_kind(objects, "module"):
         if module in attachments:
-            check_header(
-                found.parts[algorithm_item(name)][0], {"algorithm": attachments[module].engine.stats().algorithm}
-            )
+            engine, saved = attachments[module].engine, found.parts[algorithm_item(name)][0]
+            fits = engine.form_of(saved.get("algorithm")) or engine.state.root
+            check_header(saved, {"algorithm": repr(fits)})

@@ -45,6 +45,7 @@ from bagua.engine.startup.request import Request
 from bagua.engine.startup.rollback import unless_it_fails
 from bagua.engine.tuning.saved_results import check_files, session_of
 from bagua.engine.tuning.search_space import hierarchy_is_free
+from bagua.engine.tuning.site_trial import flat_of, tries
 from bagua.membership.epoch import FIRST_EPOCH
 from bagua.status.rank_status import serve_rank
 
@@ -271,7 +272,9 @@ def _make_engine(
     chosen, inventory, guard, tune = request.algorithm, request.inventory, request.guard, request.tune
     assert inventory is not None and chosen is not None
     tunes_hierarchy = tune is not None and hierarchy_is_free(chosen, agreement.nodes)
+    given = chosen
     chosen, remark = chosen.for_nodes(agreement.nodes)
+    flat = flat_of(given, chosen, agreement.nodes) if manager is None and tune is None else None
     if remark and team.rank == 0 and not (manager is not None and manager.newcomer):  # whose nodes come later
         _log.warning("%s: %s", chosen.name, remark)
 
@@ -305,7 +308,8 @@ def _make_engine(
     lane = make_lane(groups, inventory.device)
     if manager is None:  # with fault tolerance the number of ranks changes
         request.fit_buckets(chosen, agreement.nodes)
-    config = request.config(num_lanes, links, tunes_hierarchy, team.size, mesh is not None)
+    tries_sites = flat is not None and tries(team, agreement.nodes, inventory.device)
+    config = request.config(num_lanes, links, tunes_hierarchy, team.size, mesh is not None, flat, tries_sites)
     notices = tuple(each for each in (remark, line) if each)
     tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM

@@ -12,12 +12,14 @@ from torch import Tensor
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.autotune import Settings
 from bagua.comm.groups import Groups
+from bagua.engine.config import EngineConfig
 from bagua.engine.lanes.dispatcher import fitting_part_bytes, is_plain_sum
 from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.reducer.bucketing import Entry, Plan, make_plan
 from bagua.engine.reducer.reducer import Reducer
 from bagua.engine.tuning.session import TuningSession
+from bagua.engine.tuning.site_trial import run_trial, tried_parts
 from bagua.exchanges import Exchange
 
 __all__ = ["Binding"]
@@ -31,6 +33,8 @@ class Binding:
     Attributes:
         tuning: the session that tunes it, or None.
         tunes_hierarchy: the lanes have groups for a hierarchy, and the user left it open.
+        forms: the algorithm given to `distribute`; where sums within sites are open, with them and without. One of
+            them is the root.
     """
 
     def __init__(
@@ -38,11 +42,14 @@ class Binding:
         training: TrainingParts,
         exchanges: ExchangeParts,
         reducer: Reducer,
-        tunes_hierarchy: bool,
+        config: EngineConfig,
         tuning: TuningSession | None,
     ) -> None:
         self.tuning = tuning
-        self.tunes_hierarchy = tunes_hierarchy
+        self.tunes_hierarchy = config.tunes_hierarchy
+        root = training.state.root
+        self.forms: tuple[Algorithm, ...] = (root,) if config.flat is None else (root, config.flat)
+        self._trial_due = config.tries_sites
         self.team = training.team
         self._state, self._inventory, self._optimizers = training.state, training.inventory, training.optimizers
         self._pool, self._dispatcher, self._memory = exchanges.pool, exchanges.dispatcher, exchanges.memory
@@ -157,7 +164,28 @@ class Binding:
         self._reducer.set_buckets(state.buckets)
         self._memory.forget_tensors()
         self._pool.open_shared(self.num_busy_lanes)
+        if self._trial_due and state.algorithm is state.root:
+            self._try_sites()
         state.algorithm.setup(self._ctx)
+
+    def _try_sites(self) -> None:
+        """Measure once whether the ranks of a site sum first. Collective; nothing is prepared yet."""
+        self._trial_due = False
+        state, (sites, flat) = self._state, self.forms
+        tried = tried_parts(sites, flat)
+        with self._dispatcher.as_of(tried[1]):
+            trial = run_trial(self._dispatcher, self.team, state.buckets, *tried)
+        for lane in self._pool.shared:
+            lane.groups.buffers.clear()  # which the other form may need and this one not
+        state.notice(trial.told)
+        state.root = state.algorithm = flat if trial.flat_wins else sites
+
+    def adopt_form(self, form: Algorithm) -> None:
+        """Of a state that is being loaded: it was saved with this one of `forms`."""
+        self._trial_due = False
+        if form is not self._state.root:
+            self._state.root = form
+            self.bind(form)
 
     @property
     def plan(self) -> Plan | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bagua.algorithms.base import Algorithm
 from bagua.comm.groups import STRAIGHT_CHUNK_BYTES
 from bagua.engine.guard import Guard
 
@@ -26,6 +27,8 @@ class EngineConfig:
         static_graph: every pass uses the same parameters as often as the first.
         gradient_as_bucket_view: `.grad` stays a view of its bucket after a backward pass.
         tunes_hierarchy: the lanes have groups for a hierarchy, and the user left it open.
+        flat: the algorithm without sums within sites, if that is open; see `site_trial`.
+        tries_sites: a trial decides between the two.
     """
 
     bucket_bytes: int
@@ -39,3 +42,5 @@ class EngineConfig:
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
     tunes_hierarchy: bool = False
+    flat: Algorithm | None = None
+    tries_sites: bool = False

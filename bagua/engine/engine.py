@@ -135,7 +135,7 @@ class Engine:
         self.context = EngineContext(self.state, self.followed, self.pool, self.dispatcher, self.memory, self.failures)
         training = TrainingParts(key, self.state, inventory, team, self.followed)
         exchanges = ExchangeParts(self.pool, self.dispatcher, self.memory, self.failures, self.context)
-        self.binding = Binding(training, exchanges, self.reducer, config.tunes_hierarchy, tuning)
+        self.binding = Binding(training, exchanges, self.reducer, config, tuning)
         self.context.use_binder(self.binding)
         self.replicas = Replicas(training, exchanges)
         self.tracker = StepTracker(
@@ -252,9 +252,14 @@ class Engine:
         if self.failures.recovery is not None:
             raise ValueError("state dict: a fault-tolerant module counts its steps with the other hosts, from 0")
         self.dispatcher.wait()
-        check_header(data, self._circumstances())
+        form = self.form_of(data.get("algorithm"))
+        if form is not None and data.get("plan") is None:  # of before a trial
+            data, form = self._as_now(data), None
+        check_header(data, {**self._circumstances(), "algorithm": repr(form or state.root)})
         check_order(data, self.team.order)
         state.algorithm.on_load(self.context)
+        if form is not None:
+            binding.adopt_form(form)
         tuned = self._tuned_in(data)
         state.order, state.step = data["order"], data["step"]
         fallback = self._probe.guard.fallback_on(self.groups.nodes) if self._probe is not None else None
@@ -275,6 +280,16 @@ class Engine:
                 raise ValueError("state dict: its buckets were made with another bucket_bytes")
         load_states(data, self.memory.states, self.memory.tensors, state.buckets, self.groups)
         self.tracker.go_on_within(data.get("stepped", ()))
+
+    def form_of(self, saved: object) -> Algorithm | None:
+        """The form of the algorithm that a state was saved with, as text; None: a state of another algorithm."""
+        return next((form for form in self.binding.forms if repr(form) == saved), None)
+
+    def _as_now(self, data: dict[str, Any]) -> dict[str, Any]:
+        """A state without buckets, as if the form of now had been chosen when it was saved."""
+        now = repr(self.state.root)
+        bound = data.get("bound")
+        return {**data, "algorithm": now, "bound": now if bound == data["algorithm"] else bound}
 
     def _tuned_in(self, data: dict[str, Any]) -> Settings | None:
         """The settings found best before the state was saved, among as many ranks; else tune anew, if at all."""

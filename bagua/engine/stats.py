@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -176,6 +177,19 @@ class Tally:
         self._step.comm_s += _covered(busy)
         self._collect()
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is sent and received meanwhile is not training."""
+        before = self._moved()
+        try:
+            yield
+        finally:
+            after = self._moved()
+            self._seen = (self._seen[0] + after[0] - before[0], self._seen[1] + after[1] - before[1])
+
+    def _moved(self) -> tuple[int, int]:
+        return sum(m.sent for m in self.meters), sum(m.received for m in self.meters)
+
     def step_ended(self) -> None:
         """End the counts of a step."""
         self._collect()
@@ -203,7 +217,7 @@ class Tally:
         return self._last.freeze(), self._total.freeze()
 
     def _count_bytes(self) -> None:
-        sent, received = sum(m.sent for m in self.meters), sum(m.received for m in self.meters)
+        sent, received = self._moved()
         self._step.bytes_sent += sent - self._seen[0]
         self._step.bytes_received += received - self._seen[1]
         self._seen = (sent, received)

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.levels import SYSTEMS, bound_s, main, rows_of
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/2026-11-25-levels"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
+FOLDERS = ("2026-11-25-levels", "2026-11-27-trial")
 
 
 def test_bounds() -> None:
@@ -18,7 +19,11 @@ def test_bounds() -> None:
     assert bound_s(SYSTEMS["1 bit"], 1000, 0.15, 100e6) == 0.15
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [file for name in FOLDERS for file in sorted((RESULTS / name).glob("*.json"))],
+    ids=lambda file: f"{file.parent.name}-{file.stem}",
+)
 def test_rows_follow_from_the_steps(file: Path) -> None:
     report = json.loads(file.read_text())
     settings = report["settings"]

@@ -14,7 +14,7 @@ from bagua.checkpoint import reshard
 from bagua.comm.team import Team
 from bagua.engine.startup import link_probe
 from bagua.exchanges.scatter_gather import chunk_numel, is_of_all
-from tests.checkpoint.runs import Run, cases
+from tests.checkpoint.runs import Case, Run, cases
 from tests.checkpoint.test_reshard import after, before, parts, torch_copy
 from tests.rank_threads import run_teams
 
@@ -54,9 +54,11 @@ def test_another_number_of_ranks(
     assert all(torch.equal(state["model"]["inner.weight"], later[0]["model"]["inner.weight"]) for state in later)
 
 
-def go_on(team: Team, saved: list[dict[str, object]] | None) -> tuple[dict[str, object], dict[str, object]]:
+def go_on(
+    team: Team, saved: list[dict[str, object]] | None, case: Case = FEEDBACK
+) -> tuple[dict[str, object], dict[str, object]]:
     """States after a few steps, or as they were loaded, and two steps later."""
-    run = Run.start(FEEDBACK, team)
+    run = Run.start(case, team)
     run.model.dropout = 0.0  # type: ignore[assignment] - ranks are threads, which share the generator
     for number, param in enumerate(run.model.parameters()):
         generator = torch.Generator().manual_seed(number)

@@ -99,9 +99,9 @@ def test_the_same_sites_go_on_as_if_never_stopped(nodes: list[str], tmp_path: Pa
     for mine, theirs in zip(saved, loaded, strict=True):
         assert equal(mine["algorithm"]["states"], theirs["algorithm"]["states"])
     assert all(torch.equal(state["model"]["inner.weight"], later[0]["model"]["inner.weight"]) for state in later)
-    stopped, expected = zip(*run_teams(len(nodes), go_on, None, nodes=nodes), strict=True)
+    stopped, expected = zip(*run_teams(len(nodes), go_on, None, FEEDBACK, nodes=nodes), strict=True)
     assert all("share" in entry["tensors"] for state in stopped for entry in state["states"])
-    again = [state for _, state in run_teams(len(nodes), go_on, list(stopped), nodes=nodes)]
+    again = [state for _, state in run_teams(len(nodes), go_on, list(stopped), FEEDBACK, nodes=nodes)]
     assert all(equal(mine, theirs) for mine, theirs in zip(again, expected, strict=True))
 
 

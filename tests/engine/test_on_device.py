@@ -119,7 +119,7 @@ def test_algorithms(pool: RankPool, algorithm: str, device: torch.device) -> Non
 
 def trained_on_sites(algorithm: str, device: torch.device) -> list[Tensor]:
     with mock.patch.dict(os.environ, BAGUA_SITE="ab"[dist.get_rank() // 2]):
-        return trained(algorithm, device, False)
+        return trained(algorithm, device, False, hierarchical=True)
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "low_precision_decentralized"])

@@ -135,7 +135,7 @@ def test_a_training_over_sites(algorithm: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 if algorithm == "gradient_allreduce" else 1e-2)
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", "gradient_allreduce", "local_sgd", "diloco"])
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd", "diloco"])
 def test_exchanges_are_hierarchical_over_sites_by_default(algorithm: str) -> None:
     nodes = ["a:0", "a:1", "b:2", "b:3"]
     options = {"codec": "identity"} if algorithm in ("local_sgd", "diloco") else {}

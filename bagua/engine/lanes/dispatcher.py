@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -261,6 +261,50 @@ class Dispatcher:
             if each.error is not None:
                 self._failures.fail(each)
 
+    def time_s(self, exchange: Exchange, payloads: Mapping[int, Tensor]) -> float:
+        """Exchange other tensors in place of buckets, once all ranks are here; return the seconds it took.
+
+        Collective, between steps. It changes nothing but these tensors; neither statistics nor states know of it.
+
+        Args:
+            payloads: by bucket; of its first elements, or of all.
+        """
+        self._failures.check_alive()
+        jobs: list[tuple[Lane, Run]] = []
+        for index, x in payloads.items():
+            gathers, lanes = self._gathers(exchange, index), self._lanes_of(exchange, index)
+            for part, (lo, hi) in enumerate(self.parts(exchange, index)):
+                hi = min(hi, x.numel())
+                if lo >= hi:
+                    break
+                groups, key = lanes[part].groups, (index, part)
+                made = exchange.init(x[lo:hi], groups.as_of(gathers))
+                for tensor in (x, *made.values()):
+                    lanes[part].adopt(tensor)
+                run = Run(exchange, x[lo:hi], made, groups, self._state.step, False, None, key, gathers)
+                jobs.append((lanes[part], run))
+        with self._tally.uncounted():
+            self.line_up()
+            started = time.perf_counter()
+            tickets = [lane.submit(run, f"trial of {exchange.name}") for lane, run in jobs]
+            self._await(tickets)
+            seconds = time.perf_counter() - started
+        for each in tickets:
+            if each.error is not None:
+                self._failures.fail(each)
+        return seconds
+
+    @contextmanager
+    def as_of(self, algorithm: Algorithm) -> Iterator[None]:
+        """Cut buckets meanwhile as for `algorithm`, unless they are cut as the user or tuning wants it."""
+        before, size = self.part_bytes, self._team.size
+        if before == fitting_part_bytes(self._state.algorithm, size):
+            self.part_bytes = fitting_part_bytes(algorithm, size)
+        try:
+            yield
+        finally:
+            self.part_bytes = before
+
     def _label(self, exchange: Exchange, bucket: Bucket) -> Label:
         """Of a launch, which it refuses if the exchange has no state."""
         step = self._state.step
@@ -356,7 +400,7 @@ class Dispatcher:
         self._failures.check_alive()
         lane, x = self._pool.shared[0], torch.zeros(1, device=self._pool.device)
         ticket = lane.submit(partial(AllReduce().run, x, {}, lane.groups, self._state.step), "start of a turn")
-        lane.wait(ticket)
+        self._await([ticket])
         if ticket.error is not None:
             self._failures.fail(ticket)
         if x.device.type == "cuda":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.algorithms.power_sgd import PowerSGD
+from bagua.comm.node_keys import Sites
 from bagua.exchanges import Hierarchical, ScatterGather
 
 __all__ = [
@@ -83,7 +84,8 @@ def chunks_of(algorithm: Algorithm, nodes: Sequence[Sequence[int]]) -> int:
     except TypeError:  # none, or several
         return 1
     if isinstance(exchange, Hierarchical):
-        exchange, apart = exchange.inner, len(nodes)
+        # Each host of a site exchanges a share: the same chunks as among all ranks, so that buckets are, too.
+        exchange, apart = exchange.inner, apart if isinstance(nodes, Sites) else len(nodes)
     # Buckets of weights are exchanged between steps, where nothing overlaps, and `fragments` are made of them.
     return apart if isinstance(exchange, ScatterGather) and algorithm.payload is Payload.GRAD else 1
 

@@ -156,13 +156,22 @@ class Request:
             options["tensor subclasses in the optimizers' state"] = kinds
         return options
 
-    def config(self, num_lanes: int, links: Links, tunes_hierarchy: bool, size: int, native: bool) -> EngineConfig:
+    def config(
+        self,
+        num_lanes: int,
+        links: Links,
+        tunes_hierarchy: bool,
+        size: int,
+        native: bool,
+        flat: Algorithm | None = None,
+        tries_sites: bool = False,
+    ) -> EngineConfig:
         """The engine's settings.
 
         Args:
             num_lanes: that may share the exchanges.
             links: as measured; the number of lanes is unused if the user chose one.
-            tunes_hierarchy: see `EngineConfig`.
+            tunes_hierarchy, flat, tries_sites: see `EngineConfig`.
             size: number of ranks.
             native: the native transport connects them.
         """
@@ -185,4 +194,6 @@ class Request:
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             tunes_hierarchy=tunes_hierarchy,
+            flat=flat,
+            tries_sites=tries_sites,
         )

@@ -1,0 +1,414 @@
+"""Over sites a trial at the start decides whether their hosts sum first, unless the user has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bagua
+from bagua.algorithms import Warmup
+from bagua.algorithms.base import Algorithm
+from bagua.algorithms.registry import get
+from bagua.comm.node_keys import Sites
+from bagua.comm.team import Team
+from bagua.engine import binding
+from bagua.engine.distributed_module import attachment_of
+from bagua.engine.reducer.bucket import Bucket
+from bagua.engine.tuning import site_trial
+from bagua.engine.tuning.site_trial import Trial, flat_of, run_trial, tried_parts, tries
+from bagua.exchanges import AllReduce, Exchange
+from tests.rank_threads import run_teams, teams
+
+HOSTS = ["a:0", "a:1", "b:2", "b:3"]
+SITES = Sites([(0, 1), (2, 3)])
+
+
+def flat(algorithm: str | Algorithm, nodes: Any = SITES, **options: Any) -> Any:
+    given = get(algorithm, **options)
+    return flat_of(given, given.for_nodes(nodes)[0], nodes)
+
+
+@pytest.mark.parametrize("algorithm", ["bytegrad", "qadam", "zero_one_adam", "one_bit_lamb"])
+def test_what_compresses_gradients_is_open(algorithm: str) -> None:
+    assert flat(algorithm) == get(algorithm, hierarchical=False)
+
+
+def test_a_codec_of_few_bits_is_open() -> None:
+    eden = {"codec": "eden", "hierarchical": False}
+    assert flat("gradient_allreduce", codec="eden") == get("gradient_allreduce", **eden)
+
+
+@pytest.mark.parametrize("choice", [True, False])
+def test_what_the_user_has_decided_is_not(choice: bool) -> None:
+    assert flat("bytegrad", hierarchical=choice) is None
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["gradient_allreduce", "power_sgd", "low_precision_decentralized", "local_sgd", "diloco", "async"]
+)
+def test_nor_is_what_always_gains_or_is_not_an_exchange_of_gradients(algorithm: str) -> None:
+    assert flat(algorithm) is None
+
+
+def test_nor_is_it_between_nodes() -> None:
+    assert flat("bytegrad", nodes=((0, 1), (2, 3))) is None
+
+
+def test_a_trial_takes_place_between_sites_of_several_hosts() -> None:
+    def asked(hosts: list[str]) -> bool:
+        members = teams(4, hosts)
+        for team in members:
+            team.discover_sites([each.node for each in members])
+        return tries(members[0], SITES, torch.device("cpu"))
+
+    assert asked(HOSTS) and not asked(["a:0", "a:0", "b:1", "b:1"])
+    assert not tries(Team.alone(), SITES, torch.device("cuda"))
+
+
+def test_of_a_warm_up_the_part_that_compresses() -> None:
+    found = flat(Warmup(3, then="bytegrad"))
+    first, then = found.parts
+    assert found.steps == 3 and first.hierarchical is True and then == get("bytegrad", hierarchical=False)
+    assert flat(Warmup(3, then="gradient_allreduce")) is None
+
+
+class Clock:
+    """Each exchange takes the next of its times."""
+
+    def __init__(self, sites_s: Sequence[float], flat_s: Sequence[float]) -> None:
+        self.left_s = {True: iter(sites_s), False: iter(flat_s)}
+        self.sizes: list[list[int]] = []
+        self.sums: list[float] = []
+
+    def time_s(self, exchange: Exchange, payloads: Mapping[int, Tensor]) -> float:
+        self.sizes.append([each.numel() for each in payloads.values()])
+        self.sums.append(sum(float(each.sum()) for each in payloads.values()))
+        for each in payloads.values():
+            each.mul_(100)
+        return next(self.left_s[exchange.hierarchical])
+
+
+def buckets(*sizes: int) -> list[Bucket]:
+    params = [[nn.Parameter(torch.zeros(size, dtype=torch.float32, device="cpu"))] for size in sizes]
+    kind = get("bytegrad").payload
+    return [Bucket(index, [f"p{index}"], each, kind) for index, each in enumerate(params)]
+
+
+def tried(clock: Clock, team: Team, *sizes: int, algorithm: str | Algorithm = "bytegrad") -> Trial:
+    given = get(algorithm)
+    return run_trial(clock, team, buckets(*sizes), *tried_parts(given.for_nodes(SITES)[0], flat(given)))
+
+
+def test_the_first_round_does_not_count_and_medians_do() -> None:
+    clock = Clock([9, 2, 1, 3], [0.1, 5, 4, 6])
+    found = tried(clock, Team.alone(), 1000)
+    assert (found.sites_s, found.flat_s, found.nbytes, found.name) == (2, 5, 4000, "bytegrad")
+    assert not found.flat_wins and "the ranks of a site sum first: 2000 ms" in found.told
+    assert "hierarchical=True to bytegrad" in found.told
+    assert len(set(clock.sums)) == 1, "every exchange gets the same numbers"
+
+
+def test_the_slowest_rank_of_each_round_counts() -> None:
+    def slow_in_turns(team: Team) -> Trial:
+        return tried(Clock([1.0, 5.0 - team.rank, 1.0 + team.rank, 1.0], [2.0] * 4), team, 10)
+
+    found = run_teams(4, slow_in_turns)
+    assert len(set(found)) == 1 and found[0].sites_s == 4.0 and found[0].flat_s == 2.0 and found[0].flat_wins
+
+
+def test_the_faster_one_is_chosen() -> None:
+    assert not Trial(1.0, 1.0, 4, "").flat_wins
+    assert Trial(1.1, 1.0, 4, "").flat_wins and "hierarchical=False" in Trial(1.1, 1.0, 4, "").told
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sizes", "expected"),
+    [
+        # 4 ranks send 1.5 bytes of an element in 8 bits: 8 KiB are 5400 elements
+        ("bytegrad", (3000, 2000, 3000), [3000, 2000, 400]),
+        ("bytegrad", (7000, 10), [5400]),
+        ("bytegrad", (10, 20), [10, 20]),
+        (get("bytegrad", codec="eden"), (9000, 9000), [9000, 7384]),  # 64 KiB of payload
+    ],
+)
+def test_the_payloads_are_the_first_elements(
+    algorithm: str | Algorithm, sizes: tuple[int, ...], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site_trial, "MOST_WIRE_BYTES", site_trial.MOST_WIRE_BYTES // 1024)
+    monkeypatch.setattr(site_trial, "MOST_BYTES", site_trial.MOST_BYTES // 1024)
+
+    def rank_main(team: Team) -> list[list[int]]:
+        clock = Clock([1.0] * 4, [1.0] * 4)
+        found = tried(clock, team, *sizes, algorithm=algorithm)
+        assert found.nbytes == 4 * sum(clock.sizes[0])
+        return clock.sizes
+
+    for found in run_teams(4, rank_main):
+        assert found[0] == pytest.approx(expected, rel=0.02, abs=150) and found == found[:1] * 8
+
+
+def test_of_a_warm_up_what_runs_in_the_end_is_tried() -> None:
+    found = tried(Clock([1] * 4, [2] * 4), Team.alone(), 10, algorithm=Warmup(2, then="bytegrad"))
+    assert (found.sites_s, found.flat_s, found.name) == (1, 2, "bytegrad")
+
+
+def test_other_defaults_of_torch_do_not_matter() -> None:
+    with torch.device("meta"):
+        assert tried(Clock([1] * 4, [2] * 4), Team.alone(), 10).nbytes == 40
+
+
+def prepare(team: Team, algorithm: str | Algorithm, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
+    for layer in model:
+        assert isinstance(layer, nn.Linear)
+        layer.weight.data.copy_(torch.randn(40, 40, generator=torch.Generator().manual_seed(1)) / 6)
+        layer.bias.data.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.distribute(model, optimizer, algorithm, process_group=team, num_lanes=2, bucket_bytes=8000, **options)
+    return model, optimizer
+
+
+def steps(team: Team, model: nn.Module, optimizer: torch.optim.Optimizer, which: Sequence[int]) -> list[Tensor]:
+    for step in which:
+        optimizer.zero_grad()
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * team.rank + step))
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+EDEN = {"codec": "eden", "error_feedback": True}
+
+
+def train(team: Team, algorithm: str | Algorithm, options: dict[str, Any]) -> tuple[list[Tensor], bagua.Stats]:
+    model, optimizer = prepare(team, algorithm, options)
+    weights, stats = steps(team, model, optimizer, range(4)), bagua.stats(model)
+    bagua.detach(model)
+    return weights, stats
+
+
+def decide(monkeypatch: pytest.MonkeyPatch, flat_wins: bool) -> list[int]:
+    """Have trials end so; returns where they are counted."""
+    begun: list[int] = []
+
+    def decided(times: Any, team: Team, *args: Any) -> Trial:
+        begun.append(team.rank)
+        return Trial(2.0, 1.0, 4, "") if flat_wins else Trial(1.0, 2.0, 4, "")
+
+    monkeypatch.setattr(binding, "run_trial", decided)
+    return begun
+
+
+@pytest.mark.parametrize("flat_wins", [True, False])
+def test_training_is_that_of_the_choice(flat_wins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = run_teams(4, train, "bytegrad", {**EDEN, "hierarchical": not flat_wins}, nodes=HOSTS)
+    begun = decide(monkeypatch, flat_wins)
+    found = run_teams(4, train, "bytegrad", EDEN, nodes=HOSTS)
+    assert sorted(begun) == [0, 1, 2, 3], "once on each rank"
+    for (mine, stats), (theirs, others) in zip(found, given, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+        assert stats.algorithm == others.algorithm and f"hierarchical={not flat_wins}" in stats.algorithm
+        assert stats.total.bytes_sent == others.total.bytes_sent
+        assert any(each.startswith("sites: ") for each in stats.notices)
+
+
+def test_a_warm_up_hands_over_to_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    then = get("bytegrad", hierarchical=False)
+    given = run_teams(4, train, Warmup(2, get("gradient_allreduce", hierarchical=True), then), {}, nodes=HOSTS)
+    decide(monkeypatch, flat_wins=True)
+    found = run_teams(4, train, Warmup(2), {}, nodes=HOSTS)
+    assert all(map(torch.equal, found[0][0], given[0][0])) and found[0][1].algorithm == given[0][1].algorithm
+
+
+def test_a_trial_changes_nothing_but_the_choice() -> None:
+    """A real one: however it ends."""
+    found = run_teams(4, train, "bytegrad", EDEN, nodes=HOSTS)
+    notices = {next(each for each in stats.notices if each.startswith("sites: ")) for _, stats in found}
+    assert len(notices) == 1 and "0.0 MiB" in notices.pop()
+    chosen = "hierarchical=True" in found[0][1].algorithm
+    given = run_teams(4, train, "bytegrad", {**EDEN, "hierarchical": chosen}, nodes=HOSTS)
+    for (mine, stats), (theirs, others) in zip(found, given, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+        assert (stats.total.bytes_sent, stats.total.launches) == (others.total.bytes_sent, others.total.launches)
+
+
+def resume(team: Team, trained_before: bool) -> tuple[list[Tensor], list[Tensor], str]:
+    """Weights of 4 steps, and of 2 steps that go on from a state that was saved after the second of these."""
+    with pytest.MonkeyPatch.context() as patch:
+        team.all_gather_bytes("in turns", b"")
+        if team.rank == 0:
+            decide(patch, flat_wins=True)
+        team.all_gather_bytes("flat wins", b"")
+        model, optimizer = prepare(team, "bytegrad", EDEN)
+        weights = steps(team, model, optimizer, range(2))
+        saved = bagua.state_dict(model)
+        expected = steps(team, model, optimizer, range(2, 4))
+        bagua.detach(model)
+        team.all_gather_bytes("before", b"")
+        if team.rank == 0:
+            begun = decide(patch, flat_wins=False)
+        team.all_gather_bytes("sites win", b"")
+        model, optimizer = prepare(team, "bytegrad", EDEN)
+        if trained_before:
+            steps(team, model, optimizer, range(7, 9))
+        bagua.load_state_dict(model, saved)
+        with torch.no_grad():
+            for param, weight in zip(model.parameters(), weights, strict=True):
+                param.copy_(weight)
+        found = steps(team, model, optimizer, range(2, 4))
+        told = bagua.stats(model).algorithm
+        bagua.detach(model)
+        team.all_gather_bytes("after", b"")
+        if team.rank == 0:
+            assert len(begun) == (4 if trained_before else 0), "a state that is loaded has the choice"
+    return expected, found, told
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_state_goes_on_with_the_choice_it_was_saved_with(trained_before: bool) -> None:
+    for expected, found, told in run_teams(4, resume, trained_before, nodes=HOSTS):
+        assert "hierarchical=False" in told and all(map(torch.equal, expected, found))
+
+
+def save(team: Team, folder: Path) -> None:
+    model, optimizer = prepare(team, "bytegrad", EDEN)
+    steps(team, model, optimizer, range(2))
+    bagua.checkpoint.save(folder, {"model": model, "optimizer": optimizer}, step=2, process_group=team)
+    assert "hierarchical=False" in bagua.stats(model).algorithm
+    bagua.detach(model)
+
+
+def load(team: Team, folder: Path) -> tuple[str, list[Tensor], Any]:
+    model, optimizer = prepare(team, "bytegrad", EDEN)
+    bagua.checkpoint.load(folder, {"model": model, "optimizer": optimizer}, process_group=team)
+    states = bagua.state_dict(model)["states"]
+    weights, told = steps(team, model, optimizer, range(2, 4)), bagua.stats(model).algorithm
+    bagua.detach(model)
+    return told, weights, states
+
+
+@pytest.mark.parametrize("hosts", [HOSTS, ["a:0", "a:1", "b:2", "b:3", "c:4", "c:5"]])
+def test_a_checkpoint_goes_on_with_the_choice(
+    hosts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide(monkeypatch, flat_wins=True)
+    run_teams(4, save, tmp_path, nodes=HOSTS)
+    begun = decide(monkeypatch, flat_wins=False)
+    found = run_teams(len(hosts), load, tmp_path, nodes=hosts)
+    assert not begun, "a checkpoint decides instead of a trial"
+    for told, weights, states in found:
+        assert "hierarchical=False" in told and all(map(torch.equal, weights, found[0][1]))
+        assert states and all("Hierarchical" not in each["exchange"] for each in states)
+
+
+def test_where_the_user_has_decided_otherwise_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide(monkeypatch, flat_wins=True)
+    run_teams(4, save, tmp_path, nodes=HOSTS)
+
+    def other(team: Team) -> str:
+        model, optimizer = prepare(team, "bytegrad", {**EDEN, "hierarchical": True})
+        with pytest.raises(ValueError, match="saved with algorithm .*hierarchical=False.*, loaded into"):
+            bagua.checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer}, process_group=team)
+        told = bagua.stats(model).algorithm
+        bagua.detach(model)
+        return told
+
+    assert all("hierarchical=True" in told for told in run_teams(4, other, nodes=HOSTS))
+
+
+def test_a_state_that_does_not_fit_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide(monkeypatch, flat_wins=False)
+
+    def rank_main(team: Team) -> str:
+        model, optimizer = prepare(team, "bytegrad", EDEN)
+        steps(team, model, optimizer, range(1))
+        saved = bagua.state_dict(model)
+        text = saved["algorithm"].replace("hierarchical=True", "hierarchical=False")
+        with pytest.raises(ValueError, match="saved with size 9"):
+            bagua.load_state_dict(model, {**saved, "algorithm": text, "bound": text, "size": 9})
+        told = bagua.stats(model).algorithm
+        bagua.detach(model)
+        return told
+
+    assert all("hierarchical=True" in told for told in run_teams(4, rank_main, nodes=HOSTS))
+
+
+def test_a_state_of_the_start_can_be_loaded_after_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide(monkeypatch, flat_wins=True)
+
+    def rank_main(team: Team) -> tuple[str, int]:
+        model, optimizer = prepare(team, "bytegrad", EDEN)
+        saved = bagua.state_dict(model)
+        steps(team, model, optimizer, range(2))
+        bagua.load_state_dict(model, saved)
+        steps(team, model, optimizer, range(2))
+        stats = bagua.stats(model)
+        bagua.detach(model)
+        return stats.algorithm, stats.steps
+
+    assert all("hierarchical=False" in told and n == 2 for told, n in run_teams(4, rank_main, nodes=HOSTS))
+
+
+def test_to_pass_the_choice_repeats_a_run_whatever_fits_the_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bucket_bytes(team: Team, options: dict[str, Any]) -> tuple[int, ...]:
+        model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(6)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.distribute(model, optimizer, "bytegrad", process_group=team, **options)
+        model(torch.randn(2, 400)).sum().backward()
+        optimizer.step()
+        found = bagua.stats(model).bucket_bytes
+        bagua.detach(model)
+        return found
+
+    given = [run_teams(6, bucket_bytes, {"hierarchical": each}, nodes=[*HOSTS, "c:4", "c:5"]) for each in (True, False)]
+    for flat_wins, expected in zip((False, True), given, strict=True):
+        decide(monkeypatch, flat_wins)
+        assert run_teams(6, bucket_bytes, {}, nodes=[*HOSTS, "c:4", "c:5"]) == expected and len(expected[0]) > 1
+
+
+def timed(team: Team, fails: bool) -> str:
+    """Of a trial's exchange of the first elements of two buckets."""
+    model, optimizer = prepare(team, "bytegrad", {"hierarchical": True})
+    steps(team, model, optimizer, range(1))
+    engine = attachment_of(model).engine
+    before = bagua.stats(model).total.bytes_sent
+    if fails and team.rank == 1:
+        engine.pool.sever()
+    payloads = {0: torch.full((1000,), float(team.rank)), 1: torch.arange(7.0) * team.rank}
+    try:
+        seconds = engine.dispatcher.time_s(AllReduce(), payloads)
+    except bagua.CommunicationError as error:
+        return str(error)
+    assert seconds > 0 and bagua.stats(model).total.bytes_sent == before
+    assert torch.equal(payloads[0], torch.full((1000,), 1.5)) and torch.equal(payloads[1], torch.arange(7.0) * 1.5)
+    steps(team, model, optimizer, range(1))
+    bagua.detach(model)
+    return ""
+
+
+def test_an_exchange_that_is_timed_takes_place() -> None:
+    assert run_teams(4, timed, False, nodes=HOSTS) == [""] * 4
+
+
+def test_one_that_fails_is_an_error_of_communication_on_all_ranks() -> None:
+    assert all(run_teams(4, timed, True, nodes=HOSTS))
+
+
+def test_a_state_of_before_the_trial_leaves_it_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = decide(monkeypatch, flat_wins=True)
+
+    def late(team: Team) -> str:
+        model, optimizer = prepare(team, "bytegrad", EDEN)
+        bagua.load_state_dict(model, bagua.state_dict(model))
+        steps(team, model, optimizer, range(1))
+        told = bagua.stats(model).algorithm
+        bagua.detach(model)
+        return told
+
+    assert all("hierarchical=False" in told for told in run_teams(4, late, nodes=HOSTS)) and len(begun) == 4
