@@ -17,6 +17,7 @@ from bagua.codecs import Eden
 from bagua.comm.team import Team
 from tests.algorithms.defaults import told_and_kept
 from tests.algorithms.momentum import interrupted
+from tests.daily import one_in
 from tests.rank_threads import run_teams
 
 N, WINDOW, STEPS, LR, B1, B2 = 700, 256, 12, 1e-3, 0.9, 0.97
@@ -110,8 +111,7 @@ def test_fused_optimizers() -> None:
         np.testing.assert_allclose(seen.second, oracle(seen, 2, 1, scaled=True), rtol=2e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("slope", [0.0, 0.5])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "slope"), one_in(2, [2, 4], [0.0, 0.5]))
 def test_second_moments_are_about_those_of_exact_gradients(size: int, slope: float) -> None:
     """With 1 bit they would be half as large again, with two ranks, which encode once, a fifth larger."""
     long = partial(train, steps=120, slope=slope)

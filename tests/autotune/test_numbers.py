@@ -57,7 +57,7 @@ def compare(
     return [progress for _, progress in tuned]
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks_train_the_same_bits(pool: RankPool, passes: int) -> None:
     """Of two numbers there is one order of summing."""
     for progress in compare(pool, "gradient_allreduce", 2, passes=passes, exact=True):

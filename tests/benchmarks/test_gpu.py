@@ -49,6 +49,7 @@ def test_a_dry_part(name: str, tmp_path: Path) -> None:
     assert f"## {name}: passed" in page([found], "today", "make gpu DRY=1")
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 def test_step_times_on_an_emulated_network(tmp_path: Path) -> None:
     record = dry("link", tmp_path)

@@ -82,9 +82,12 @@ CLASSES = algorithm_classes()
 CASES = {name: (name, SETTINGS.get(name, Setting())) for name in CLASSES} | VARIANTS
 STEPS = 8  # two rounds of the longest interval above, and steps on both sides of every warm-up
 QUICK_FOR_VARIANTS = ("replicas", "resumes", "bytes", "unused")
+SLOW = set(VARIANTS) - {"bytegrad, int4", "qadam, sign", "diloco, delayed", "low_precision_decentralized, overlap"}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
+)
 def test_contract(case: str) -> None:
     name, setting = CASES[case]
     made = CLASSES[name](**(setting.options or {}))

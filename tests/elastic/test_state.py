@@ -11,6 +11,7 @@ import torch
 
 import bagua
 from bagua.elastic.memory import Memory
+from tests.daily import one_in
 from tests.elastic import trainings
 from tests.elastic.trainings import begin, commit_nonsense, commit_twice_but, go_on, held, straight, terminated
 from tests.rank_pool import RankPool
@@ -50,8 +51,7 @@ def test_as_many_ranks_go_on_with_the_same_bits(pool: RankPool, memories: Any, a
         assert after["number"] == 2
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("sizes", [(3, 2), (2, 3)])
+@pytest.mark.parametrize(("algorithm", "sizes"), one_in(2, ALGORITHMS, [(3, 2), (2, 3)]))
 def test_another_number_of_ranks_goes_on(pool: RankPool, memories: Any, algorithm: str, sizes: tuple[int, int]) -> None:
     """Hosts of one rank: the last one is lost with its memory, or one comes that has nothing."""
     old, new = sizes

@@ -99,7 +99,7 @@ RUNS = {
 HOW = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
-@settings(HOW, max_examples=40)
+@settings(HOW, max_examples=20)
 @given(**RUNS)
 def test_random_models_stay_in_sync(
     pool: RankPool, spec: list[dict], bucket_bytes: int, algorithm: str, size: int

@@ -37,6 +37,7 @@ def run_script(words: list[str]) -> tuple[float, ...]:
         sys.path.remove(str(ROOT / "examples"))
 
 
+@pytest.mark.slow  # resuming: tests/checkpoint
 def test_a_resumed_run_gets_the_same_scores(pool: RankPool, tmp_path: Path) -> None:
     words = [*SMALLEST, "--algorithm", "bytegrad", "--save-checkpoint", str(tmp_path), "--resume", str(tmp_path)]
     first = pool.run(2, run_script, words)

@@ -16,6 +16,7 @@ from bagua.comm.team import Team
 from bagua.exchanges import AllReduce, Exchange, PayloadSource, PowerSGD, ScatterGather
 from bagua.exchanges.gathering import gathers
 from bagua.exchanges.payload_source import Piece
+from tests.daily import one_in
 from tests.rank_threads import run_teams
 
 SIZES = (1, 17, 160, 5003)
@@ -64,9 +65,7 @@ def exchanged(team: Team, exchange: Exchange, native: bool, late: bool, sizes: t
     return found
 
 
-@pytest.mark.parametrize("native", TRANSPORTS)
-@pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize(("name", "size", "native"), one_in(2, EXCHANGES, [2, 3, 5], TRANSPORTS))
 def test_the_bits_of_two_latencies(name: str, size: int, native: bool) -> None:
     usual, late = (run_teams(size, exchanged, EXCHANGES[name], native, how, SIZES) for how in (False, True))
     for rank in range(size):

@@ -14,6 +14,7 @@ from bagua.comm.groups import Groups
 from bagua.comm.mesh import why_no_mesh
 from bagua.exchanges import AllReduce, Exchange, Gossip, Hierarchical, PowerSGD, ScatterGather
 from bagua.exchanges.base import State
+from tests.daily import one_in
 from tests.rank_threads import run_threads
 
 TWO_BY_THREE = ["a:0", "b:1", "a:2", "a:3", "b:4", "b:5"]
@@ -91,9 +92,7 @@ def among_sites(groups: Groups, exchange: Exchange, shares: list[list[Tensor]]) 
     return results
 
 
-@pytest.mark.parametrize("native", NATIVE)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize(("name", "layout", "native"), one_in(2, EXCHANGES, LAYOUTS, NATIVE))
 def test_each_share_is_what_its_hosts_exchange(name: str, layout: str, native: bool) -> None:
     nodes, exchange = LAYOUTS[layout], EXCHANGES[name]
     size, sites = len(nodes), sorted({node.partition(":")[0] for node in nodes})
@@ -121,8 +120,7 @@ def test_each_share_is_what_its_hosts_exchange(name: str, layout: str, native: b
             check_bytes([each[number][2] for each in found], exchange, n, nodes, len(sites))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize(("name", "layout"), one_in(2, EXCHANGES, LAYOUTS))
 def test_through_host_memory_the_bits_are_the_same(name: str, layout: str) -> None:
     nodes, exchange = LAYOUTS[layout], Hierarchical(EXCHANGES[name])
     plain, staged = (

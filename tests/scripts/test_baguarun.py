@@ -61,6 +61,7 @@ def test_a_job_on_two_hosts(
     assert sorted(out) == [f"[127.0.0.1] rank 0 node 0 {said}", f"[localhost] rank 1 node 1 {said}"]
 
 
+@pytest.mark.slow  # signals of a launcher: tests/launch
 def test_ctrl_c_ends_every_rank(server: SshServer, tmp_path: Path) -> None:
     script, ready = tmp_path / "wait.py", tmp_path / "pid"
     script.write_text(WAIT)
