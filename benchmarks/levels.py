@@ -187,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ]
         )
     )  # fmt: skip
-    for name, notices in found["trials"].items():
-        print("".join(f"{name}: {each}\n" for each in notices), end="")
+    for system, notices in found["trials"].items():
+        print("".join(f"{system}: {each}\n" for each in notices), end="")
     if options.json:
         settings = {"hosts": options.hosts, "ranks": options.ranks, "host_link": options.host_link,
                     "link": options.link, "model": name, "num_elements": num_elements,

@@ -111,7 +111,7 @@ class Binding:
         self.bind(state.root)  # looks at the step
         if fallback is not None and repr(fallback) == bound != repr(state.algorithm):
             self.bind(fallback)
-        if repr(state.algorithm) != bound and state.buckets:
+        if bound not in (repr(state.algorithm), repr(state.root)) and state.buckets:  # the root's: saved before setup
             raise ValueError(
                 f"state dict: saved while {bound} ran, but at step {state.step} {state.root!r} runs another algorithm"
             )
@@ -172,9 +172,8 @@ class Binding:
         """Measure once whether the ranks of a site sum first. Collective; nothing is prepared yet."""
         self._trial_due = False
         state, (sites, flat) = self._state, self.forms
-        tried = tried_parts(sites, flat)
-        with self._dispatcher.as_of(tried[1]):
-            trial = run_trial(self._dispatcher, self.team, state.buckets, *tried)
+        with self._dispatcher.as_of(tried_parts(sites, flat)[1]):
+            trial = run_trial(self._dispatcher, self.team, state.buckets, sites, flat)
         for lane in self._pool.shared:
             lane.groups.buffers.clear()  # which the other form may need and this one not
         state.notice(trial.told)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bagua.bench import models
 from benchmarks.levels import SYSTEMS, bound_s, main, rows_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
@@ -29,6 +30,7 @@ def test_rows_follow_from_the_steps(file: Path) -> None:
     settings = report["settings"]
     rate = float(settings["link"].split("mbit")[0]) * 1e6
     assert report["rows"] == rows_of(report["times_s"], settings["num_elements"], settings["compute_ms"] / 1000, rate)
+    assert models.get(settings["model"]).num_elements == settings["num_elements"]
     assert all(len(turns) == settings["rounds"] for turns in report["times_s"].values())
 
 

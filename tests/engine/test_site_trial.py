@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import bagua
-from bagua.algorithms import Warmup
+from bagua.algorithms import ByteGrad, Warmup
 from bagua.algorithms.base import Algorithm
 from bagua.algorithms.registry import get
+from bagua.checkpoint.rank_state import load_rank_state, save_rank_state
+from bagua.codecs import Int4
 from bagua.comm.node_keys import Sites
 from bagua.comm.team import Team
 from bagua.engine import binding
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.tuning import site_trial
-from bagua.engine.tuning.site_trial import Trial, flat_of, run_trial, tried_parts, tries
-from bagua.exchanges import AllReduce, Exchange
+from bagua.engine.tuning.site_trial import Trial, flat_of, run_trial, tries
+from bagua.exchanges import AllReduce, Exchange, Hierarchical, ScatterGather
+from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams, teams
 
 HOSTS = ["a:0", "a:1", "b:2", "b:3"]
@@ -53,6 +60,28 @@ def test_what_the_user_has_decided_is_not(choice: bool) -> None:
 )
 def test_nor_is_what_always_gains_or_is_not_an_exchange_of_gradients(algorithm: str) -> None:
     assert flat(algorithm) is None
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        get("gradient_allreduce", codec="bf16"),  # summed as it is
+        get("async", warmup_steps=3),  # later it exchanges weights
+        get("low_precision_decentralized"),
+    ],
+)
+def test_nor_are_sums_in_16_bits_and_what_exchanges_weights_later(algorithm: Algorithm) -> None:
+    assert flat(algorithm) is None
+
+
+def test_nor_is_an_exchange_that_is_hierarchical_whatever_the_option_says() -> None:
+    @dataclass(frozen=True)
+    class Always(ByteGrad):
+        @property
+        def exchange(self) -> Exchange:  # pyright: ignore[reportIncompatibleVariableOverride]
+            return Hierarchical(ScatterGather(Int4()))
+
+    assert flat_of(Always(), Always(hierarchical=True), SITES) is None
 
 
 def test_nor_is_it_between_nodes() -> None:
@@ -101,7 +130,7 @@ def buckets(*sizes: int) -> list[Bucket]:
 
 def tried(clock: Clock, team: Team, *sizes: int, algorithm: str | Algorithm = "bytegrad") -> Trial:
     given = get(algorithm)
-    return run_trial(clock, team, buckets(*sizes), *tried_parts(given.for_nodes(SITES)[0], flat(given)))
+    return run_trial(clock, team, buckets(*sizes), given.for_nodes(SITES)[0], flat(given))
 
 
 def test_the_first_round_does_not_count_and_medians_do() -> None:
@@ -155,6 +184,17 @@ def test_the_payloads_are_the_first_elements(
 def test_of_a_warm_up_what_runs_in_the_end_is_tried() -> None:
     found = tried(Clock([1] * 4, [2] * 4), Team.alone(), 10, algorithm=Warmup(2, then="bytegrad"))
     assert (found.sites_s, found.flat_s, found.name) == (1, 2, "bytegrad")
+
+
+def test_all_parts_that_a_choice_changes_are_named() -> None:
+    found = tried(Clock([1] * 4, [2] * 4), Team.alone(), 10, algorithm=Warmup(2, "bytegrad", "qadam"))
+    assert "hierarchical=True to bytegrad and qadam" in found.told
+
+
+def test_empty_buckets_are_left_out() -> None:
+    clock = Clock([1] * 4, [2] * 4)
+    assert tried(clock, Team.alone(), 0, 10, 0, 20).nbytes == 120 and clock.sizes[0] == [10, 20]
+    assert not tried(Clock([], []), Team.alone(), 0).flat_wins
 
 
 def test_other_defaults_of_torch_do_not_matter() -> None:
@@ -370,6 +410,65 @@ def test_to_pass_the_choice_repeats_a_run_whatever_fits_the_buckets(monkeypatch:
     for flat_wins, expected in zip((False, True), given, strict=True):
         decide(monkeypatch, flat_wins)
         assert run_teams(6, bucket_bytes, {}, nodes=[*HOSTS, "c:4", "c:5"]) == expected and len(expected[0]) > 1
+
+
+@pytest.mark.parametrize("saved_after", [0, 1, 3])
+@pytest.mark.parametrize("trained", [0, 1, 3])
+def test_a_warm_up_goes_on_with_the_choice_on_both_sides_of_its_switch(
+    saved_after: int, trained: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_one(team: Team) -> tuple[dict[str, Any], list[Tensor], list[Tensor]]:
+        model, optimizer = prepare(team, Warmup(2, then=get("bytegrad", **EDEN)), {})
+        weights = steps(team, model, optimizer, range(saved_after))
+        saved = bagua.state_dict(model)
+        expected = steps(team, model, optimizer, range(saved_after, 5))
+        bagua.detach(model)
+        return saved, weights, expected
+
+    def load_one(team: Team) -> tuple[list[Tensor], str]:
+        model, optimizer = prepare(team, Warmup(2, then=get("bytegrad", **EDEN)), {})
+        steps(team, model, optimizer, range(trained))
+        saved, weights, _ = told[team.rank]
+        bagua.load_state_dict(model, saved)
+        with torch.no_grad():
+            for param, weight in zip(model.parameters(), weights, strict=True):
+                param.copy_(weight)
+        found, algorithm = steps(team, model, optimizer, range(saved_after, 5)), bagua.stats(model).algorithm
+        bagua.detach(model)
+        return found, algorithm
+
+    decide(monkeypatch, flat_wins=True)
+    told = run_teams(4, save_one, nodes=HOSTS)
+    decide(monkeypatch, flat_wins=not saved_after)
+    for (found, algorithm), (_, _, expected) in zip(run_teams(4, load_one, nodes=HOSTS), told, strict=True):
+        assert "ByteGrad(hierarchical=False" in algorithm
+        assert all(map(torch.equal, found, expected)) or not saved_after, "else residuals are those of later steps"
+
+
+def through_a_framework(folder: Path, flat_wins: bool, loads: bool) -> tuple[str, list[str] | None, int]:
+    """What Accelerate and Transformers add to their checkpoints; on a rank."""
+    with mock.patch.dict(os.environ, BAGUA_SITE="ab"[dist.get_rank() // 2]), pytest.MonkeyPatch.context() as patch:
+        begun = decide(patch, flat_wins)
+        model = nn.Linear(40, 40)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.distribute(model, optimizer, "bytegrad", **EDEN)
+        remarks = load_rank_state(folder, [(model, [optimizer])]) if loads else None
+        for _ in range(2):
+            model(torch.ones(2, 40)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not loads:
+            save_rank_state(folder, [(model, [optimizer])], step=2)
+        told, count = bagua.stats(model).algorithm, bagua.stats(model).steps
+        bagua.detach(model)
+        return f"{told} {len(begun)}", remarks, count
+
+
+def test_a_framework_goes_on_with_the_choice(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(4, through_a_framework, tmp_path, True, False, nodes=range(4))
+    for told, remarks, count in pool.run(4, through_a_framework, tmp_path, False, True, nodes=range(4)):
+        assert "hierarchical=False" in told and told.endswith(" 0"), "the checkpoint decided, without a trial"
+        assert remarks == [""] and count == 4
 
 
 def timed(team: Team, fails: bool) -> str:

@@ -84,7 +84,7 @@ def chunks_of(algorithm: Algorithm, nodes: Sequence[Sequence[int]]) -> int:
     except TypeError:  # none, or several
         return 1
     if isinstance(exchange, Hierarchical):
-        # Each host of a site exchanges a share: the same chunks as among all ranks, so that buckets are, too.
+        # Where hosts of a site exchange shares, chunks are as small as among all ranks. And a trial may switch.
         exchange, apart = exchange.inner, apart if isinstance(nodes, Sites) else len(nodes)
     # Buckets of weights are exchanged between steps, where nothing overlaps, and `fragments` are made of them.
     return apart if isinstance(exchange, ScatterGather) and algorithm.payload is Payload.GRAD else 1

@@ -47,7 +47,7 @@ class Trial:
         sites_s: seconds of an exchange with sums within sites.
         flat_s: of one among all ranks.
         nbytes: payload of it.
-        name: of the algorithm whose exchange it is.
+        name: of the algorithm whose exchange it is, or of several.
 
     Examples:
         >>> from bagua.engine.tuning.site_trial import Trial
@@ -99,8 +99,10 @@ def flat_of(given: Algorithm, fitted: Algorithm, nodes: Sequence[Sequence[int]])
         if first is None and then is None:
             return None
         return replace(fitted, first=first or fitted.first, then=then or fitted.then)
-    open_here = getattr(given, "hierarchical", False) is None and _compresses_gradients(fitted)
-    return replace(fitted, **_FLAT) if open_here else None
+    if getattr(given, "hierarchical", False) is not None or not _compresses_gradients(fitted):
+        return None
+    flat = replace(fitted, **_FLAT)
+    return None if flat.exchange.hierarchical else flat  # as of one that is, whatever the option says
 
 
 def _compresses_gradients(algorithm: Algorithm) -> bool:
@@ -109,28 +111,36 @@ def _compresses_gradients(algorithm: Algorithm) -> bool:
     except TypeError:  # none, or several
         return False
     simple = isinstance(exchange, Hierarchical) and exchange.complete and exchange.elementwise
-    return simple and exchange.lossy and not exchange.two_phases and algorithm.payload is Payload.GRAD
+    plain = not simple or not exchange.lossy or exchange.two_phases or exchange.streaming  # bf16 is summed as it is
+    return not plain and algorithm.payloads == {Payload.GRAD}
 
 
 def tried_parts(sites: Algorithm, flat: Algorithm) -> tuple[Algorithm, Algorithm]:
     """The parts that differ; of an algorithm that begins with another one, those that run in the end."""
+    return _open_parts(sites, flat)[-1]
+
+
+def _open_parts(sites: Algorithm, flat: Algorithm) -> list[tuple[Algorithm, Algorithm]]:
     if isinstance(sites, Warmup) and isinstance(flat, Warmup):
-        pairs = [pair for pair in zip(sites.parts, flat.parts, strict=True) if pair[0] != pair[1]]
-        return tried_parts(*pairs[-1])
-    return sites, flat
+        pairs = zip(sites.parts, flat.parts, strict=True)
+        return [part for pair in pairs if pair[0] != pair[1] for part in _open_parts(*pair)]
+    return [(sites, flat)]
 
 
 def run_trial(times: Times, team: Team, buckets: Sequence[Bucket], sites: Algorithm, flat: Algorithm) -> Trial:
     """Exchange random numbers both ways, in turns. Collective, between steps; changes nothing of the training.
 
     Args:
-        sites, flat: of `tried_parts`.
+        sites, flat: the two forms of the algorithm.
 
     Raises:
         CommunicationError: a rank is lost.
     """
-    exchanges = sites.exchange, flat.exchange
-    payloads = _payloads(buckets, flat.exchange, team.size)
+    tried, names = tried_parts(sites, flat), " and ".join(each.name for each, _ in _open_parts(sites, flat))
+    exchanges = tried[0].exchange, tried[1].exchange
+    payloads = _payloads(buckets, exchanges[1], team.size)
+    if not payloads:
+        return Trial(0.0, 0.0, 0, names)
     generator = torch.Generator().manual_seed(team.rank)
     size = max(each.numel() for each in payloads.values())
     source = torch.empty(size, dtype=torch.float32, device="cpu").normal_(generator=generator)
@@ -145,7 +155,7 @@ def run_trial(times: Times, team: Team, buckets: Sequence[Bucket], sites: Algori
         statistics.median([max(seconds) for seconds in zip(*ranks_s, strict=True)][_UNCOUNTED:])
         for ranks_s in zip(*found, strict=True)
     ]
-    return Trial(typical_s[0], typical_s[1], sum(each.nbytes for each in payloads.values()), flat.name)
+    return Trial(typical_s[0], typical_s[1], sum(each.nbytes for each in payloads.values()), names)
 
 
 def _payloads(buckets: Sequence[Bucket], flat: Exchange, size: int) -> dict[int, Tensor]:
@@ -155,8 +165,11 @@ def _payloads(buckets: Sequence[Bucket], flat: Exchange, size: int) -> dict[int,
     for bucket in buckets:
         whole = flat.bytes_per_rank(bucket.numel, size)
         share = min(1.0, wire / max(whole, 1.0), memory / max(bucket.nbytes, 1))
-        if not (numel := int(share * bucket.numel)):
+        numel = int(share * bucket.numel)
+        if bucket.numel and not numel:
             break
+        if not numel:
+            continue
         found[bucket.index] = torch.empty_like(bucket.flat[:numel])
         wire, memory = wire - share * whole, memory - found[bucket.index].nbytes
     return found
