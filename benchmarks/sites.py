@@ -8,7 +8,7 @@ slowly. Needs root or user namespaces.
 
 Bounds: of the fastest ring, whichever it is. C is a step without communication, F its forward pass, N the number of
 elements, R of hosts and B the rate of the ring's slowest link. Sum: max(C, F + 64 N (R-1)/R / B). Gossip, whose two
-neighbours have a link each: C + 8 N / B.
+neighbours have a link each, and which sends beside the next step: max(C, 8 N / B).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def bound_s(system: str, ring: Sequence[int], num_elements: int, compute_s: floa
     rate = rate_of(ring)
     if SYSTEMS[system][0] == "gradient_allreduce":
         return max(compute_s, _FORWARD * compute_s + 64 * num_elements * (HOSTS - 1) / HOSTS / rate)
-    return compute_s + 8 * num_elements / rate
+    return max(compute_s, 8 * num_elements / rate)
 
 
 def fastest_ring() -> list[int]:
