@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -92,13 +92,16 @@ def test_a_warm_up_hands_over_to_the_choice(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(map(torch.equal, found[0][0], given[0][0])) and found[0][1].algorithm == given[0][1].algorithm
 
 
-def test_a_trial_changes_nothing_but_the_choice() -> None:
+@pytest.mark.parametrize(
+    "hosts", [HOSTS, ["a:0", "a:1", "b:2"], ["a:0", "a:0", "a:1", "b:2", "b:3"]], ids=["shares", "unlike", "levels"]
+)
+def test_a_trial_changes_nothing_but_the_choice(hosts: list[str]) -> None:
     """A real one: however it ends."""
-    found = run_teams(4, train, "bytegrad", EDEN, nodes=HOSTS)
+    found = run_teams(len(hosts), train, "bytegrad", EDEN, nodes=hosts)
     notices = {next(each for each in stats.notices if each.startswith("sites: ")) for _, stats in found}
     assert len(notices) == 1 and "0.0 MiB" in notices.pop()
     chosen = "hierarchical=True" in found[0][1].algorithm
-    given = run_teams(4, train, "bytegrad", {**EDEN, "hierarchical": chosen}, nodes=HOSTS)
+    given = run_teams(len(hosts), train, "bytegrad", {**EDEN, "hierarchical": chosen}, nodes=hosts)
     for (mine, stats), (theirs, others) in zip(found, given, strict=True):
         assert all(map(torch.equal, mine, theirs))
         assert (stats.total.bytes_sent, stats.total.launches) == (others.total.bytes_sent, others.total.launches)
@@ -174,36 +177,38 @@ def test_a_checkpoint_goes_on_with_the_choice(
         assert states and all("Hierarchical" not in each["exchange"] for each in states)
 
 
+def algorithm_after(team: Team, options: dict[str, Any], load_one: Callable[..., None]) -> str:
+    """What runs in a new training after `load_one(team, model, optimizer)`."""
+    model, optimizer = prepare(team, "bytegrad", options)
+    load_one(team, model, optimizer)
+    told = bagua.stats(model).algorithm
+    bagua.detach(model)
+    return told
+
+
 def test_where_the_user_has_decided_otherwise_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decide(monkeypatch, flat_wins=True)
     run_teams(4, save, tmp_path, nodes=HOSTS)
 
-    def other(team: Team) -> str:
-        model, optimizer = prepare(team, "bytegrad", {**EDEN, "hierarchical": True})
+    def load_one(team: Team, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with pytest.raises(ValueError, match="saved with algorithm .*hierarchical=False.*, loaded into"):
             bagua.checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer}, process_group=team)
-        told = bagua.stats(model).algorithm
-        bagua.detach(model)
-        return told
 
-    assert all("hierarchical=True" in told for told in run_teams(4, other, nodes=HOSTS))
+    told = run_teams(4, algorithm_after, {**EDEN, "hierarchical": True}, load_one, nodes=HOSTS)
+    assert all("hierarchical=True" in each for each in told)
 
 
 def test_a_state_that_does_not_fit_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     decide(monkeypatch, flat_wins=False)
 
-    def rank_main(team: Team) -> str:
-        model, optimizer = prepare(team, "bytegrad", EDEN)
+    def load_one(team: Team, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         steps(team, model, optimizer, range(1))
         saved = bagua.state_dict(model)
         text = saved["algorithm"].replace("hierarchical=True", "hierarchical=False")
         with pytest.raises(ValueError, match="saved with size 9"):
             bagua.load_state_dict(model, {**saved, "algorithm": text, "bound": text, "size": 9})
-        told = bagua.stats(model).algorithm
-        bagua.detach(model)
-        return told
 
-    assert all("hierarchical=True" in told for told in run_teams(4, rank_main, nodes=HOSTS))
+    assert all("hierarchical=True" in told for told in run_teams(4, algorithm_after, EDEN, load_one, nodes=HOSTS))
 
 
 def test_a_state_of_the_start_can_be_loaded_after_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,9 +110,10 @@ def _compresses_gradients(algorithm: Algorithm) -> bool:
         exchange = algorithm.exchange
     except TypeError:  # none, or several
         return False
-    simple = isinstance(exchange, Hierarchical) and exchange.complete and exchange.elementwise
-    plain = not simple or not exchange.lossy or exchange.two_phases or exchange.streaming  # bf16 is summed as it is
-    return not plain and algorithm.payloads == {Payload.GRAD}
+    if not isinstance(exchange, Hierarchical) or algorithm.payloads != {Payload.GRAD}:
+        return False
+    compresses = exchange.lossy and not exchange.streaming  # bf16 is summed as it is
+    return compresses and exchange.complete and exchange.elementwise and not exchange.two_phases
 
 
 def tried_parts(sites: Algorithm, flat: Algorithm) -> tuple[Algorithm, Algorithm]:
@@ -163,13 +164,13 @@ def _payloads(buckets: Sequence[Bucket], flat: Exchange, size: int) -> dict[int,
     found: dict[int, Tensor] = {}
     wire, memory = float(MOST_WIRE_BYTES), MOST_BYTES
     for bucket in buckets:
-        whole = flat.bytes_per_rank(bucket.numel, size)
-        share = min(1.0, wire / max(whole, 1.0), memory / max(bucket.nbytes, 1))
-        numel = int(share * bucket.numel)
-        if bucket.numel and not numel:
-            break
-        if not numel:
+        if not bucket.numel:
             continue
+        whole = flat.bytes_per_rank(bucket.numel, size)
+        share = min(1.0, wire / max(whole, 1.0), memory / bucket.nbytes)
+        numel = int(share * bucket.numel)
+        if not numel:
+            break
         found[bucket.index] = torch.empty_like(bucket.flat[:numel])
         wire, memory = wire - share * whole, memory - found[bucket.index].nbytes
     return found
