@@ -25,8 +25,17 @@ __all__ = [
 ]
 
 _FLOOR = 2.0  # times the square of the momentum; chosen on tasks of their own
-# What the nearest of the 2, 4, 8 and 16 centroids leave of the variance of a normal distribution (Lloyd-Max).
-_LEFT = (0.36338, 0.1175, 0.03454, 0.009497)
+# What the centroids leave of the variance of a normal distribution, for (bits, states): the nearest of 2, 4, 8 and 16
+# (Lloyd-Max), and those of the best path through a trellis in blocks of 256.
+_LEFT = {
+    (1, 1): 0.36338,
+    (2, 1): 0.1175,
+    (3, 1): 0.03454,
+    (4, 1): 0.009497,
+    (1, 8): 0.3066,
+    (1, 32): 0.2906,
+    (2, 8): 0.0835,
+}
 
 
 def num_encoding(ctx: Context, hierarchical: bool) -> int:
@@ -47,7 +56,7 @@ def share_of_noise(codec: Eden, num: int) -> float:
         >>> round(share_of_noise(bagua.codecs.Eden(bits=1), num=4), 2)
         0.59
     """
-    return 1 - (1 - _LEFT[codec.bits - 1]) ** (1 if num == 2 else 2)
+    return 1 - (1 - _LEFT[codec.bits, codec.states]) ** (1 if num == 2 else 2)
 
 
 def check_denoisable(params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:

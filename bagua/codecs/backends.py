@@ -32,7 +32,7 @@ _TORCH = Backend(
         minmax_torch.LAYOUT.name: minmax_torch.MinMaxTorch(),
         int4_torch.LAYOUT.name: int4_torch.Int4Torch(),
         sign_torch.LAYOUT.name: sign_torch.SignTorch(),
-        **{f"eden{bits}": eden_torch.EdenTorch(bits) for bits in eden_torch.BITS},
+        **{name: eden_torch.EdenTorch(*each) for name, each in eden_torch.LAYOUTS.items()},
     },
     staged=True,
 )

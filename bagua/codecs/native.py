@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bagua.codecs.eden_torch import LAYOUTS
 from bagua.codecs.kernels import Backend, Moments
 
 __all__ = [
@@ -33,8 +34,8 @@ __all__ = [
 
 LIBRARY = Path(__file__).with_name("_native.so")
 ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
-_ABI = 10
-_BLOCK_CODECS = ("eden1", "eden2", "eden3", "eden4", "int4", "minmax_uint8", "sign")
+_ABI = 11
+_BLOCK_CODECS = (*LAYOUTS, "int4", "minmax_uint8", "sign")
 _SCRATCH = 2048  # elements, as in blocks.h
 _SAMPLE = 1 << 14  # as in top_k.cpp
 # Bytes of an output from which caching it is of no use, and the same if nobody reads it soon.

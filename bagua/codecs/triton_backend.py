@@ -179,6 +179,9 @@ _BLOCKS = {
     minmax_torch.LAYOUT.name: TritonKernels(triton_minmax, _whole, minmax_torch.MinMaxTorch()),
     int4_torch.LAYOUT.name: TritonKernels(triton_int4, _halves, int4_torch.Int4Torch()),
     sign_torch.LAYOUT.name: TritonKernels(triton_sign, _steps, sign_torch.SignTorch()),
-    **{f"eden{bits}": TritonKernels(None, _whole, eden_torch.EdenTorch(bits), longest=0) for bits in eden_torch.BITS},
+    **{
+        name: TritonKernels(None, _whole, eden_torch.EdenTorch(*each), longest=0)
+        for name, each in eden_torch.LAYOUTS.items()
+    },
 }
 BACKEND = Backend("triton", blocks=_BLOCKS, fused=_BLOCKS)

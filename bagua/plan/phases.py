@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bagua.codecs import Eden, Fp16
+from bagua.codecs import Codec, Eden, Fp16
 from bagua.comm.groups import STRAIGHT_CHUNK_BYTES
 from bagua.exchanges import (
     AllGather,
@@ -27,10 +27,14 @@ __all__ = ["Phase", "TorchAverage", "TorchPowerSGD", "UnknownCourseError", "phas
 _FEW = 2.0  # peers, whose ways limit as those of a ring
 # Passes over a tensor that a randomized Hadamard rotation costs, there and back: `python -m benchmarks.codecs`.
 _ROTATION, _ROTATION_BACK = 1.0, 0.4
+# And the search through a trellis, by bits and states, with looking its centroids up: the same benchmark.
+_SEARCH, _LOOK_UP = {(1, 8): 3.0, (1, 32): 7.0, (2, 8): 5.0}, 0.5
 _FEEDBACK = 1.0  # passes to add residuals and keep what is left: the same benchmark, 0.5 to 1.1 by codec
 # Passes by which casts of fp16, and gloo's sums of it, cost more than those of bf16: CPU time, both on one machine.
 _FP16_CAST, _FP16_SUM = 0.5, 2.0
 _RECEIVERS: dict[tuple[str, int], float] = {}
+_Turns = tuple[float, float]
+_NONE: _Turns = (0.0, 0.0)
 
 
 class TorchPowerSGD(PowerSGD):
@@ -115,9 +119,9 @@ def phases_of(
     if isinstance(exchange, ScatterGather):
         wire = exchange.codec.wire_bytes(-(-n // cluster.ranks), torch.float32) * cluster.ranks
         reads = 1.0 + (_FEEDBACK if exchange.error_feedback or exchange.running_scale else 0.0) + momenta
-        rotates = isinstance(exchange.codec, Eden)
+        turns = _turns(exchange.codec)
         course = _swapped if cluster.ranks == 2 else _gathered if gathered else _to_owners_and_back
-        return course(n, wire, cluster, costs, reads=reads, rotates=rotates, writes=1.0 + momenta)
+        return course(n, wire, cluster, costs, reads=reads, turns=turns, writes=1.0 + momenta)
     if isinstance(exchange, AllGather):
         sent, peers = exchange.bytes_per_rank(n, cluster.ranks), float(cluster.ranks - 1)
         return _to_peers(n, sent, cluster, costs, peers=peers, mixed=1.0)
@@ -130,6 +134,15 @@ def phases_of(
     if isinstance(exchange, PowerSGD):
         return _low_rank(exchange, cluster, costs, gathered)
     raise UnknownCourseError(f"algorithms: what the exchange {exchange.name!r} does on the way is not known")
+
+
+def _turns(codec: Codec) -> _Turns:
+    """Passes by which encoding and decoding cost more than with a codec that looks at each element once."""
+    if not isinstance(codec, Eden):
+        return _NONE
+    if codec.states == 1:
+        return _ROTATION, _ROTATION_BACK
+    return _ROTATION + _SEARCH[codec.bits, codec.states], _ROTATION_BACK + _LOOK_UP
 
 
 def _mean_receivers(exchange: Gossip, size: int) -> float:
@@ -186,15 +199,15 @@ def _ring(n: int, wire: float, size: int, cluster: Cluster, costs: Costs, reads:
 
 
 def _to_owners_and_back(
-    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, rotates: bool = False, writes: float = 1.0
+    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, turns: _Turns = _NONE, writes: float = 1.0
 ) -> list[Phase]:
     """Each rank's part to its owner; the owner's result to all. Rows leave as they are encoded.
 
     Args:
         reads, writes: passes over the tensor to encode it, and over the result.
-        rotates: blocks are rotated before they are encoded, and back after they are decoded.
+        turns: passes to rotate blocks before they are encoded, and back after they are decoded.
     """
-    forth, back = (_ROTATION, _ROTATION_BACK) if rotates else (0.0, 0.0)
+    forth, back = turns
     size = cluster.ranks
     sent = wire * (size - 1) / size
     row_s = (reads + forth) * n * costs.element_s / size
@@ -209,10 +222,10 @@ def _to_owners_and_back(
 
 
 def _gathered(
-    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, rotates: bool = False, writes: float = 1.0
+    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, turns: _Turns = _NONE, writes: float = 1.0
 ) -> list[Phase]:
     """Each rank sends all it has to all others, and forms all means itself. Arguments as of `_to_owners_and_back`."""
-    forth, back = (_ROTATION, _ROTATION_BACK) if rotates else (0.0, 0.0)
+    forth, back = turns
     size = cluster.ranks
     sent = wire * (size - 1)
     efficiency = costs.mesh_efficiency * cluster.mesh_share
@@ -224,10 +237,10 @@ def _gathered(
 
 
 def _swapped(
-    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, rotates: bool = False, writes: float = 1.0
+    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, turns: _Turns = _NONE, writes: float = 1.0
 ) -> list[Phase]:
     """Two ranks send each other both rows; both decode the mean of each. Arguments as of `_to_owners_and_back`."""
-    forth, back = (_ROTATION, _ROTATION_BACK) if rotates else (0.0, 0.0)
+    forth, back = turns
     row_s = (reads + forth) * n * costs.element_s / 2
     decode_s = (1 + writes + 2 * back) * n * costs.element_s / 2  # of both versions of a row
     efficiency = costs.mesh_efficiency * cluster.mesh_share

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua.codecs import Bf16, Codec, Identity, Int4, MinMaxUInt8, Sign, TopK
+from bagua.codecs import Bf16, Codec, Eden, Identity, Int4, MinMaxUInt8, Sign, TopK
 
 PEERS = 8
 
@@ -60,6 +60,11 @@ CASES = (
     Case(Bf16(), "encode", 0.9, 1.0),
     Case(Bf16(), MEAN, 0.15, 0.2),
     Case(Identity(), MEAN),
+    *(
+        Case(Eden(bits=bits, states=states), operation)
+        for bits, states in ((1, 1), (1, 8), (1, 32), (2, 1), (2, 8), (4, 1))
+        for operation in ("encode", "decode", FUSED)
+    ),
 )
 
 

@@ -194,14 +194,14 @@ def test_the_share_is_that_of_two_encodings() -> None:
     """Of independent errors: normal gradients of four ranks, encoded, averaged and encoded again."""
     generator = torch.Generator().manual_seed(1)
     x_RN = torch.randn(4, 1 << 15, generator=generator)
-    for bits in (1, 2, 3, 4):
-        codec = Eden(bits=bits)
+    for bits, states in ((1, 1), (2, 1), (3, 1), (4, 1), (1, 8), (1, 32), (2, 8)):
+        codec = Eden(bits=bits, states=states)
         mean_N = codec.decode(codec.encode(x_RN), x_RN.shape[1]).mean(0)
         twice_N = codec.decode(codec.encode(mean_N[None]), x_RN.shape[1])[0]
         exact = x_RN.mean(0).square().sum()
-        assert share_of_noise(codec, num=4) == pytest.approx(float(1 - exact / twice_N.square().sum()), rel=0.1), bits
+        assert share_of_noise(codec, num=4) == pytest.approx(float(1 - exact / twice_N.square().sum()), rel=0.1), codec
         # Two ranks encode once.
-        assert share_of_noise(codec, num=2) == pytest.approx(float(1 - exact / mean_N.square().sum()), rel=0.1), bits
+        assert share_of_noise(codec, num=2) == pytest.approx(float(1 - exact / mean_N.square().sum()), rel=0.1), codec
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ EXCHANGES = [
     ScatterGather(Sign(block=8)),
     ScatterGather(Eden(bits=3)),
     ScatterGather(Eden(), running_scale=True),
+    ScatterGather(Eden(states=32), running_scale=True),
+    ScatterGather(Eden(bits=2, states=8), error_feedback=True),
     ScatterGather(codecs.get("top_k"), error_feedback=True),
     ScatterGather(codecs.get("bf16")),
     ScatterGather(MinMaxUInt8(block=None)),

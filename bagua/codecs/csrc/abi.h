@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define BAGUA_CODECS_ABI 10
+#define BAGUA_CODECS_ABI 11
 
 #define BAGUA_JOIN2(a, b) a##_##b
 #define BAGUA_JOIN(a, b) BAGUA_JOIN2(a, b)
@@ -72,10 +72,16 @@ BAGUA_BLOCK_CODEC(eden1);         // header scale and seed; 1 to 4 planes of bit
 BAGUA_BLOCK_CODEC(eden2);
 BAGUA_BLOCK_CODEC(eden3);
 BAGUA_BLOCK_CODEC(eden4);
+BAGUA_BLOCK_CODEC(eden1x8);       // with a trellis of 8 or 32 states
+BAGUA_BLOCK_CODEC(eden1x32);
+BAGUA_BLOCK_CODEC(eden2x8);
 BAGUA_BLOCK_CODEC_LERP(eden1);
 BAGUA_BLOCK_CODEC_LERP(eden2);
 BAGUA_BLOCK_CODEC_LERP(eden3);
 BAGUA_BLOCK_CODEC_LERP(eden4);
+BAGUA_BLOCK_CODEC_LERP(eden1x8);
+BAGUA_BLOCK_CODEC_LERP(eden1x32);
+BAGUA_BLOCK_CODEC_LERP(eden2x8);
 BAGUA_BLOCK_CODEC_LERP(minmax_uint8);
 BAGUA_BLOCK_CODEC_LERP(int4);
 BAGUA_BLOCK_CODEC_LERP(sign);

@@ -4,7 +4,7 @@
 // included, plane p of its codes begins at byte p * ceil(m / 8).
 #include <math.h>
 
-#include "blocks.h"
+#include "trellis.h"
 
 namespace {
 
@@ -118,9 +118,9 @@ void hadamard(float* v, int64_t n, float factor) {
   for (int64_t i = 0; i < n; ++i) v[i] = v[i] * factor;
 }
 
-// The least power of two from n on: to it a ragged block is padded with zeros.
-inline int64_t padded(int64_t n) {
-  int64_t size = 1;
+// The least power of two from n and `least` on: to it a ragged block is padded with zeros.
+inline int64_t padded(int64_t n, int64_t least) {
+  int64_t size = least;
   while (size < n) size *= 2;
   return size;
 }
@@ -143,9 +143,20 @@ inline float lane_sum(int64_t n, Vector vector, One one) {
   return lanes[0];
 }
 
-template <int kBits>
+// Blocks that are encoded at once.
+template <int kBits, int kStates>
+constexpr int64_t together() {
+  if constexpr (kStates > 1)
+    return Path<kBits, kStates>::kTogether;
+  else
+    return 1;
+}
+
+// With kStates > 1 codes are paths through a trellis.
+template <int kBits, int kStates = 1>
 struct Eden {
-  static constexpr int64_t kHeader = 4, kCodeBits = kBits;
+  static constexpr int64_t kHeader = 4, kCodeBits = kBits, kLeast = kStates > 1 ? 8 : 1;
+  static constexpr int64_t kTogether = together<kBits, kStates>();
   static constexpr int kLevels = 1 << (kBits - 1);
   using L = Levels<kBits>;
 
@@ -181,9 +192,15 @@ struct Eden {
     return lane_sum(n, vector, one);
   }
 
+  // A block that is scaled and rotated.
+  struct Rotated {
+    int32_t seed;
+    float up, energy;
+    bool finite;
+  };
+
   template <bool kFeedback>
-  static void encode_block(const float* x, float* residual, int64_t n, uint8_t* head, uint8_t* codes) {
-    alignas(64) float z[kLongest];
+  static Rotated turn(const float* x, float* residual, int64_t n, int64_t size, float* z) {
     VI most_of = {};
     VU sum_of = {};
     int64_t i = 0;
@@ -202,47 +219,112 @@ struct Eden {
       sum += (uint32_t)bits;
       most = (bits & kMagnitude) > most ? bits & kMagnitude : most;
     }
-    const int64_t size = padded(n);
+    if (most >= kInfinity) return {0, 0.0f, 0.0f, false};
     int32_t exponent = (most >> 23) - 127;
     exponent = exponent < -100 ? -100 : exponent > 120 ? 120 : exponent;
-    int32_t header = kInfinity;
-    if (most < kInfinity) {
-      const float down = float_of((127 - exponent) << 23), up = float_of((127 + exponent) << 23);
-      const int32_t seed = (int32_t)(mix(sum) >> 20);
-      for (i = 0; i + W <= n; i += W) store(z + i, load(z + i) * down);
-      for (; i < n; ++i) z[i] = z[i] * down;
-      for (; i < size; ++i) z[i] = 0.0f;
-      flip(z, n, seed);
-      rotate(z, size);
-      const float energy = lane_sum(
-          size,
-          [&](int64_t j) {
-            const VF v = load(z + j);
-            return v * v;
-          },
-          [&](int64_t j) { return z[j] * z[j]; });
-      const float dot = quantise(z, size, energy / (float)size, codes);
-      const float scale = (energy == 0.0f ? 0.0f : energy / dot) * up;
-      header = bits_of(scale) < kInfinity ? ((bits_of(scale) + 0x800) & ~kSeed) : kInfinity;
-      if (header < kInfinity) header |= seed;
+    const float down = float_of((127 - exponent) << 23), up = float_of((127 + exponent) << 23);
+    const int32_t seed = (int32_t)(mix(sum) >> 20);
+    for (i = 0; i + W <= n; i += W) store(z + i, load(z + i) * down);
+    for (; i < n; ++i) z[i] = z[i] * down;
+    for (; i < size; ++i) z[i] = 0.0f;
+    flip(z, n, seed);
+    rotate(z, size);
+    const float energy = lane_sum(
+        size,
+        [&](int64_t j) {
+          const VF v = load(z + j);
+          return v * v;
+        },
+        [&](int64_t j) { return z[j] * z[j]; });
+    return {seed, up, energy, true};
+  }
+
+  // Divided by the root of the mean square, in units of 1/4096.
+  static void to_integers(const float* z, int64_t size, float energy, int16_t* x) {
+    const float mean_square = energy / (float)size, factor = mean_square > 0.0f ? 4096.0f / sqrtf(mean_square) : 0.0f;
+    int64_t i = 0;
+    for (; i + W <= size; i += W) {
+      const VF v = vmin(vmax(load(z + i) * factor, splat(-16384.0f)), splat(16383.0f));
+      const VH integers = __builtin_convertvector(round_to_code(v), VH);
+      memcpy(x + i, &integers, sizeof integers);
     }
-    if (header >= kInfinity) {
-      header = 0x7fc00000;
-      memset(codes, 0, (size_t)(kBits * ((size + 7) / 8)));
+    for (; i < size; ++i) {
+      const float v = z[i] * factor, most = v > -16384.0f ? v : -16384.0f;
+      x[i] = (int16_t)round_to_code(most < 16383.0f ? most : 16383.0f);
     }
-    memcpy(head, &header, sizeof header);
-    if (!kFeedback) return;
-    decode_block(head, codes, n, z);
-    for (i = 0; i + W <= n; i += W) store(residual + i, keep_finite(load(residual + i) - load(z + i)));
-    for (; i < n; ++i) residual[i] = keep_finite(residual[i] - z[i]);
+  }
+
+  // The sum of z times its centroids.
+  static float dot_of(const float* z, const uint8_t* codes, int64_t size) {
+    alignas(64) float chosen[kLongest];
+    Path<kBits, kStates>::expand(codes, size, chosen);
+    return lane_sum(
+        size, [&](int64_t j) { return load(z + j) * load(chosen + j); }, [&](int64_t j) { return z[j] * chosen[j]; });
+  }
+
+  // At most kTogether blocks of n elements.
+  template <bool kFeedback>
+  static void encode_blocks(const float* x, float* residual, int64_t n, int64_t count, uint8_t* head, uint8_t* codes) {
+    const int64_t size = padded(n, kLeast), bytes = kBits * ((size + 7) / 8);
+    alignas(64) float z[kTogether * kLongest];
+    Rotated blocks[kTogether];
+    for (int64_t p = 0; p < count; ++p)
+      blocks[p] = turn<kFeedback>(x + p * n, kFeedback ? residual + p * n : nullptr, n, size, z + p * size);
+    if constexpr (kStates > 1) {
+      int16_t integers[kTogether * kLongest];
+      for (int64_t p = 0; p < count; ++p)
+        if (blocks[p].finite)
+          to_integers(z + p * size, size, blocks[p].energy, integers + p * size);
+        else
+          memset(integers + p * size, 0, (size_t)(2 * size));
+      Path<kBits, kStates>::template search<kLongest>(integers, size, count, codes);
+    }
+    for (int64_t p = 0; p < count; ++p, head += kHeader, codes += bytes) {
+      int32_t header = kInfinity;
+      if (blocks[p].finite) {
+        float dot;
+        if constexpr (kStates > 1)
+          dot = dot_of(z + p * size, codes, size);
+        else
+          dot = quantise(z + p * size, size, blocks[p].energy / (float)size, codes);
+        const float scale = (blocks[p].energy == 0.0f ? 0.0f : blocks[p].energy / dot) * blocks[p].up;
+        header = bits_of(scale) < kInfinity ? ((bits_of(scale) + 0x800) & ~kSeed) : kInfinity;
+        if (header < kInfinity) header |= blocks[p].seed;
+      }
+      if (header >= kInfinity) {
+        header = 0x7fc00000;
+        memset(codes, 0, (size_t)bytes);
+      }
+      memcpy(head, &header, sizeof header);
+      if (!kFeedback) continue;
+      float *const left = residual + p * n, *const decoded = z + p * size;
+      decode_block(head, codes, n, decoded);
+      int64_t i = 0;
+      for (; i + W <= n; i += W) store(left + i, keep_finite(load(left + i) - load(decoded + i)));
+      for (; i < n; ++i) left[i] = keep_finite(left[i] - decoded[i]);
+    }
   }
 
   static void decode_block(const uint8_t* head, const uint8_t* codes, int64_t n, float* out) {
-    const int64_t size = padded(n), stride = (size + 7) / 8;
+    const int64_t size = padded(n, kLeast), stride = (size + 7) / 8;
     alignas(64) float all[kLongest];
     float* const z = size == n ? out : all;
     int32_t header;
     memcpy(&header, head, sizeof header);
+    if constexpr (kStates > 1)
+      Path<kBits, kStates>::expand(codes, size, z);
+    else
+      nearest(codes, size, stride, z);
+    rotate(z, size);
+    const float scale = float_of(header & ~kSeed);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(out + i, load(z + i) * scale);
+    for (; i < n; ++i) out[i] = z[i] * scale;
+    flip(out, n, header & kSeed);
+  }
+
+  // The centroids of `quantise`.
+  static void nearest(const uint8_t* codes, int64_t size, int64_t stride, float* z) {
     int64_t i = 0;
     for (; i + W <= size; i += W) {
       VF v[kLevels];
@@ -258,11 +340,6 @@ struct Eden {
       for (int p = 1; p < kBits; ++p) level |= bit_at(codes + p * stride, i) << (p - 1);
       z[i] = bit_at(codes, i) ? -L::kCentroids[level] : L::kCentroids[level];
     }
-    rotate(z, size);
-    const float scale = float_of(header & ~kSeed);
-    for (i = 0; i + W <= n; i += W) store(out + i, load(z + i) * scale);
-    for (; i < n; ++i) out[i] = z[i] * scale;
-    flip(out, n, header & kSeed);
   }
 
   static void mean(const uint8_t* head, const uint8_t* codes, int64_t stride, int64_t rows, int64_t n, float weight,
@@ -281,9 +358,12 @@ struct Eden {
 
   template <bool kFeedback>
   static void encode(const float* x, float* residual, int64_t n, int64_t block, uint8_t* head, uint8_t* codes) {
-    for (int64_t i = 0, k = 0; i < n; i += block, ++k)
-      encode_block<kFeedback>(x + i, kFeedback ? residual + i : nullptr, least(block, n - i), head + k * kHeader,
-                              codes + i * kCodeBits / 8);
+    for (int64_t i = 0; i < n;) {
+      const int64_t m = least(block, n - i), count = m == block ? least(kTogether, (n - i) / block) : 1;
+      encode_blocks<kFeedback>(x + i, kFeedback ? residual + i : nullptr, m, count, head + i / block * kHeader,
+                               codes + i * kCodeBits / 8);
+      i += count * m;
+    }
   }
 
   static void decode(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows, int64_t n,
@@ -297,16 +377,23 @@ struct Eden {
 }  // namespace
 
 // Outputs are scratch of the transform, so they are not written past the caches.
-#define BAGUA_EDEN(codec, bits)                                                                                    \
-  BAGUA_BLOCK_CODEC_FUNCTIONS(codec, Eden<bits>)                                                                   \
+#define BAGUA_EDEN(codec, Codec)                                                                                   \
+  BAGUA_BLOCK_CODEC_FUNCTIONS(codec, Codec)                                                                        \
   void BAGUA_FN(bagua_##codec##_decode)(const uint8_t* head, const uint8_t* codes, int64_t wire_stride,            \
                                         int64_t rows, int64_t n, int64_t block, float* out, int64_t out_stride,    \
                                         int64_t) {                                                                 \
-    Eden<bits>::decode(head, codes, wire_stride, rows, n, block, out, out_stride);                                 \
+    Codec::decode(head, codes, wire_stride, rows, n, block, out, out_stride);                                      \
   }                                                                                                                \
-  BAGUA_BLOCK_CODEC_LERP_FUNCTIONS(codec, Eden<bits>)
+  BAGUA_BLOCK_CODEC_LERP_FUNCTIONS(codec, Codec)
 
-BAGUA_EDEN(eden1, 1)
-BAGUA_EDEN(eden2, 2)
-BAGUA_EDEN(eden3, 3)
-BAGUA_EDEN(eden4, 4)
+using Eden1x8 = Eden<1, 8>;
+using Eden1x32 = Eden<1, 32>;
+using Eden2x8 = Eden<2, 8>;
+
+BAGUA_EDEN(eden1, Eden<1>)
+BAGUA_EDEN(eden2, Eden<2>)
+BAGUA_EDEN(eden3, Eden<3>)
+BAGUA_EDEN(eden4, Eden<4>)
+BAGUA_EDEN(eden1x8, Eden1x8)
+BAGUA_EDEN(eden1x32, Eden1x32)
+BAGUA_EDEN(eden2x8, Eden2x8)

@@ -38,6 +38,8 @@ SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("bytegrad:codec=eden/bits~1", _BOTH),
     ("bytegrad:codec=eden/bits~2", _BOTH),
     ("bytegrad:codec=eden/bits~4", _BOTH),
+    ("bytegrad:codec=eden/bits~1/states~32", _BOTH),
+    ("bytegrad:codec=eden/bits~2/states~8", _BOTH),
     ("bytegrad:codec=eden/bits~1:denoise_second_moment=False", ("adamw",)),
     ("bytegrad:codec=eden/bits~2:denoise_second_moment=False", ("adamw",)),
     ("bytegrad:codec=eden/bits~1:error_feedback=False", ("sgd",)),
