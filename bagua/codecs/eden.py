@@ -31,8 +31,8 @@ class Eden(BlockCodec):
     With `states` > 1, codes are the path of least squared error through a trellis (found by the algorithm of Viterbi):
     the centroid of an element depends on its own code and on those before it in the block. With the same bytes about
     0.66 (1 bit, 8 states), 0.64 (1 bit, 32 states) and 0.30 (2 bits, 8 states) of the norm are lost: squared, 0.77,
-    0.71 and 0.68 times as much as without. Encoding takes several times as long, see the guide. On a GPU the search runs in
-    eager torch, in some thousand small kernels for each tensor: use it there on slow links only.
+    0.71 and 0.68 times as much as without. Encoding takes several times as long, see the guide. On a GPU the search
+    runs in eager torch, in some thousand small kernels for each tensor: use it there on slow links only.
 
     A block of zeros is exact. A block that holds a NaN or an infinity, or whose scale overflows fp32, decodes to NaN
     everywhere, so that a gradient scaler sees it. What is below 2^-113 or so decodes coarsely. A header is the scale,
