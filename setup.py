@@ -79,7 +79,7 @@ LIBRARIES = [
     Library(
         name="bagua.codecs._native",
         units=[(f"{CSRC}/dispatch.cpp", []), *((f"{CSRC}/{stem}.cpp", isa) for stem in KERNELS for isa in ISAS)],
-        depends=[f"{CSRC}/{header}.h" for header in ("abi", "blocks", "running_scale", "vec")],
+        depends=[f"{CSRC}/{header}.h" for header in ("abi", "blocks", "running_scale", "trellis", "vec")],
         without="codecs will use slower torch paths",
     ),
     *(

@@ -29,7 +29,6 @@ class Candidate:
         period: steps after which the pattern of steps repeats.
         ladder: whose rungs differ in precision only; "" for none.
         rung: on it, bits of an element or a rank; higher is more precise.
-        cpu_only: too slow where gradients are on a GPU, whatever the network.
     """
 
     algorithm: str
@@ -40,7 +39,6 @@ class Candidate:
     period: int = 1
     ladder: str = ""
     rung: int = 0
-    cpu_only: bool = False
 
     @property
     def name(self) -> str:
@@ -74,9 +72,9 @@ _ROUNDS_OF_2 = {"communication_interval": 2, "codec": "minmax_uint8"}
 _ROUNDS_OF_3 = {"communication_interval": 3, "codec": "eden:bits=3", "outer_lr": 1.0, "outer_momentum": 0.0}
 
 
-def _bits(bits: int, codec: str, row: str, **more: bool) -> Candidate:
+def _bits(bits: int, codec: str, row: str) -> Candidate:
     options = {"codec": codec} if codec else {}
-    return Candidate("bytegrad", "lossy", row, options, feedback=bits < 8, ladder="bits", rung=bits, **more)
+    return Candidate("bytegrad", "lossy", row, options, feedback=bits < 8, ladder="bits", rung=bits)
 
 
 def _low_rank(rank: int) -> Candidate:
@@ -96,7 +94,6 @@ CANDIDATES: tuple[Candidate, ...] = (
     _bits(4, "int4", "bytegrad int4 + feedback"),
     _bits(2, "eden:bits=2", "bytegrad eden 2 bits"),
     _bits(1, "eden:bits=1", "bytegrad eden 1 bit"),
-    _bits(1, "eden:bits=1:states=32", "bytegrad eden 1 bit, trellis", cpu_only=True),
     Candidate("bytegrad", "lossy", "bytegrad sign + feedback", {"codec": "sign"}, feedback=True),
     Candidate("bytegrad", "lossy", "bytegrad top_k + feedback", {"codec": "top_k"}, feedback=True),
     *(_low_rank(rank) for rank in (4, 16, 64)),

@@ -58,18 +58,12 @@ class Ranking:
             return None
 
     def exclude(self) -> None:
-        """Bar what learns too badly, and of what has as many bits all but the first that does not."""
+        """Bar what learns too badly."""
         for position, (gap, limit) in enumerate(zip(self.gaps, self.limits, strict=True)):
             if gap is None and limit < math.inf:
                 self.barred.setdefault(position, "loss not measured with this optimizer")
             elif gap is not None and gap > limit:
                 self.barred.setdefault(position, f"learns worse than the limit of {100 * limit:.1f} %")
-        rungs = set[tuple[str, int]]()
-        for position, each in enumerate(self.facts.candidates):
-            if each.ladder and position not in self.barred:
-                if (each.ladder, each.rung) in rungs:
-                    self.barred[position] = "a faster setting of the same precision is within the limit"
-                rungs.add((each.ladder, each.rung))
 
     def promising(self, bar_s: float, besides: int = 0) -> list[tuple[float, int]]:
         """Predictions below `bar_s` of what is not barred or exact, with their positions.

@@ -352,6 +352,4 @@ def _why_not(engine: Choosable, candidate: Candidate) -> str:
     """Why this rank cannot train with `candidate`; empty if it can."""
     if candidate.kind != "exact" and any(isinstance(each, torch.optim.LBFGS) for each in engine.optimizers):
         return "a line search of LBFGS needs exact gradients"
-    if candidate.cpu_only and engine.device.type != "cpu":
-        return "too slow on a GPU"
     return engine.why_not(candidate.make(engine.nodes, engine.optimizers))

@@ -17,7 +17,7 @@ class Layout:
 
     name: str
     header_bytes: int  # of a block; fp32 numbers
-    code_bits: int  # of an element; 8, 4 or 1
+    code_bits: int  # of an element
 
     def code_bytes(self, n: int) -> int:
         """Bytes of the codes of `n` elements that begin at a block."""

@@ -125,7 +125,7 @@ class NativeKernels:
     ) -> None:
         """Decode, sums, scales and encodes, block by block."""
         wire, stride, out = wire_RW.data_ptr(), wire_RW.stride(0), out_1W.data_ptr()
-        scratch_B = torch.empty(min(block, n), dtype=torch.float32)
+        scratch_B = _scratch(n, block)
         residual = None if residual_N is None else residual_N.data_ptr()
         rows, scratch = wire_RW.shape[0], scratch_B.data_ptr()
         source = wire + head, wire + codes, stride, rows, n, block, weight

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["SCALE", "TRELLISES", "Trellis", "trellis_of"]
+__all__ = ["SCALE", "SHORTEST", "TRELLISES", "Trellis", "trellis_of"]
 
 SCALE = 2048  # of the centroids
 _UNREACHED = 12000  # cost of all states but the first, before a block
@@ -36,6 +36,7 @@ _CENTROIDS: Mapping[tuple[int, int], Sequence[int]] = {
     ),
 }
 TRELLISES = tuple(_CENTROIDS)
+SHORTEST = 32  # elements of a block: in shorter ones the first elements, whose windows are few, count for too much
 
 
 @dataclass(frozen=True)

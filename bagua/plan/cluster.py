@@ -81,6 +81,7 @@ class Costs:
         wake_s: from the arrival of a message to what is sent in answer, where nothing is computed.
         element_s: CPU seconds in which a codec reads or writes an fp32 element once.
         matmul_s_per_flop: CPU seconds of a floating-point operation in a matrix product (PowerSGD).
+        search_s: CPU seconds to search a trellis of 32 states for the code of an element (`eden`).
 
     Examples:
         >>> from dataclasses import replace
@@ -94,6 +95,7 @@ class Costs:
     wake_s: float
     element_s: float
     matmul_s_per_flop: float
+    search_s: float = 5e-9
 
 
 # `python -m benchmarks.plan --fit`, rounded; `python -m benchmarks.plan` shows what they are worth on other cells.
@@ -105,6 +107,7 @@ CPU = Costs(
     wake_s=1.3e-3,
     element_s=0.56e-9,
     matmul_s_per_flop=1.0 / 35e9,
+    search_s=5e-9,  # `python -m benchmarks.codecs`
 )
 
 # Not measured by this project yet. NCCL moves bytes without the CPU; kernels read and write at 1 TB/s.
@@ -116,4 +119,5 @@ GPU = Costs(
     wake_s=20e-6,
     element_s=8e-12,
     matmul_s_per_flop=1.0 / 10e12,
+    search_s=7e-8,  # 3500 small kernels of 5 us for each 2^18 elements
 )

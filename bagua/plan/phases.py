@@ -27,8 +27,8 @@ __all__ = ["Phase", "TorchAverage", "TorchPowerSGD", "UnknownCourseError", "phas
 _FEW = 2.0  # peers, whose ways limit as those of a ring
 # Passes over a tensor that a randomized Hadamard rotation costs, there and back: `python -m benchmarks.codecs`.
 _ROTATION, _ROTATION_BACK = 1.0, 0.4
-# And the search through a trellis, by bits and states, with looking its centroids up: the same benchmark.
-_SEARCH, _LOOK_UP = {(1, 8): 3.0, (1, 32): 7.0, (2, 8): 5.0}, 0.5
+# The search through a trellis, by bits and states, in parts of `Costs.search_s`, and passes to look its centroids up.
+_SEARCH, _LOOK_UP = {(1, 8): 0.45, (1, 32): 1.0, (2, 8): 0.75}, 0.6
 _FEEDBACK = 1.0  # passes to add residuals and keep what is left: the same benchmark, 0.5 to 1.1 by codec
 # Passes by which casts of fp16, and gloo's sums of it, cost more than those of bf16: CPU time, both on one machine.
 _FP16_CAST, _FP16_SUM = 0.5, 2.0
@@ -119,7 +119,7 @@ def phases_of(
     if isinstance(exchange, ScatterGather):
         wire = exchange.codec.wire_bytes(-(-n // cluster.ranks), torch.float32) * cluster.ranks
         reads = 1.0 + (_FEEDBACK if exchange.error_feedback or exchange.running_scale else 0.0) + momenta
-        turns = _turns(exchange.codec)
+        turns = _turns(exchange.codec, costs)
         course = _swapped if cluster.ranks == 2 else _gathered if gathered else _to_owners_and_back
         return course(n, wire, cluster, costs, reads=reads, turns=turns, writes=1.0 + momenta)
     if isinstance(exchange, AllGather):
@@ -136,13 +136,14 @@ def phases_of(
     raise UnknownCourseError(f"algorithms: what the exchange {exchange.name!r} does on the way is not known")
 
 
-def _turns(codec: Codec) -> _Turns:
+def _turns(codec: Codec, costs: Costs) -> _Turns:
     """Passes by which encoding and decoding cost more than with a codec that looks at each element once."""
     if not isinstance(codec, Eden):
         return _NONE
     if codec.states == 1:
         return _ROTATION, _ROTATION_BACK
-    return _ROTATION + _SEARCH[codec.bits, codec.states], _ROTATION_BACK + _LOOK_UP
+    search = _SEARCH[codec.bits, codec.states] * costs.search_s / costs.element_s
+    return _ROTATION + search, _ROTATION_BACK + _LOOK_UP
 
 
 def _mean_receivers(exchange: Gossip, size: int) -> float:

@@ -55,7 +55,9 @@ def test_scale_is_nearly_the_root() -> None:
 
 
 def coded(x: np.ndarray, codec: Eden) -> np.ndarray:
-    return np.concatenate([encode(x[i : i + codec.block], codec.bits)[2] for i in range(0, len(x), codec.block)])
+    return np.concatenate(
+        [encode(x[i : i + codec.block], codec.bits, codec.states)[2] for i in range(0, len(x), codec.block)]
+    )
 
 
 def oracle(n: int, size: int, steps: int, codec: Eden) -> list[np.ndarray]:
@@ -86,9 +88,16 @@ def drive(groups: Groups, exchange: Exchange, n: int, steps: int) -> list[np.nda
     return results
 
 
-@pytest.mark.parametrize(("n", "size"), [(700, 3), (512, 2), (40, 2)])
-def test_exchange_is_the_oracle(n: int, size: int) -> None:
-    codec = Eden(bits=2, block=64)
+@pytest.mark.parametrize(
+    ("n", "size", "codec"),
+    [
+        (700, 3, Eden(bits=2, block=64)),
+        (512, 2, Eden(bits=2, block=64)),
+        (40, 2, Eden(bits=2, block=64)),
+        (3000, 3, Eden(bits=1, block=64, states=8)),
+    ],
+)
+def test_exchange_is_the_oracle(n: int, size: int, codec: Eden) -> None:
     want = oracle(n, size, 3, codec)
     for got in run_threads(size, drive, mix("complete", codec, running_scale=True), n, 3):
         for step in range(3):

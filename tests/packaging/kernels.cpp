@@ -17,7 +17,7 @@ struct Codec {
 // The layouts of abi.h: a header for each block, then the codes of all elements.
 const Codec kCodecs[] = {{"minmax_uint8", 64, 8, 8}, {"int4", 64, 4, 4},  {"sign", 64, 4, 1},  {"eden1", 64, 8, 1},
                          {"eden2", 64, 8, 2},        {"eden3", 64, 8, 3}, {"eden4", 64, 8, 4},
-                         {"eden1x8", 64, 4, 1},      {"eden2x8", 64, 4, 2}};
+                         {"eden1x8", 64, 4, 1},      {"eden1x32", 64, 4, 1}, {"eden2x8", 64, 4, 2}};
 const int64_t kRows = 3, kElements = 1000;
 
 void* library;

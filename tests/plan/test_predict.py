@@ -13,6 +13,7 @@ import pytest
 from bagua.bench import contenders, models
 from bagua.bench.bounds import Timing, bound_s
 from bagua.codecs import Bf16, Eden, Fp16, Int4, Sign
+from bagua.codecs.trellis_torch import TRELLISES
 from bagua.exchanges import AllReduce, Exchange, PowerSGD, ScatterGather
 from bagua.plan import CPU, GPU, Cluster, Workload, load_model, predict
 from bagua.plan.phases import TorchPowerSGD, phases_of
@@ -36,6 +37,14 @@ def test_never_below_the_bound_of_the_link(name: str) -> None:
             continue
         least = bound_s(traffic, timing, bandwidth, latency)
         assert predict(name, workload, cluster, GPU).step_s >= 0.999 * least, (name, bandwidth)
+
+
+@pytest.mark.parametrize(("bits", "states"), TRELLISES)
+def test_a_trellis_takes_longer_and_far_longer_on_a_gpu(bits: int, states: int) -> None:
+    workload, cluster = Workload.of(load_model("layers25m"), 0.1), Cluster(4, bandwidth=1e10, latency=1e-5)
+    plain, trellis = (f"bytegrad:codec=eden:bits={bits}{more}" for more in ("", f":states={states}"))
+    slower = [predict(trellis, workload, cluster, costs).step_s for costs in (CPU, GPU)]
+    assert predict(plain, workload, cluster, CPU).step_s < slower[0] < slower[1]
 
 
 @pytest.mark.parametrize("name", DEFAULT_NAMES)

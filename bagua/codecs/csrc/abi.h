@@ -22,10 +22,10 @@ BAGUA_API int32_t bagua_codecs_isa();  // 0 baseline, 1 avx2, 2 avx512: the high
 // decode: an output of `stream_from` bytes or more is written past the caches.
 // decode_mean: out[i] = weight * sum of the decoded rows, in the order of the rows.
 // encode_feedback: e = x + residual is encoded; residual = e - what the wire decodes to, 0 where that is not finite.
-// decode_mean_encode: encodes what decode_mean gives, plus the residual unless that is null, into one row. `scratch`
-// holds min(n, block) elements. Nothing may overlap.
+// decode_mean_encode: encodes what decode_mean gives, plus the residual unless that is null, into one row. Nothing may
+// overlap.
 // encode_difference: d = (x - me) + the sum of weights[k] * (peers[k] - me), in their order, is encoded; me += what
-// the wire decodes to; x = me. decode_add: each row of `out` += the decoded row. `scratch` holds
+// the wire decodes to; x = me. decode_add: each row of `out` += the decoded row. `scratch` always holds
 // min(n, max(block, 2048)) elements.
 #define BAGUA_BLOCK_CODEC(codec)                                                                                 \
   BAGUA_API void BAGUA_FN(bagua_##codec##_encode)(const float* x, int64_t x_stride, int64_t rows, int64_t n,     \

@@ -110,9 +110,10 @@ template <typename C>
 void decode_mean_encode(const uint8_t* head, const uint8_t* codes, int64_t wire_stride, int64_t rows, int64_t n,
                         int64_t block, float weight, float* residual, float* scratch, uint8_t* head_out,
                         uint8_t* codes_out) {
-  for (int64_t i = 0, k = 0; i < n; i += block, ++k) {
-    const int64_t m = least(block, n - i), h = k * C::kHeader, c = i * C::kCodeBits / 8;
-    C::mean(head + h, codes + c, wire_stride, rows, m, weight, scratch);
+  const int64_t step = scratch_of(n, block);
+  for (int64_t i = 0; i < n; i += step) {
+    const int64_t m = least(step, n - i), h = i / block * C::kHeader, c = i * C::kCodeBits / 8;
+    decode_mean_rows<C>(head + h, codes + c, wire_stride, rows, m, block, weight, scratch);
     if (residual)
       C::template encode<true>(scratch, residual + i, m, block, head_out + h, codes_out + c);
     else

@@ -70,8 +70,8 @@ inline VS spread(VS v, std::integer_sequence<int, kLane...>) {
   return lanes_of<(kLane / 8 * 8 + kFirst + (kLane % 8 >> kBits))...>(v);
 }
 
-// The bits of a byte are those of codes, the latest lowest. `of` has the bits of the first plane, the oldest lowest, then those of
-// the second.
+// The bits of a byte are those of codes, the latest lowest. `of` has the bits of the first plane, the oldest lowest, then
+// those of the second.
 template <int kBits>
 struct Split {
   uint8_t of[256];
@@ -93,14 +93,15 @@ struct Path {
   static constexpr int16_t kUnreached = 12000;
   static constexpr Split<kBits> kSplit{};
 
-  // The best path to each state: its squared error, less the squares of the elements and less what `settle` has taken
-  // off, halved and times 128; and its latest 16 bits of codes. Costs of two states differ by at most 12000.
+  // The best path to each state: its cost, which is half its squared error in units of 1/128, less what is the same for
+  // all paths and what `settle` has taken off; and its latest 16 bits of codes. test_costs_fit_16_bits bounds costs.
   struct Survivors {
     VS cost[kGroups], codes[kGroups];
   };
+  // Of each lane. Compiled in: a static that is made at first use needs the C++ library.
   struct Tables {
-    VS centroid[kCodes][kGroups], energy[kCodes][kGroups], code[kGroups];
-    Tables() {
+    int16_t centroid[kCodes][kGroups][8 * kRow], energy[kCodes][kGroups][8 * kRow], code[kGroups][8 * kRow];
+    constexpr Tables() : centroid(), energy(), code() {
       for (int from = 0; from < kCodes; ++from)
         for (int state = 0; state < kStates; ++state)
           for (int row = 0; row < kRow; ++row) {
@@ -113,10 +114,19 @@ struct Path {
     }
   };
 
+  static constexpr Tables kTables{};
+
+  static inline VS constant(const int16_t (&lanes)[8 * kRow]) {
+    VS v;
+    memcpy(&v, lanes, sizeof v);
+    return v;
+  }
+
   template <int kGroup, int kFrom>
-  static inline void candidate(const Survivors& old, const Tables& tables, VS x, VS& cost, VS& codes) {
+  static inline void candidate(const Survivors& old, VS x, VS& cost, VS& codes) {
     constexpr int first = (kFrom * kStates + 8 * kGroup) >> kBits;  // the state before, of lane 0
-    const VS branch = tables.energy[kFrom][kGroup] - high_product(x, tables.centroid[kFrom][kGroup]);
+    const VS branch =
+        constant(kTables.energy[kFrom][kGroup]) - high_product(x, constant(kTables.centroid[kFrom][kGroup]));
     const VS other = spread<kBits, first % 8>(old.cost[first / 8], Lanes{}) + branch;
     const VS before = spread<kBits, first % 8>(old.codes[first / 8], Lanes{});
     const VS less = kFrom > 0 ? other < cost : ~VS{};
@@ -125,30 +135,28 @@ struct Path {
   }
 
   template <int kGroup, int... kFrom>
-  static inline void extend(const Survivors& old, const Tables& tables, VS x, Survivors& next,
-                            std::integer_sequence<int, kFrom...>) {
+  static inline void extend(const Survivors& old, VS x, Survivors& next, std::integer_sequence<int, kFrom...>) {
     VS cost{}, codes{};
-    (candidate<kGroup, kFrom>(old, tables, x, cost, codes), ...);
+    (candidate<kGroup, kFrom>(old, x, cost, codes), ...);
     next.cost[kGroup] = cost;
-    next.codes[kGroup] = (codes << kBits) | tables.code[kGroup];
+    next.codes[kGroup] = (codes << kBits) | constant(kTables.code[kGroup]);
   }
 
   template <int kElement, int... kGroup, int... kLane>
-  static inline void step(Survivors& now, const Tables& tables, VS x_of_8, std::integer_sequence<int, kGroup...>,
+  static inline void step(Survivors& now, VS x_of_8, std::integer_sequence<int, kGroup...>,
                           std::integer_sequence<int, kLane...>) {
     const VS x = lanes_of<(kLane / 8 * 8 + kElement)...>(x_of_8);
     Survivors next;
-    (extend<kGroup>(now, tables, x, next, std::make_integer_sequence<int, kCodes>{}), ...);
+    (extend<kGroup>(now, x, next, std::make_integer_sequence<int, kCodes>{}), ...);
     now = next;
   }
 
   template <int kFirst, int... kElement>
-  static inline void steps(Survivors (&now)[kRows], const Tables& tables, const VS (&x_of_8)[kRows],
+  static inline void steps(Survivors (&now)[kRows], const VS (&x_of_8)[kRows],
                            std::integer_sequence<int, kElement...>) {
     const auto all_rows = [&](auto element) {
       for (int row = 0; row < kRows; ++row)
-        step<decltype(element)::value>(now[row], tables, x_of_8[row], std::make_integer_sequence<int, kGroups>{},
-                                       Lanes{});
+        step<decltype(element)::value>(now[row], x_of_8[row], std::make_integer_sequence<int, kGroups>{}, Lanes{});
     };
     (all_rows(std::integral_constant<int, kFirst + kElement>{}), ...);
   }
@@ -164,7 +172,6 @@ struct Path {
   // has its codes at codes + p * kBits * n / 8. Elements are in units of 1/4096, in -16384..16383; count <= kTogether.
   template <int64_t kLongest>
   static void search(const int16_t* x, int64_t n, int64_t count, uint8_t* codes) {
-    static const Tables tables;
     VS saved[kLongest / kEach * kRows * kGroups];
     Survivors now[kRows];
     for (int row = 0; row < kRows; ++row) {
@@ -179,10 +186,10 @@ struct Path {
     for (int64_t i = 0; i < n; i += 8) {
       VS x_of_8[kRows] = {};
       for (int64_t p = 0; p < count; ++p) memcpy((int16_t*)x_of_8 + 8 * p, x + p * n + i, 16);
-      steps<0>(now, tables, x_of_8, std::make_integer_sequence<int, kEach>{});
+      steps<0>(now, x_of_8, std::make_integer_sequence<int, kEach>{});
       keep();
       if (kEach < 8) {
-        steps<8 - kEach>(now, tables, x_of_8, std::make_integer_sequence<int, kEach>{});
+        steps<8 - kEach>(now, x_of_8, std::make_integer_sequence<int, kEach>{});
         keep();
       }
       for (int row = 0; row < kRows; ++row) settle(now[row], Lanes{});

@@ -149,7 +149,7 @@ inline int32_t largest(VI v) {
   return m[0];
 }
 
-// -255..255 rounded half to even; NaN gives bits outside the low byte.
+// -2^22..2^22 rounded half to even; NaN gives bits outside the low byte.
 inline int32_t round_to_code(float a) {
   const float shifted = a + 12582912.0f;  // 1.5 * 2^23: the last place is worth 1
   int32_t bits;
