@@ -13,7 +13,7 @@ from bagua.bench.layout import Columns
 from bagua.bench.machine import describe_machine, now
 
 COLUMNS = Columns(
-    ("codec", -31), ("operation", -22), ("backend", -15), ("MB", 6), ("GB/s", 7), ("memcpy", 7), ("ratio", 7),
+    ("codec", -36), ("operation", -22), ("backend", -15), ("MB", 6), ("GB/s", 7), ("memcpy", 7), ("ratio", 7),
     ("target", 12)
 )  # fmt: skip
 
