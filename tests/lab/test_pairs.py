@@ -85,8 +85,11 @@ def test_hosts_of_a_site_share_the_link_to_another_one(shared: bool) -> None:
     pairs = {((0, 1), (2, 3)): link} if shared else {(a, b): link for a in (0, 1) for b in (2, 3)}
     with Cluster(4, Link("1gbit"), pairs=pairs) as cluster:
         a, b, c, d = cluster.hosts
-        seconds = transfers([(a, c), (b, d)])
         alone = 8 * PAYLOAD / 10e6
+        for _ in range(1 if shared else 4):  # a busy machine makes transfers longer, never shorter
+            seconds = transfers([(a, c), (b, d)])
+            if seconds < 1.9 * alone:
+                break
         assert seconds > 2 * alone if shared else alone < seconds < 1.9 * alone
         assert min(measure_round_trips(b, c, 3)) >= 0.01, "both ways"
         assert sum(each.sent_bytes for each in cluster.report().pairs) > 2 * PAYLOAD
