@@ -9,14 +9,13 @@ what it and the centroids in use leave of the variance, and with the least that 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bagua.bench import progress
+from bagua.bench import progress, results_file
 from bagua.bench.machine import now
 from bagua.codecs.trellis_torch import SCALE, TRELLISES, Trellis, trellis_of
 
@@ -53,8 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         options = {key: value for key, value in vars(args).items() if key != "json"}
         found: dict[str, Any] = {"left": share, "in_use": in_use, "starts": [each[0] for each in fits]}
-        content = {"date": now(), "settings": options, **found, "table": best.table}
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
+        results_file.write(args.json, {"date": now(), "settings": options, **found, "table": best.table})
 
 
 def fitted(bits: int, states: int, rounds: int, blocks: int, start: int) -> Trellis:

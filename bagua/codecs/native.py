@@ -123,7 +123,7 @@ class NativeKernels:
         residual_N: Tensor | None,
         out_1W: Tensor,
     ) -> None:
-        """Decode, sums, scales and encodes, block by block."""
+        """Decode, sums, scales and encodes, a few blocks at a time."""
         wire, stride, out = wire_RW.data_ptr(), wire_RW.stride(0), out_1W.data_ptr()
         scratch_B = _scratch(n, block)
         residual = None if residual_N is None else residual_N.data_ptr()
