@@ -37,6 +37,8 @@ class ByteGrad(GradientAllReduce):
         denoise_second_moment: take the expected square of the codec's noise out of the second moments of
             `torch.optim.Adam` or `AdamW`; "eden" without error feedback only; 4 bytes of state per element. None
             (default): there, without amsgrad and with weights of at least 32 bits; a notice says so.
+        gather_codec: of the means, which all ranks get from their owners, with more than two ranks; None (default):
+            `codec`. See `GradientAllReduce`.
 
     Bytes: about 2 (R-1)/R bytes per element sent, a quarter of an all-reduce in fp32.
     Source: Bagua 0.9's ByteGrad (its documentation; arXiv:2107.01499 section 3).

@@ -43,20 +43,25 @@ def num_encoding(ctx: Context, hierarchical: bool) -> int:
     return len(ctx.groups.nodes) if hierarchical else ctx.groups.size
 
 
-def share_of_noise(codec: Eden, num: int) -> float:
+def share_of_noise(codec: Eden, num: int, gather_codec: Codec | None = None) -> float:
     """Return the part of the square of a mean gradient that is noise, with `num` ranks that use the codec.
 
     `eden` is unbiased and multiplies the expected square of what it encodes by 1 / (1 - d), d being what its centroids
     leave of a normal distribution. Gradients of small batches are mostly noise of their own, independent on each rank.
     The squares of the ranks' gradients are then R times that of their mean, and so are the errors of the ranks, whose
     mean has 1/R of that: a factor of 1 / (1 - d). With more than two ranks the mean is encoded again: one more. So
-    1 - (1 - d)^2 of the square is the codec's, and d with two ranks.
+    1 - (1 - d)^2 of the square is the codec's, and d with two ranks. If means have another codec, one factor is its
+    own: 1 unless it is `eden`, as the noise of others is not known.
 
     Examples:
         >>> round(share_of_noise(bagua.codecs.Eden(bits=1), num=4), 2)
         0.59
     """
-    return 1 - (1 - _LEFT[codec.bits, codec.states]) ** (1 if num == 2 else 2)
+    kept = 1 - _LEFT[codec.bits, codec.states]
+    made = codec if gather_codec is None else gather_codec
+    if num > 2 and isinstance(made, Eden):
+        kept *= 1 - _LEFT[made.bits, made.states]
+    return 1 - kept
 
 
 def check_denoisable(params: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:

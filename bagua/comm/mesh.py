@@ -22,7 +22,7 @@ from bagua.errors import CommunicationError
 __all__ = ["LIBRARY", "SUMMED", "Encoded", "Kernels", "Mesh", "Piece", "why_no_mesh"]
 
 LIBRARY = Path(__file__).with_name("_mesh.so")
-_ABI = 4
+_ABI = 5
 _RAISED = 1  # result of a step that raised
 SUMMED = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}  # numbers as in csrc/abi.h
 
@@ -37,7 +37,7 @@ class _Steps(ctypes.Structure):
 
 class _Rows(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("rows", "peers", "bytes")),
+        *((name, ctypes.c_void_p) for name in ("rows", "peers", "means", "bytes", "mean_bytes")),
         ("swapped", ctypes.c_int32),
     ]
 
@@ -71,8 +71,9 @@ class Encoded(ctypes.Structure):
 
     _fields_ = [
         ("kernels", Kernels),
+        ("mean_kernels", Kernels),
         ("x", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("n", "c", "row_bytes", "code_end")),
+        *((name, ctypes.c_int64) for name in ("n", "c", "row_bytes", "mean_bytes", "code_end", "mean_code_end")),
         ("pieces", ctypes.POINTER(Piece)),
         ("num_pieces", ctypes.c_int64),
         ("enter", ctypes.c_float),
@@ -80,8 +81,7 @@ class Encoded(ctypes.Structure):
         ("residual", ctypes.c_void_p),
         ("chunk_residual", ctypes.c_void_p),
         ("weight", ctypes.c_float),
-        ("rows", ctypes.c_void_p),
-        ("peers", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("rows", "peers", "means", "mean_scratch")),
         ("swapped", ctypes.c_int32),
     ]
 
@@ -184,20 +184,23 @@ class Mesh:
         combine: Callable[[], object],
         read: Callable[[int], object],
         swapped: bool = False,
+        means: Sequence[Tensor] | None = None,
     ) -> None:
-        """Send row r to rank r, combine what has come into this rank's row, and gather the results.
+        """Send row r to rank r, combine what has come into this rank's mean, and gather the means.
 
         Two ranks may swap both rows instead, in as many bytes and one latency. Then nothing is combined. `peers` ends
         as both ranks' versions of this rank's row, by rank, and `rows` as those of the other one's.
 
         Args:
-            rows: contiguous CPU tensors by rank, of sizes that all ranks know; row r ends as what rank r has made.
+            rows: contiguous CPU tensors by rank, of sizes that all ranks know.
             peers: row r becomes what rank r sent; as long as this rank's own row.
             write: `write(r)` fills row r; for this rank, row r of `peers`. If `swapped`, for the other rank this rank's
                 place in `rows`.
-            combine: makes this rank's row of all `peers`.
-            read: `read(r)` is called when row r is final, or both versions of it are there.
+            combine: makes this rank's row of `means` of all `peers`.
+            read: `read(r)` is called when row r of `means` is there, or both versions of row r are.
             swapped: with two ranks only, and rows of one length.
+            means: row r becomes what rank r has made; of sizes that all ranks know, empty where `rows` are. None: each
+                takes the place of the row that was sent.
 
         Raises:
             CommunicationError: names the rank; the mesh is of no use then.
@@ -220,10 +223,11 @@ class Mesh:
             None,
         )
         num = self.size
-        at = (ctypes.c_void_p * (2 * num))(*(each.data_ptr() for each in (*rows, *peers)))
-        sizes = (ctypes.c_int64 * num)(*(row.numel() * row.element_size() for row in rows))
-        first = ctypes.addressof(at)
-        where = _Rows(first, first + num * ctypes.sizeof(ctypes.c_void_p), ctypes.addressof(sizes), swapped)
+        means = rows if means is None else means
+        at = (ctypes.c_void_p * (3 * num))(*(each.data_ptr() for each in (*rows, *peers, *means)))
+        sizes = (ctypes.c_int64 * (2 * num))(*(row.nbytes for row in (*rows, *means)))
+        ends = (ctypes.addressof(array) + k * num * 8 for array, parts in ((at, 3), (sizes, 2)) for k in range(parts))
+        where = _Rows(*ends, swapped)
         try:
             self._run(self._library.bagua_mesh_exchange, ctypes.byref(where), ctypes.byref(steps))
         except CommunicationError:

@@ -27,6 +27,7 @@ def scatter_gather_rows(
     write: Rows,
     combine: Callable[[], object],
     read: Callable[[int, int], object],
+    means_RW: Tensor | None = None,
 ) -> None:
     """Send row r of `wire_RW` to rank r, `combine` the received rows into one, and all-gather the results.
 
@@ -36,23 +37,27 @@ def scatter_gather_rows(
 
     Args:
         group: at least two ranks.
-        wire_RW: rows to send; in the end row r is what rank r's `combine` made.
+        wire_RW: rows to send.
         peers_RW: row r becomes what rank r sent to this rank, its own row included.
         write: `write(lo, hi, out)` writes rows lo to hi (what goes to ranks lo to hi - 1) into `out`.
-        combine: called when `peers_RW` is complete; makes row `group.rank` of `wire_RW`.
-        read: `read(lo, hi)` is called when rows lo to hi of `wire_RW` are final, in any order.
+        combine: called when `peers_RW` is complete; makes row `group.rank` of `means_RW`.
+        read: `read(lo, hi)` is called when rows lo to hi of `means_RW` are there, in any order.
+        means_RW: row r becomes what rank r's `combine` made. None: they take the place of the rows of `wire_RW`.
 
-    Shapes: both [R, W], rows contiguous, same dtype; they must not overlap. On gloo `wire_RW` may be a list of R
-        rows of different, even zero, lengths; rows of `peers_RW` are as long as this rank's own then.
-    Bytes: 2 (R-1) rows sent per rank.
+    Shapes: [R, W], rows contiguous; they must not overlap, and those of `means_RW` may have another length. On gloo
+        `wire_RW` may be a list of R rows of different, even zero, lengths, without `means_RW`; rows of `peers_RW` are
+        as long as this rank's own then.
+    Bytes: R-1 rows of `wire_RW` and as many of `means_RW` sent per rank.
     """
     rank, size = group.rank, group.size
+    made_RW = wire_RW if means_RW is None else means_RW
     if group.backend == "nccl":
         assert isinstance(wire_RW, Tensor)
         write(0, size, wire_RW)
         all_to_all_rows(group, peers_RW, wire_RW)
         combine()
-        all_gather_rows(group, wire_RW)
+        assert isinstance(made_RW, Tensor)
+        all_gather_rows(group, made_RW)
         read(0, size)
         return
     if group.mesh is not None:
@@ -62,16 +67,17 @@ def scatter_gather_rows(
         def fill(row: int) -> None:
             write(row, row + 1, peers_RW[rank : rank + 1] if row == rank else wire_RW[row : row + 1])
 
-        group.mesh.exchange(rows, peers, fill, combine, lambda row: read(row, row + 1))
-        _count(group, rows)
+        means = [made_RW[peer] for peer in range(size)]
+        group.mesh.exchange(rows, peers, fill, combine, lambda row: read(row, row + 1), means=means)
+        _count(group, rows, means)
         return
     mine = wire_RW[rank].numel() > 0
     later = [(rank + k) % size for k in range(1, size)]
     sources = later[::-1]  # rank - 1 sends to this rank first
     scattered = [group.recv(peers_RW[peer], peer, _SCATTER) for peer in sources if mine]
-    # Row r is overwritten by rank r's answer only after rank r has all of what row r held before.
+    # A row that a mean replaces is overwritten only after its owner has all of what it held before.
     filled = [peer for peer in sources if wire_RW[peer].numel()]
-    gathered = [group.recv(wire_RW[peer], peer, _GATHER) for peer in filled]
+    gathered = [group.recv(made_RW[peer], peer, _GATHER) for peer in filled]
     sent = None
     for peer in later:
         if wire_RW[peer].numel():
@@ -83,14 +89,14 @@ def scatter_gather_rows(
             group.wait(work)
         combine()
         for peer in later:
-            sent = _send_next(group, wire_RW[rank], peer, _GATHER, sent)
+            sent = _send_next(group, made_RW[rank], peer, _GATHER, sent)
         read(rank, rank + 1)
     for work, peer in zip(gathered, filled, strict=True):
         group.wait(work)
         read(peer, peer + 1)
     if sent is not None:
         group.wait(sent)
-    _count(group, wire_RW)
+    _count(group, wire_RW, made_RW)
 
 
 def swap_rows(
@@ -130,7 +136,7 @@ def swap_rows(
             write(row, row + 1, mine_RW[row : row + 1])
 
         group.mesh.exchange(wire, peers, fill, _nothing, read, swapped=True)
-        _count(group, mine_RW)
+        _count(group, mine_RW, mine_RW)
         return
     received = [group.recv(theirs_RW[row], other, tag) for row, tag in ((rank, _SCATTER), (other, _GATHER))]
     sent = None
@@ -141,18 +147,20 @@ def swap_rows(
         group.wait(work)
         read(row)
     group.wait(sent)
-    _count(group, mine_RW)
+    _count(group, mine_RW, mine_RW)
 
 
 def _nothing() -> None:
     return None
 
 
-def _count(group: Group, rows: Tensor | Sequence[Tensor]) -> None:
-    """Each other rank's row, and as many times this rank's own."""
-    sizes = [rows[rank].numel() * rows[rank].element_size() for rank in range(group.size)]
-    nbytes = sum(sizes) - sizes[group.rank] + (group.size - 1) * sizes[group.rank]
-    group.meter.add(nbytes, nbytes)
+def _count(group: Group, rows: Tensor | Sequence[Tensor], means: Tensor | Sequence[Tensor]) -> None:
+    """Each other rank's row, and as many times this rank's mean."""
+    others = group.size - 1
+    scattered = [rows[rank].nbytes for rank in range(group.size)]
+    sent = sum(scattered) - scattered[group.rank] + others * means[group.rank].nbytes
+    gathered = sum(means[rank].nbytes for rank in range(group.size)) - means[group.rank].nbytes
+    group.meter.add(sent, others * scattered[group.rank] + gathered)
 
 
 def _send_next(group: Group, row: Tensor, peer: int, tag: int, previous: Any) -> Any:

@@ -30,6 +30,7 @@ def mix(
     error_feedback: bool = False,
     average: bool = True,
     running_scale: bool = False,
+    gather_codec: str | Codec | None = None,
 ) -> Exchange:
     """Return the exchange that averages over `topology` with `codec` on the wire.
 
@@ -41,6 +42,8 @@ def mix(
         average: mean if true, else sum (complete topology only).
         running_scale: divide each element by the root of its running mean magnitude before it is encoded (complete
             topology, a codec that is lossy and not linear); see `ScatterGather`.
+        gather_codec: of the means, which more than two ranks get from their owners (as for `running_scale`). None:
+            `codec`.
 
     Raises:
         ValueError: a name is unknown, or two parts cannot be combined; names both.
@@ -50,6 +53,7 @@ def mix(
         ScatterGather(codec=Int4(block=128), error_feedback=True, average=True, running_scale=False)
     """
     topology, codec = topologies.get(topology), codecs.get(codec)
+    gather_codec = None if gather_codec is None else codecs.get(gather_codec)
     if error_feedback and (codec.linear or not topology.complete):
         other = f"codec {codec.name!r}" if codec.linear else f"topology {topology.name!r}"
         reason = (
@@ -61,6 +65,9 @@ def mix(
     if running_scale and (codec.linear or not topology.complete):
         other = f"codec {codec.name!r}, which loses too little" if codec.linear else f"topology {topology.name!r}"
         raise ValueError(f"running_scale=True cannot be combined with {other}")
+    if gather_codec is not None and (codec.linear or not topology.complete):
+        other = f"codec {codec.name!r}, which is summed on the wire" if codec.linear else f"topology {topology.name!r}"
+        raise ValueError(f"gather_codec={gather_codec.name!r} cannot be combined with {other}: there is one codec")
     if not average and not topology.complete:
         raise ValueError(f"average=False cannot be combined with topology {topology.name!r}: gossip has no sum")
     exchange: Exchange
@@ -68,7 +75,7 @@ def mix(
         if codec.linear:
             exchange = AllReduce(codec, average)
         else:
-            exchange = ScatterGather(codec, error_feedback, average, running_scale)
+            exchange = ScatterGather(codec, error_feedback, average, running_scale, gather_codec)
     elif codec.linear:
         exchange = Gossip(topology, codec)
     else:

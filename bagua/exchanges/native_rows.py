@@ -43,6 +43,7 @@ class NativeRows:
         wire_RW: Tensor,
         peers_RW: Tensor,
         swapped: bool = False,
+        gather: tuple[Codec, Tensor, Tensor] | None = None,
     ) -> NativeRows | None:
         """Describe a mean of encoded rows.
 
@@ -57,12 +58,16 @@ class NativeRows:
             weight: of the sum over ranks.
             wire_RW, peers_RW: encoded rows, [R, W] contiguous.
             swapped: two ranks swap their versions of both rows.
+            gather: another codec for the means, [R, W] for them, contiguous, and [c] fp32 scratch; None: means are
+                encoded as rows are, and take their places.
         """
-        if not isinstance(codec, BlockCodec):
+        made, means_RW, scratch_C = (codec, wire_RW, None) if gather is None else gather
+        if not isinstance(codec, BlockCodec) or not isinstance(made, BlockCodec):
             return None
-        mixed = source.mixed_pieces()
-        kernels = _kernels(backends.kernels(source.x_N.device), codec, mixed is not None and mixed.weights is not None)
-        if mixed is None or kernels is None:
+        mixed, backend = source.mixed_pieces(), backends.kernels(source.x_N.device)
+        lerps = mixed is not None and mixed.weights is not None
+        kernels, mean_kernels = _kernels(backend, codec, lerps), _kernels(backend, made, lerps)
+        if mixed is None or kernels is None or mean_kernels is None:
             return None
         enter, leave = mixed.weights or (0.0, 0.0)
         pieces = (Piece * len(mixed.pieces))(
@@ -73,11 +78,14 @@ class NativeRows:
         )
         encoded = Encoded(
             kernels=kernels,
+            mean_kernels=mean_kernels,
             x=source.x_N.data_ptr(),
             n=source.x_N.numel(),
             c=c,
             row_bytes=wire_RW.shape[1],
+            mean_bytes=means_RW.shape[1],
             code_end=codec.code_end(c),
+            mean_code_end=made.code_end(c),
             pieces=pieces,
             num_pieces=len(pieces),
             enter=enter,
@@ -87,9 +95,11 @@ class NativeRows:
             weight=weight,
             rows=wire_RW.data_ptr(),
             peers=peers_RW.data_ptr(),
+            means=means_RW.data_ptr(),
+            mean_scratch=_address(scratch_C),
             swapped=swapped,
         )
-        return cls(encoded, (pieces, mixed, source, residual_N, chunk_residual_C, wire_RW, peers_RW))
+        return cls(encoded, (pieces, mixed, source, residual_N, chunk_residual_C, wire_RW, peers_RW, gather))
 
 
 def _address(tensor: Tensor | None) -> int | None:

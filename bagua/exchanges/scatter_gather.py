@@ -31,11 +31,11 @@ _TYPICAL = 4096  # elements
 
 @dataclass(frozen=True)
 class ScatterGather(Exchange):
-    """x = Q(mean over ranks of Q(x)): rank r averages chunk r of all ranks and sends it to all.
+    """x = G(mean over ranks of Q(x)): rank r averages chunk r of all ranks and sends it to all.
 
-    Both quantisations are Q = decode(encode(.)). With error feedback each of them adds its previous error
-    before it encodes, and keeps the new one: e += x; x' = Q(e); e -= x', once for what is sent and
-    once for the chunk that is owned.
+    Both are quantisations, decode(encode(.)): Q with `codec`, and G with `gather_codec`, the same unless it is given.
+    With error feedback each of them adds its previous error before it encodes, and keeps the new one:
+    e += x; x' = Q(e); e -= x', once for what is sent and once for the chunk that is owned.
 
     Two ranks swap their encoded payloads instead, in as many bytes, and both decode the mean: x = mean over ranks of
     Q(x). That takes one latency instead of two, and nothing is quantised a second time.
@@ -51,11 +51,15 @@ class ScatterGather(Exchange):
         error_feedback: keep both residuals.
         average: mean if true, else sum.
         running_scale: divide each element by its running scale before it is encoded. Not with error feedback.
+        gather_codec: codec of the means, which all ranks get from their owners. None: `codec`. The errors of R ranks
+            average out, those of the mean do not: bits, or the search of a trellis for a share 1/R of the elements,
+            gain more there. Not used by two ranks, which encode no mean.
 
     State: with error feedback, `residual` [N] and, with more than two ranks, `chunk_residual` [C], or [R C] where
         each rank forms all means; with a running scale, `magnitude` [N] in fp32, equal on all ranks.
-    Bytes: 2 (R-1) encoded chunks of C = N/R elements (rounded up to 16), sent per rank. R (R-1) of them in one latency
-        instead of two, with the same bits, where `Group.gathers` says so.
+    Bytes: 2 (R-1) encoded chunks of C = N/R elements (rounded up to 16), sent per rank, half of them with
+        `gather_codec`. R (R-1) with `codec` in one latency instead of two, with the same bits, where `Group.gathers`
+        says so.
     Source: Bagua 0.9's ByteGrad; error feedback on both sides as in arXiv:1905.05957 (DoubleSqueeze), section 3.
     Differs: chunks need no padding of the bucket, and the average is taken in fp32 for every payload type. With two
         ranks nothing is quantised twice.
@@ -68,20 +72,37 @@ class ScatterGather(Exchange):
     error_feedback: bool = False
     average: bool = True
     running_scale: bool = False
+    gather_codec: Codec | None = None
 
     def __post_init__(self) -> None:
         check_codec("ScatterGather", self.codec)
+        if self.gather_codec is not None:
+            check_codec("ScatterGather", self.gather_codec)
+            if self.codec.lossless or self.gather_codec.lossless:
+                name = (self.codec if self.codec.lossless else self.gather_codec).name
+                raise ValueError(f"gather_codec: codec {name!r} loses nothing, so both must be the same: leave it out")
         if self.running_scale and (self.error_feedback or self.codec.lossless):
             other = "error_feedback=True" if self.error_feedback else f"codec {self.codec.name!r}, which loses nothing"
             raise ValueError(f"running_scale=True cannot be combined with {other}")
         if self.error_feedback and self.codec.lossless:
             raise ValueError(f"error_feedback=True with codec {self.codec.name!r}: a lossless codec leaves no error")
 
+    def __repr__(self) -> str:
+        """As of any dataclass, but without `gather_codec` if it is None: saved states from before this option fit."""
+        own = (f"{name}={getattr(self, name)!r}" for name in ("codec", "error_feedback", "average", "running_scale"))
+        gather = () if self.gather_codec is None else (f"gather_codec={self.gather_codec!r}",)
+        return f"{type(self).__name__}({', '.join((*own, *gather))})"
+
     @property
     def name(self) -> str:
-        """scatter_gather, the codec, and whether errors are fed back or elements scaled."""
+        """scatter_gather, the codecs, and whether errors are fed back or elements scaled."""
         extra = ", error feedback" if self.error_feedback else ", running scale" if self.running_scale else ""
-        return f"scatter_gather[{self.codec.name}{extra}]"
+        gather = "" if self.gather_codec is None else f", means in {self.gather_codec.name}"
+        return f"scatter_gather[{self.codec.name}{gather}{extra}]"
+
+    def mean_codec(self, size: int) -> Codec:
+        """The codec of what is read in the end, among `size` ranks: of means, or of two ranks' versions of a row."""
+        return self.codec if size == 2 or self.gather_codec is None else self.gather_codec
 
     @property
     def lossy(self) -> bool:
@@ -138,7 +159,10 @@ class ScatterGather(Exchange):
 
     def reads(self, x_N: Tensor) -> bool:
         """Where the codec can encode parts of a row without temporaries, and elements are not scaled."""
-        return not self.running_scale and takes_parts(self.codec, x_N)
+        return not self.running_scale and self._takes_parts(x_N)
+
+    def _takes_parts(self, x_N: Tensor) -> bool:
+        return all(takes_parts(codec, x_N) for codec in (self.codec, self.gather_codec or self.codec))
 
     def run(self, x_N: Tensor, state: State, groups: Groups, step: int) -> None:
         """Shapes: x_N is [N], any N >= 0."""
@@ -146,7 +170,7 @@ class ScatterGather(Exchange):
             self.run_encoded(x_N, state, groups, step)
 
     def _run_rows(self, x_N: Tensor, state: State, groups: Groups) -> Sequence[Tensor]:
-        if takes_parts(self.codec, x_N):
+        if self._takes_parts(x_N):
             return self._run(PayloadSource(x_N, [Piece(0, x_N.numel(), x_N, 0)]), x_N, state, groups)
         return self._run(None, x_N, state, groups)
 
@@ -190,7 +214,8 @@ class ScatterGather(Exchange):
 
     def encoded_shape(self, n: int, size: int) -> tuple[int, int]:
         """R rows of C elements; two ranks: two versions of both rows."""
-        return (4 if size == 2 else size) if n else 0, self.codec.wire_bytes(chunk_numel(n, size), torch.float32)
+        width = self.mean_codec(size).wire_bytes(chunk_numel(n, size), torch.float32)
+        return (4 if size == 2 else size) if n else 0, width
 
     def read_encoded(self, encoded_KW: Tensor, x_N: Tensor, state: State, size: int, buffers: Buffers) -> None:
         """Decode the means, multiply by the scales."""
@@ -206,7 +231,7 @@ class ScatterGather(Exchange):
         x_N.copy_(y_N)
 
     def _read_means(self, encoded_KW: Tensor, x_N: Tensor, size: int, buffers: Buffers) -> None:
-        rows = WholeRows(self.codec, x_N, None, chunk_numel(x_N.numel(), size), buffers)
+        rows = WholeRows(self.mean_codec(size), x_N, None, chunk_numel(x_N.numel(), size), buffers)
         if size > 2:
             rows.read(0, size, encoded_KW)
             return
@@ -232,43 +257,62 @@ class ScatterGather(Exchange):
         wire_RW, peers_RW = both
         weight, residual_N = 1.0 / size if self.average else 1.0, state.get("residual")
         chunk_residual_C, swapped = state.get("chunk_residual"), size == 2
+        apart, means_RW = self._apart(size, c, dtype, device, buffers), wire_RW
+        if apart is not None:
+            means_RW = apart[1]
         if group.mesh is not None and source is not None and not codec.lossless:
-            native = NativeRows.of(codec, source, residual_N, chunk_residual_C, c, weight, wire_RW, peers_RW, swapped)
+            native = NativeRows.of(
+                codec, source, residual_N, chunk_residual_C, c, weight, wire_RW, peers_RW, swapped, apart
+            )
             if native is not None:
                 group.mesh.exchange_encoded(native.encoded)
-                nbytes = 2 * (size - 1) * wire_RW.shape[1]
+                nbytes = (size - 1) * (wire_RW.shape[1] + means_RW.shape[1])
                 group.meter.add(nbytes, nbytes)
-                return [*both[1 - rank], *both[rank]] if swapped else list(wire_RW)
+                return [*both[1 - rank], *both[rank]] if swapped else list(means_RW)
         rows = _rows(codec, x_N, source, residual_N, c, buffers)
         if swapped:
             swap_rows(group, both, write=rows.write, read=lambda row: rows.read_mean(row, both[:, row], weight))
             return [both[version, row] for row in (0, 1) for version in (0, 1)]
+        means = rows if apart is None else _rows(apart[0], x_N, source, None, c, buffers)
         scatter_gather_rows(
             group,
             wire_RW,
             peers_RW,
             write=rows.write,
-            combine=lambda: self._form_mean(peers_RW, x_N, c, buffers, chunk_residual_C, wire_RW[rank : rank + 1]),
-            read=lambda lo, hi: rows.read(lo, hi, wire_RW[lo:hi]),
+            combine=lambda: self._form_mean(peers_RW, x_N, c, buffers, chunk_residual_C, means_RW[rank : rank + 1]),
+            read=lambda lo, hi: means.read(lo, hi, means_RW[lo:hi]),
+            means_RW=means_RW,
         )
-        return list(wire_RW)
+        return list(means_RW)
+
+    def _apart(
+        self, size: int, c: int, dtype: torch.dtype, device: torch.device, buffers: Buffers
+    ) -> tuple[Codec, Tensor, Tensor] | None:
+        """Where means have another codec: that, their encoded rows, and scratch for one of them."""
+        codec = self.mean_codec(size)
+        if codec == self.codec:
+            return None
+        means_RW = buffers.get("mean", (size, codec.wire_bytes(c, dtype)), torch.uint8, device)
+        return codec, means_RW, buffers.get("chunk", (c,), dtype, device)
 
     def _run_gathered(
         self, source: PayloadSource | None, x_N: Tensor, state: State, groups: Groups, c: int, width: int
     ) -> Sequence[Tensor]:
         """As with an owner of each chunk, with the same bits: each rank does what all the owners do."""
         group, buffers, size = groups.world, groups.buffers, groups.size
-        rows = _rows(self.codec, x_N, source, state.get("residual"), c, buffers)
+        rows, made = _rows(self.codec, x_N, source, state.get("residual"), c, buffers), self.mean_codec(size)
+        means = rows if made == self.codec else _rows(made, x_N, source, None, c, buffers)
         chunks = state.get("chunk_residual")
         versions_VRW = buffers.get("versions", (size, size, width), torch.uint8, x_N.device)
-        means_RW = buffers.get("mean", (size, width), torch.uint8, x_N.device)
+        dtype = x_N.dtype if made.lossless else torch.float32
+        means_RW = buffers.get("mean", (size, made.wire_bytes(c, dtype)), torch.uint8, x_N.device)
         rows.write(0, size, versions_VRW[group.rank])
         all_gather_rows(group, versions_VRW.view(size, size * width))
         for row in range(size):
             residual_C = None if chunks is None else _own(chunks, row, c)
             mean_1W = means_RW[row : row + 1]
             self._form_mean(versions_VRW[:, row], x_N, c, buffers, residual_C, mean_1W)
-            rows.read(row, row + 1, mean_1W)
+            means.read(row, row + 1, mean_1W)
         return list(means_RW)
 
     def _form_mean(
@@ -276,16 +320,23 @@ class ScatterGather(Exchange):
     ) -> None:
         """Of the ranks' versions of a chunk, encoded again."""
         codec, weight = self.codec, 1.0 / len(versions_RW) if self.average else 1.0
-        if codec.lossless:
-            chunk_C = buffers.get("chunk", (c,), x_N.dtype, x_N.device)
-            codec.decode_mean(versions_RW, c, out=chunk_C, weight=weight)
-            codec.encode(chunk_C.view(1, c), out=out_1W)
-        else:
+        made = self.mean_codec(len(versions_RW))
+        if made == codec and not codec.lossless:
             codec.decode_mean_encode(versions_RW, c, weight, residual_N=residual_C, out=out_1W)
+            return
+        chunk_C = buffers.get("chunk", (c,), x_N.dtype if codec.lossless else torch.float32, x_N.device)
+        codec.decode_mean(versions_RW, c, out=chunk_C, weight=weight)
+        if residual_C is None:
+            made.encode(chunk_C.view(1, c), out=out_1W)
+        else:
+            made.encode_with_feedback(chunk_C.view(1, c), residual_C.view(1, c), out=out_1W)
 
     def bytes_per_rank(self, n: int, size: int) -> float:
-        """2 (R-1) encoded chunks."""
-        return 2 * (size - 1) * self.codec.wire_bytes(chunk_numel(n, size), torch.float32) if size > 1 else 0
+        """2 (R-1) encoded chunks, half of them with the codec of means."""
+        if size < 2:
+            return 0
+        c = chunk_numel(n, size)
+        return (size - 1) * sum(each.wire_bytes(c, torch.float32) for each in (self.codec, self.mean_codec(size)))
 
 
 def _gathers(state: State, group: Group, c: int) -> bool:

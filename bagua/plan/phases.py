@@ -117,11 +117,17 @@ def phases_of(
     if isinstance(exchange, AllReduce):
         return _all_reduce(exchange, n, cluster, costs, gathered)
     if isinstance(exchange, ScatterGather):
-        wire = exchange.codec.wire_bytes(-(-n // cluster.ranks), torch.float32) * cluster.ranks
+        made = exchange.mean_codec(cluster.ranks)
+        wire, back = (
+            each.wire_bytes(-(-n // cluster.ranks), torch.float32) * cluster.ranks for each in (exchange.codec, made)
+        )
         reads = 1.0 + (_FEEDBACK if exchange.error_feedback or exchange.running_scale else 0.0) + momenta
-        turns = _turns(exchange.codec, costs)
-        course = _swapped if cluster.ranks == 2 else _gathered if gathered else _to_owners_and_back
-        return course(n, wire, cluster, costs, reads=reads, turns=turns, writes=1.0 + momenta)
+        turns, writes = _turns(exchange.codec, costs), 1.0 + momenta
+        if cluster.ranks == 2:
+            return _swapped(n, wire, cluster, costs, reads=reads, turns=turns, writes=writes)
+        means = back, _turns(made, costs)
+        course = _gathered if gathered else _to_owners_and_back
+        return course(n, wire, cluster, costs, reads=reads, turns=turns, writes=writes, means=means)
     if isinstance(exchange, AllGather):
         sent, peers = exchange.bytes_per_rank(n, cluster.ranks), float(cluster.ranks - 1)
         return _to_peers(n, sent, cluster, costs, peers=peers, mixed=1.0)
@@ -200,38 +206,57 @@ def _ring(n: int, wire: float, size: int, cluster: Cluster, costs: Costs, reads:
 
 
 def _to_owners_and_back(
-    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, turns: _Turns = _NONE, writes: float = 1.0
+    n: int,
+    wire: float,
+    cluster: Cluster,
+    costs: Costs,
+    reads: float,
+    turns: _Turns = _NONE,
+    writes: float = 1.0,
+    means: tuple[float, _Turns] | None = None,
 ) -> list[Phase]:
     """Each rank's part to its owner; the owner's result to all. Rows leave as they are encoded.
 
     Args:
         reads, writes: passes over the tensor to encode it, and over the result.
         turns: passes to rotate blocks before they are encoded, and back after they are decoded.
+        means: bytes on the wire and turns of the means; None: as on the way to their owners.
     """
     forth, back = turns
+    returned, (mean_forth, mean_back) = (wire, turns) if means is None else means
     size = cluster.ranks
-    sent = wire * (size - 1) / size
+    sent, returned = wire * (size - 1) / size, returned * (size - 1) / size
     row_s = (reads + forth) * n * costs.element_s / size
     efficiency = costs.mesh_efficiency * cluster.mesh_share
     away, wait = _away(sent, cluster, costs, efficiency)
     traffic = _traffic_s(sent, size - 1, costs)
     scatter = Phase(row_s, row_s * (size - 1) + traffic, *away, wait, away[0] * efficiency)
     # A chunk of each rank is decoded, the mean is encoded.
-    combine = n * (1 + back + (1 + forth) / size) * costs.element_s
-    gather = Phase(combine, (writes + back) * n * costs.element_s + traffic, *away, wait, away[0] * efficiency)
+    combine = n * (1 + back + (1 + mean_forth) / size) * costs.element_s
+    away, wait = _away(returned, cluster, costs, efficiency)
+    beside = (writes + mean_back) * n * costs.element_s + _traffic_s(returned, size - 1, costs)
+    gather = Phase(combine, beside, *away, wait, away[0] * efficiency)
     return [scatter, gather, Phase(before_s=n * costs.element_s / size)]
 
 
 def _gathered(
-    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, turns: _Turns = _NONE, writes: float = 1.0
+    n: int,
+    wire: float,
+    cluster: Cluster,
+    costs: Costs,
+    reads: float,
+    turns: _Turns = _NONE,
+    writes: float = 1.0,
+    means: tuple[float, _Turns] | None = None,
 ) -> list[Phase]:
     """Each rank sends all it has to all others, and forms all means itself. Arguments as of `_to_owners_and_back`."""
     forth, back = turns
+    mean_forth, mean_back = turns if means is None else means[1]
     size = cluster.ranks
     sent = wire * (size - 1)
     efficiency = costs.mesh_efficiency * cluster.mesh_share
     away, wait = _away(sent, cluster, costs, efficiency)
-    means_s = n * (size * (1 + back) + 1 + forth + writes + back) * costs.element_s
+    means_s = n * (size * (1 + back) + 1 + mean_forth + writes + mean_back) * costs.element_s
     encode_s = (reads + forth) * n * costs.element_s
     beside = _traffic_s(sent, size - 1, costs)
     return [Phase(encode_s, beside, *away, wait, away[0] * efficiency), Phase(before_s=means_s)]

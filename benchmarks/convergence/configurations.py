@@ -118,6 +118,7 @@ def _configurations() -> Iterable[Configuration]:
     yield adam("power_sgd by shape, adam", "power_sgd")
     yield adam("power_sgd rank 16, adam", "power_sgd", rank=16)
     yield adam("decentralized all, adam", "decentralized", mean_moments=False)
+    yield adam("decentralized all, mean moments, adam", "decentralized")
     yield adam("decentralized shift_one, adam", "decentralized", peer_selection_mode="shift_one")
     yield adam("low_precision_decentralized, adam", "low_precision_decentralized")
     yield adam("low_precision overlapped, adam", "low_precision_decentralized", overlap=True)
@@ -127,6 +128,7 @@ def _configurations() -> Iterable[Configuration]:
     yield adam("local_sgd, adam", "local_sgd", **long)
     yield adam("local_sgd after 25 %, adam", "local_sgd", warmup=0.25, **long)
     yield adam("local_sgd short rounds, adam", "local_sgd")
+    yield Configuration("async, adam", "adam", "async", {"sync_interval_ms": 0}, processes=True)
     own: dict[str, Any] = {"communication_interval": 16, "codec": "identity"}
     yield adam("diloco, adam", "diloco", **own)
     yield adam("diloco after 25 %, adam", "diloco", warmup=0.25, **own)

@@ -47,8 +47,14 @@ def state_of(team: Team, algorithm: Algorithm, makes: tuple[Any, ...]) -> set[st
         (ByteGrad(codec="eden", running_scale=True), (SGD,), "magnitude"),
         (ByteGrad(), (SGD,), ""),
         (ByteGrad(codec="sign"), (ADAMW,), "residual"),
+        (ByteGrad(gather_codec="eden"), (SGD,), "residual"),
+        (ByteGrad(gather_codec="sign"), (ADAMW,), "residual"),
+        (ByteGrad(codec="eden", gather_codec="eden:bits=2"), (ADAMW,), "magnitude"),
     ],
-    ids=["sgd", "2 bits", "after a warm-up", "adamw", "both", "no feedback", "scaled", "8 bits", "biased"],
+    ids=[
+        *("sgd", "2 bits", "after a warm-up", "adamw", "both", "no feedback", "scaled", "8 bits", "biased"),
+        *("means unbiased", "means biased", "means scaled"),
+    ],
 )
 def test_default_depends_on_the_optimizer(algorithm: Algorithm, makes: tuple[Any, ...], kept: str) -> None:
     assert all(each == ({kept} if kept else set()) for each in run_teams(2, state_of, algorithm, makes))

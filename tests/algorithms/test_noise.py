@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import bagua
 from bagua.algorithms import ByteGrad, GradientAllReduce
 from bagua.algorithms.noise import share_of_noise
-from bagua.codecs import Eden
+from bagua.codecs import Eden, Int4
 from bagua.comm.team import Team
 from tests.algorithms.defaults import told_and_kept
 from tests.algorithms.momentum import interrupted
@@ -21,7 +21,7 @@ from tests.daily import one_in
 from tests.rank_threads import run_teams
 
 N, WINDOW, STEPS, LR, B1, B2 = 700, 256, 12, 1e-3, 0.9, 0.97
-LEFT = {1: 1 - 2 / np.pi, 2: 0.1175}  # of the variance of a normal distribution, with 2 and 4 centroids
+LEFT = {1: 1 - 2 / np.pi, 2: 0.1175, 3: 0.03454}  # of the variance of a normal distribution, with 2, 4 and 8 centroids
 
 
 def adam(params: Any, **options: Any) -> torch.optim.Adam:
@@ -78,10 +78,10 @@ def scale(magnitude: np.ndarray) -> np.ndarray:
     return ((floored.view(np.int32) >> 1) + (0x3F800000 >> 1)).view(np.float32).astype(np.float64)
 
 
-def oracle(seen: Seen, size: int, bits: int, scaled: bool) -> np.ndarray:
+def oracle(seen: Seen, size: int, bits: int, scaled: bool, mean_bits: int | None = None) -> np.ndarray:
     """Second moments after each step, from the gradients and first moments that were seen."""
-    encodings = 1 if size == 2 else 2
-    share, v, magnitude, found = 1 - (1 - LEFT[bits]) ** encodings, np.zeros(N), np.zeros(N), []
+    share = 1 - (1 - LEFT[bits]) * (1 if size == 2 else 1 - LEFT[mean_bits or bits])
+    v, magnitude, found = np.zeros(N), np.zeros(N), []
     for k, (g, m) in enumerate(zip(seen.gradient, seen.first, strict=True), 1):
         s = scale(magnitude) if scaled else np.ones(N)
         noise = share * s**2 * means(g**2 / s**2)
@@ -96,13 +96,18 @@ def oracle(seen: Seen, size: int, bits: int, scaled: bool) -> np.ndarray:
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_is_the_oracles_and_the_same_on_all_ranks(size: int, scaled: bool, bits: int) -> None:
-    algorithm = ByteGrad(codec=Eden(bits=bits), running_scale=None if scaled else False, denoise_second_moment=True)
-    runs = run_teams(size, train, algorithm)
+@pytest.mark.parametrize("mean_bits", [None, 3])
+def test_is_the_oracles_and_the_same_on_all_ranks(size: int, scaled: bool, bits: int, mean_bits: int | None) -> None:
+    gather_codec = None if mean_bits is None else Eden(bits=mean_bits)
+    options: dict[str, Any] = {"running_scale": None if scaled else False, "gather_codec": gather_codec}
+    runs = run_teams(size, train, ByteGrad(codec=Eden(bits=bits), denoise_second_moment=True, **options))
     for seen in runs:
-        np.testing.assert_allclose(seen.second, oracle(seen, size, bits, scaled), rtol=2e-4, atol=1e-7)
+        np.testing.assert_allclose(seen.second, oracle(seen, size, bits, scaled, mean_bits), rtol=2e-4, atol=1e-7)
         assert all(np.array_equal(mine, first) for mine, first in zip(seen, runs[0], strict=True))
-    assert np.mean(runs[0].second[-1] < oracle(runs[0], size, bits, not scaled)[-1] * 0.99) > 0.05  # it would notice
+    others = [(not scaled, mean_bits)] if mean_bits is None or size == 2 else [(scaled, None), (not scaled, mean_bits)]
+    for other in others:  # it would notice
+        v = oracle(runs[0], size, bits, *other)[-1]
+        assert np.mean(abs(runs[0].second[-1] - v) > 0.01 * v) > 0.05
 
 
 def test_fused_optimizers() -> None:
@@ -200,6 +205,11 @@ def test_the_share_is_that_of_two_encodings() -> None:
         twice_N = codec.decode(codec.encode(mean_N[None]), x_RN.shape[1])[0]
         exact = x_RN.mean(0).square().sum()
         assert share_of_noise(codec, num=4) == pytest.approx(float(1 - exact / twice_N.square().sum()), rel=0.1), codec
+        for gather_codec in (Eden(bits=2, states=8), Eden(bits=3)):
+            other_N = gather_codec.decode(gather_codec.encode(mean_N[None]), x_RN.shape[1])[0]
+            share = pytest.approx(float(1 - exact / other_N.square().sum()), rel=0.1)
+            assert share_of_noise(codec, 4, gather_codec) == share, (codec, gather_codec)
+        assert share_of_noise(codec, 4, Int4()) == share_of_noise(codec, 2, Int4()) == share_of_noise(codec, 2)
         # Two ranks encode once.
         assert share_of_noise(codec, num=2) == pytest.approx(float(1 - exact / mean_N.square().sum()), rel=0.1), codec
 
@@ -236,8 +246,10 @@ def test_default_depends_on_codec_and_optimizer_and_is_told(
 def test_state_of_before_the_option_fits() -> None:
     assert "denoise_second_moment" not in repr(ByteGrad(codec=Eden()))
     assert repr(ByteGrad()).startswith("ByteGrad(hierarchical=None, average=True, codec='minmax_uint8', ")
+    assert "gather_codec" not in repr(ByteGrad(codec=Eden()))
     shown = ByteGrad(codec=Eden(), denoise_second_moment=False)
     assert repr(shown).endswith("running_scale=None, denoise_second_moment=False)")
+    assert repr(ByteGrad(codec=Eden(), gather_codec="int4")).endswith("running_scale=None, gather_codec='int4')")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from bagua import codecs, topologies
+from bagua.codecs import Codec
 from bagua.comm.groups import Groups
 from bagua.exchanges import AllGather, AllReduce, DifferenceGossip, Exchange, Gossip, Hierarchical, ScatterGather, mix
+from bagua.exchanges.scatter_gather import chunk_numel
 from tests.rank_threads import run_threads
 
 SIZES = [1, 2, 3, 4]
@@ -187,6 +189,43 @@ def test_bytes_sent_are_what_is_said(codec: str, size: int) -> None:
         assert abs(sent - exchange.bytes_per_rank(n, size)) <= 1
 
 
+def mean_of(size: int, n: int, codec: Codec, gather_codec: Codec) -> torch.Tensor:
+    """What the chunks' owners make of the ranks' encoded chunks; two ranks decode each other's."""
+    c = chunk_numel(n, size)
+    x_RN, means = torch.zeros(size, size * c), []
+    for rank in range(size):
+        x_RN[rank, :n] = values(rank, n)
+    for x_RC in x_RN.split(c, dim=1):
+        mean_C = codec.decode_mean(codec.encode(x_RC), c, torch.empty(c), 1 / size)
+        means.append(mean_C if size == 2 else gather_codec.decode(gather_codec.encode(mean_C[None]), c)[0])
+    return torch.cat(means)[:n]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("codec", "gather_codec"), [("int4", "minmax_uint8:block=100"), ("eden", "eden:bits=3"), ("sign", "bf16")]
+)
+def test_means_in_another_codec(codec: str, gather_codec: str, size: int) -> None:
+    exchange = mix("complete", codec, gather_codec=gather_codec)
+    one, other = codecs.get(codec), codecs.get(gather_codec)
+    for n in NUMELS:
+        want = mean_of(size, n, one, other) if size > 1 else values(0, n)
+        for x, sent in run_threads(size, run_once, exchange, n):
+            assert torch.equal(x, want)
+            assert sent == exchange.bytes_per_rank(n, size)
+            rows = {1: 0, 2: 2 * one.wire_bytes(chunk_numel(n, 2))}
+            both = sum(each.wire_bytes(chunk_numel(n, size)) for each in (one, other))
+            assert sent == rows.get(size, (size - 1) * both)
+
+
+def test_the_codec_of_means_is_shown_where_there_is_one() -> None:
+    """Saved states hold the text, those from before the option too."""
+    assert "gather_codec" not in repr(mix("complete", "int4"))
+    exchange = mix("complete", "int4", gather_codec="eden")
+    assert repr(exchange).endswith("running_scale=False, gather_codec=Eden(block=256, bits=1))")
+    assert exchange.name == "scatter_gather[int4, means in eden]"
+
+
 CELLS = {
     ("complete", "identity"): AllReduce,
     ("complete", "bf16"): AllReduce,
@@ -220,11 +259,15 @@ def test_table(cell: tuple[str, str], kind: type[Exchange]) -> None:
         (("complete", "bf16"), {"error_feedback": True}, ("error_feedback", "bf16")),
         (("ring", "minmax_uint8"), {"error_feedback": True}, ("error_feedback", "ring")),
         (("ring", "identity"), {"average": False}, ("average", "ring")),
+        (("complete", "bf16"), {"gather_codec": "int4"}, ("gather_codec='int4'", "bf16")),
+        (("ring", "int4"), {"gather_codec": "sign"}, ("gather_codec='sign'", "ring")),
+        (("complete", "int4"), {"gather_codec": "identity"}, ("gather_codec", "identity")),
+        (("complete", "int4"), {"gather_codec": "int3"}, ("int3", "minmax_uint8")),
         (("circle", "identity"), {}, ("circle", "ring")),
         (("ring", "int3"), {}, ("int3", "minmax_uint8")),
     ],
 )
-def test_holes(arguments: tuple[str, str], options: dict[str, bool], both: tuple[str, str]) -> None:
+def test_holes(arguments: tuple[str, str], options: dict[str, Any], both: tuple[str, str]) -> None:
     with pytest.raises(ValueError) as error:
         mix(*arguments, **options)
     assert all(word in str(error.value) for word in both)

@@ -31,6 +31,8 @@ EXCHANGES: dict[str, Exchange] = {
     "eden": ScatterGather(Eden(), running_scale=True),
     "top_k": ScatterGather(TopK(0.1)),
     "identity": ScatterGather(codecs.get("identity")),
+    "1 bit, means in 2": ScatterGather(Eden(), running_scale=True, gather_codec=Eden(bits=2)),
+    "4 bits, means in 8, with feedback": ScatterGather(Int4(), error_feedback=True, gather_codec=MinMaxUInt8()),
     "1 bit with feedback": ScatterGather(Sign(), error_feedback=True),
     "4 bits with feedback": ScatterGather(Int4(), error_feedback=True, average=False),
 }

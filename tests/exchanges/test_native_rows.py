@@ -33,6 +33,11 @@ EXCHANGES = [
     ScatterGather(Eden(), running_scale=True),
     ScatterGather(Eden(states=32), running_scale=True),
     ScatterGather(Eden(bits=2, states=8), error_feedback=True),
+    ScatterGather(Eden(), running_scale=True, gather_codec=Eden(bits=2, states=8)),
+    ScatterGather(Int4(), error_feedback=True, gather_codec=MinMaxUInt8(block=100)),
+    ScatterGather(Eden(bits=4, block=4096), gather_codec=Sign(block=8)),
+    ScatterGather(Int4(), error_feedback=True, gather_codec=codecs.get("top_k")),
+    ScatterGather(codecs.get("top_k"), gather_codec=Int4()),
     ScatterGather(codecs.get("top_k"), error_feedback=True),
     ScatterGather(codecs.get("bf16")),
     ScatterGather(MinMaxUInt8(block=None)),
@@ -119,8 +124,9 @@ def test_two_ranks_encode_once(n: int, average: bool, feedback: bool, native: bo
     torch.testing.assert_close(first, want, rtol=1e-6, atol=1e-7)
 
 
-def test_more_ranks_and_rows_that_hold_no_element() -> None:
-    exchange = ScatterGather(Int4(), error_feedback=True)
+@pytest.mark.parametrize("gather", [None, Eden(bits=2)], ids=repr)
+def test_more_ranks_and_rows_that_hold_no_element(gather: Any) -> None:
+    exchange = ScatterGather(Int4(), error_feedback=True, gather_codec=gather)
     sizes = (16, 17, 33, 160, 5003)  # with 6 ranks some own nothing of the first ones
     over_gloo = run_teams(6, run_steps, exchange, False, sizes)
     for first, second in zip(over_gloo, run_teams(6, run_steps, exchange, True, sizes), strict=True):
@@ -195,9 +201,10 @@ def some_without(others: list[Tensor]) -> list[tuple[float, float] | None]:
 
 
 @pytest.mark.parametrize("weights", [None, same_weights, some_without])
+@pytest.mark.parametrize("gather", [None, Int4(block=256)], ids=repr)
 @pytest.mark.parametrize("codec", [MinMaxUInt8(), Sign(block=64)], ids=repr)
-def test_elements_that_lie_in_pieces(codec: Any, weights: Any) -> None:
-    exchange = ScatterGather(codec, error_feedback=isinstance(codec, Sign))
+def test_elements_that_lie_in_pieces(codec: Any, gather: Any, weights: Any) -> None:
+    exchange = ScatterGather(codec, error_feedback=isinstance(codec, Sign), gather_codec=gather)
     cuts = [1, 2, 37, 64, 65, 700, 701, 1024, 9001, 9002, 9003, 20010]
     for size in (2, 3):
         over_gloo = run_teams(size, run_from, exchange, False, cuts, weights)
@@ -226,14 +233,15 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (ScatterGather(MinMaxUInt8()), "exchange_encoded"),
         (ScatterGather(Int4(), error_feedback=True), "exchange_encoded"),
         (ScatterGather(Eden(), running_scale=True), "exchange_encoded"),
+        (ScatterGather(Eden(), gather_codec=MinMaxUInt8()), "exchange_encoded"),
         (ScatterGather(codecs.get("top_k")), "exchange"),
     ],
     ids=repr,
 )
 def test_which_exchanges_need_the_interpreter(monkeypatch: pytest.MonkeyPatch, exchange: Exchange, way: str) -> None:
     seen = counting(monkeypatch)
-    run_teams(2, run_steps, exchange, True, (1000,))
-    assert seen == [way] * 4
+    run_teams(3, run_steps, exchange, True, (1000,))
+    assert seen == [way] * 6
 
 
 def one_without_kernels(team: Team) -> Any:

@@ -28,6 +28,7 @@ EXCHANGES: dict[str, Exchange] = {
     "8 bits": ScatterGather(MinMaxUInt8()),
     "4 bits, feedback": ScatterGather(Int4(), error_feedback=True),
     "1 bit, scaled": ScatterGather(Eden(bits=1), running_scale=True),
+    "1 bit, scaled, means in 3": ScatterGather(Eden(bits=1), running_scale=True, gather_codec=Eden(bits=3)),
     "a sum": ScatterGather(MinMaxUInt8(), average=False),
 }
 SIZES = (0, 1, 40, 4096, 5003)
@@ -239,7 +240,8 @@ def test_other_dtypes_end_with_the_same_bits_on_all_ranks(codec: Codec, dtype: t
 def test_what_encodes_the_addends_of_a_site() -> None:
     assert {name: each.addend_codec is not None for name, each in EXCHANGES.items()} == {
         "sums": False, "16 bits": False, "identity": False, "8 bits": True, "4 bits, feedback": True,
-        "1 bit, scaled": True, "a sum": True,
+        "1 bit, scaled": True,
+        "1 bit, scaled, means in 3": True, "a sum": True,
     }  # fmt: skip
     assert ScatterGather(get("bf16")).addend_codec is None and ScatterGather(TopK(0.9)).addend_codec is None
     with pytest.raises(TypeError, match="Hierarchical: site_codec: expected a Codec, got 'int4'"):

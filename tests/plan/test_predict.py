@@ -47,6 +47,16 @@ def test_a_trellis_takes_longer_and_far_longer_on_a_gpu(bits: int, states: int) 
     assert predict(plain, workload, cluster, CPU).step_s < slower[0] < slower[1]
 
 
+def test_means_in_another_codec_count_half_the_bytes_and_a_part_of_the_search() -> None:
+    workload = Workload.of(load_model("layers25m"), 0.1)
+    one, mixed, two = (f"bytegrad:codec=eden:bits={bits}" for bits in ("1", "1,gather_codec=eden:bits=2", "2"))
+    sent = [predict(name, workload, Cluster(4, bandwidth=1e8)).bytes_per_host for name in (one, mixed, two)]
+    assert sent[1] == pytest.approx((sent[0] + sent[2]) / 2, rel=1e-3)
+    both, late = (f"{one}{more}" for more in (":states=32", ",gather_codec=eden:bits=1:states=32"))
+    steps = [predict(name, workload, Cluster(4, bandwidth=1e10)).step_s for name in (one, late, both)]
+    assert steps[0] < steps[1] < steps[2]
+
+
 @pytest.mark.parametrize("name", DEFAULT_NAMES)
 def test_a_faster_link_is_never_slower_and_one_rank_needs_none(name: str) -> None:
     small = Workload.of(load_model("layers25m/10"), 0.05)

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define BAGUA_MESH_ABI 4
+#define BAGUA_MESH_ABI 5
 #define BAGUA_API extern "C" __attribute__((visibility("default")))
 
 struct Mesh;
@@ -18,16 +18,19 @@ struct Steps {
   void* self;
 };
 
-// Where rows are. Row r of `rows` goes to rank r, and ends as what rank r has made of its rows. Row r of `peers`
-// becomes what rank r sent to this rank, and is as long as this rank's own row.
+// Where rows are. Row r of `rows` goes to rank r, which makes row r of `means` of what has come for it and sends that to
+// all. Row r of `peers` becomes what rank r sent to this rank, and is as long as this rank's own row of `rows`. `means`
+// may be `rows`: a mean comes after what lies there has gone. A row that is empty is so in both.
 //
 // Two ranks may exchange both rows as they are (`swapped`), in as many bytes. Then `peers` ends as both ranks' versions
-// of this rank's row, by rank, and `rows` as those of the other rank's. Nothing is combined: a row is read once both
-// versions are there. All rows are of one length.
+// of this rank's row, by rank, and `rows`, which are `means`, as those of the other rank's. Nothing is combined: a row is
+// read once both versions are there. All rows are of one length.
 struct Rows {
   uint8_t* const* rows;
   uint8_t* const* peers;
+  uint8_t* const* means;
   const int64_t* bytes;
+  const int64_t* mean_bytes;
   int32_t swapped;
 };
 
@@ -57,11 +60,13 @@ struct Kernels {
 };
 
 // Mean or sum with encoded rows: the steps of an exchange without an interpreter. fp32 throughout.
+//
+// `means` are encoded with `mean_kernels`. They may be `rows` with the same kernels; else there is `mean_scratch`.
 struct Encoded {
-  Kernels kernels;
+  Kernels kernels, mean_kernels;
   float* x;  // the payload of n elements
-  int64_t n, c, row_bytes;
-  int64_t code_end;  // of a row; zeros follow
+  int64_t n, c, row_bytes, mean_bytes;
+  int64_t code_end, mean_code_end;  // of a row; zeros follow
   const Piece* pieces;
   int64_t num_pieces;
   float enter, leave;     // weights of the lerps, where pieces have `other`
@@ -70,7 +75,9 @@ struct Encoded {
   float weight;           // of the sum over ranks
   uint8_t* rows;          // size rows each, contiguous
   uint8_t* peers;
-  int32_t swapped;  // as in Rows; there is no chunk_residual then
+  uint8_t* means;
+  float* mean_scratch;  // of c elements, or null: decode_mean_encode does all
+  int32_t swapped;      // as in Rows; there is no chunk_residual then
 };
 
 // Types of the elements of a sum.

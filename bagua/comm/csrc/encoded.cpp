@@ -33,15 +33,16 @@ int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 class EncodedRows {
  public:
-  EncodedRows(Mesh* mesh, const Encoded& e) : e_(e), k_(e.kernels), rank_(mesh->rank), size_(mesh->size) {}
+  EncodedRows(Mesh* mesh, const Encoded& e)
+      : e_(e), k_(e.kernels), mean_k_(e.mean_kernels), rank_(mesh->rank), size_(mesh->size) {}
   ~EncodedRows() { free(memory_); }
 
   bool allocate() {
-    const int64_t block = least(most(k_.block, kLerpScratch), most(e_.c, 1));
+    const int64_t longest = most(k_.block, mean_k_.block), block = least(most(longest, kLerpScratch), most(e_.c, 1));
     // The longest range that is put together: a block, or what follows the last whole block of the payload.
     const int64_t last_row = e_.n / e_.c * e_.c;
-    const int64_t body = last_row + (e_.n - last_row) / k_.block * k_.block;
-    tail_ = least(e_.c, most(k_.block, least(last_row + e_.c, size_ * e_.c) - body));
+    const int64_t body = last_row + least(whole(k_, e_.n - last_row), whole(mean_k_, e_.n - last_row));
+    tail_ = least(e_.c, most(longest, least(last_row + e_.c, size_ * e_.c) - body));
     if (last_row + e_.c < size_ * e_.c) tail_ = e_.c;  // rows that hold no element
     memory_ = static_cast<float*>(malloc(static_cast<size_t>(block + 4 * tail_) * sizeof(float)));
     if (!memory_) return false;
@@ -56,9 +57,9 @@ class EncodedRows {
   void write(int64_t row, uint8_t* out) {
     const int64_t first = row * e_.c, last = first + e_.c;
     const int64_t stop = most(least(last, e_.n), first);
-    const int64_t body = stop == last ? last : first + (stop - first) / k_.block * k_.block;
+    const int64_t body = stop == last ? last : first + whole(k_, stop - first);
     for (int64_t a = first, b; a < body; a = b) {
-      b = range_end(a, first, body);
+      b = range_end(k_, a, first, body);
       const Piece* const p = piece_at(a);
       if (b <= p->hi) {
         encode(p->x + (a - p->lo), p->other ? p->other + (a - p->lo) : nullptr, residual_at(a), a - first, b - a, out);
@@ -67,32 +68,42 @@ class EncodedRows {
       }
     }
     if (body < last) encode_put_together(body, stop, last - body, body - first, out);
-    if (e_.code_end < e_.row_bytes) memset(out + e_.code_end, 0, static_cast<size_t>(e_.row_bytes - e_.code_end));
+    pad(out, e_.code_end, e_.row_bytes);
   }
 
   void combine() {
-    uint8_t* const out = e_.rows + rank_ * e_.row_bytes;
-    const int64_t codes = code_at(0);
-    as<DecodeMeanEncode>(k_.decode_mean_encode)(e_.peers, e_.peers + codes, e_.row_bytes, size_, e_.c, k_.block,
-                                                e_.weight, e_.chunk_residual, scratch_, out, out + codes);
-    if (e_.code_end < e_.row_bytes) memset(out + e_.code_end, 0, static_cast<size_t>(e_.row_bytes - e_.code_end));
+    uint8_t* const out = e_.means + rank_ * e_.mean_bytes;
+    const int64_t codes = code_at(k_, 0), mean_codes = code_at(mean_k_, 0);
+    if (!e_.mean_scratch) {
+      as<DecodeMeanEncode>(k_.decode_mean_encode)(e_.peers, e_.peers + codes, e_.row_bytes, size_, e_.c, k_.block,
+                                                  e_.weight, e_.chunk_residual, scratch_, out, out + codes);
+    } else {
+      as<DecodeMean>(k_.decode_mean)(e_.peers, e_.peers + codes, e_.row_bytes, size_, e_.c, k_.block, e_.weight,
+                                     e_.mean_scratch);
+      if (e_.chunk_residual)
+        as<EncodeFeedback>(mean_k_.encode_feedback)(e_.mean_scratch, 0, e_.chunk_residual, 0, 1, e_.c, mean_k_.block,
+                                                    out, out + mean_codes, 0);
+      else
+        as<Encode>(mean_k_.encode)(e_.mean_scratch, 0, 1, e_.c, mean_k_.block, out, out + mean_codes, 0);
+    }
+    pad(out, e_.mean_code_end, e_.mean_bytes);
   }
 
   void read(int64_t row) {
     // Versions of a row that was swapped lie one after the other.
-    const uint8_t* const wire = e_.swapped ? (row == rank_ ? e_.peers : e_.rows) : e_.rows + row * e_.row_bytes;
+    const uint8_t* const wire = e_.swapped ? (row == rank_ ? e_.peers : e_.rows) : e_.means + row * e_.mean_bytes;
     const int64_t first = row * e_.c, last = first + e_.c;
     const int64_t stop = most(least(last, e_.n), first);
-    const int64_t body = stop == last ? last : first + (stop - first) / k_.block * k_.block;
+    const int64_t body = stop == last ? last : first + whole(mean_k_, stop - first);
     if (!mixes()) {
       if (first < body) decode(wire, 0, body - first, e_.x + first);
     } else {
       for (int64_t a = first, b; a < body; a = b) {
-        b = range_end(a, first, body);
+        b = range_end(mean_k_, a, first, body);
         const Piece* const p = piece_at(a);
-        const bool whole = b <= p->hi;
-        if (!whole) gather_other(a, b);
-        decode_mixed(wire, a - first, b - a, whole ? p->other + (a - p->lo) : other_, e_.x + a);
+        const bool in_place = b <= p->hi;
+        if (!in_place) gather_other(a, b);
+        decode_mixed(wire, a - first, b - a, in_place ? p->other + (a - p->lo) : other_, e_.x + a);
       }
     }
     if (body >= stop) return;
@@ -108,8 +119,14 @@ class EncodedRows {
 
  private:
   // Of a row, for the block that begins at element i.
-  int64_t head_at(int64_t i) const { return (i + k_.block - 1) / k_.block * k_.header_bytes; }
-  int64_t code_at(int64_t i) const { return head_at(e_.c) + i * k_.code_bits / 8; }
+  int64_t head_at(const Kernels& k, int64_t i) const { return (i + k.block - 1) / k.block * k.header_bytes; }
+  int64_t code_at(const Kernels& k, int64_t i) const { return head_at(k, e_.c) + i * k.code_bits / 8; }
+  // Of m elements, those in whole blocks.
+  static int64_t whole(const Kernels& k, int64_t m) { return m / k.block * k.block; }
+
+  static void pad(uint8_t* row, int64_t end, int64_t bytes) {
+    if (end < bytes) memset(row + end, 0, static_cast<size_t>(bytes - end));
+  }
 
   bool mixes() const { return e_.num_pieces && e_.pieces[0].other; }
   float* residual_at(int64_t i) const { return e_.residual ? e_.residual + i : nullptr; }
@@ -122,15 +139,15 @@ class EncodedRows {
   }
 
   // Whole blocks that lie in one place; else one block.
-  int64_t range_end(int64_t a, int64_t first, int64_t body) {
+  int64_t range_end(const Kernels& k, int64_t a, int64_t first, int64_t body) {
     const int64_t end = piece_at(a)->hi;
     if (end >= body) return body;
-    const int64_t whole = (end - first) / k_.block * k_.block + first;
-    return whole > a ? whole : least(a + k_.block, body);
+    const int64_t last = whole(k, end - first) + first;
+    return last > a ? last : least(a + k.block, body);
   }
 
   void encode(const float* x, const float* other, float* residual, int64_t start, int64_t m, uint8_t* wire) {
-    uint8_t *const head = wire + head_at(start), *const codes = wire + code_at(start);
+    uint8_t *const head = wire + head_at(k_, start), *const codes = wire + code_at(k_, start);
     if (other)
       as<EncodeLerp>(k_.encode_lerp)(x, other, e_.enter, residual, m, k_.block, scratch_, head, codes);
     else if (residual)
@@ -169,25 +186,25 @@ class EncodedRows {
   }
 
   void decode(const uint8_t* wire, int64_t start, int64_t m, float* out) {
-    const uint8_t *const head = wire + head_at(start), *const codes = wire + code_at(start);
+    const uint8_t *const head = wire + head_at(mean_k_, start), *const codes = wire + code_at(mean_k_, start);
     if (e_.swapped)
-      as<DecodeMean>(k_.decode_mean)(head, codes, e_.row_bytes, size_, m, k_.block, e_.weight, out);
+      as<DecodeMean>(mean_k_.decode_mean)(head, codes, e_.row_bytes, size_, m, mean_k_.block, e_.weight, out);
     else
-      as<Decode>(k_.decode)(head, codes, 0, 1, m, k_.block, out, 0, k_.stream_from);
+      as<Decode>(mean_k_.decode)(head, codes, 0, 1, m, mean_k_.block, out, 0, mean_k_.stream_from);
   }
 
   void decode_mixed(const uint8_t* wire, int64_t start, int64_t m, const float* other, float* out) {
-    const uint8_t *const head = wire + head_at(start), *const codes = wire + code_at(start);
-    const int64_t away = m * static_cast<int64_t>(sizeof(float)) >= k_.stream_from;
+    const uint8_t *const head = wire + head_at(mean_k_, start), *const codes = wire + code_at(mean_k_, start);
+    const int64_t away = m * static_cast<int64_t>(sizeof(float)) >= mean_k_.stream_from;
     if (e_.swapped)
-      as<DecodeMeanLerp>(k_.decode_mean_lerp)(head, codes, e_.row_bytes, size_, m, k_.block, e_.weight, other, e_.leave,
-                                              scratch_, out);
+      as<DecodeMeanLerp>(mean_k_.decode_mean_lerp)(head, codes, e_.row_bytes, size_, m, mean_k_.block, e_.weight, other,
+                                                   e_.leave, scratch_, out);
     else
-      as<DecodeLerp>(k_.decode_lerp)(head, codes, m, k_.block, other, e_.leave, scratch_, out, away);
+      as<DecodeLerp>(mean_k_.decode_lerp)(head, codes, m, mean_k_.block, other, e_.leave, scratch_, out, away);
   }
 
   const Encoded e_;
-  const Kernels k_;
+  const Kernels k_, mean_k_;
   const int64_t rank_, size_;
   int64_t at_ = 0, tail_ = 0;
   float *memory_ = nullptr, *scratch_ = nullptr, *x_ = nullptr, *other_ = nullptr, *lost_ = nullptr, *out_ = nullptr;
@@ -213,8 +230,8 @@ int32_t read_step(void* self, int64_t row) {
 int32_t bagua_mesh_exchange_encoded(Mesh* mesh, const Encoded* encoded, const Limits* limits, Problem* problem) {
   const size_t size = static_cast<size_t>(mesh->size);
   EncodedRows rows(mesh, *encoded);
-  uint8_t** const at = static_cast<uint8_t**>(malloc(2 * size * sizeof *at));
-  int64_t* const bytes = static_cast<int64_t*>(malloc(size * sizeof *bytes));
+  uint8_t** const at = static_cast<uint8_t**>(malloc(3 * size * sizeof *at));
+  int64_t* const bytes = static_cast<int64_t*>(malloc(2 * size * sizeof *bytes));
   int32_t result = -1;
   problem->text[0] = 0;
   problem->failed_step = 0;
@@ -225,9 +242,11 @@ int32_t bagua_mesh_exchange_encoded(Mesh* mesh, const Encoded* encoded, const Li
     for (size_t r = 0; r < size; ++r) {
       at[r] = encoded->rows + static_cast<int64_t>(r) * encoded->row_bytes;
       at[size + r] = encoded->peers + static_cast<int64_t>(r) * encoded->row_bytes;
+      at[2 * size + r] = encoded->means + static_cast<int64_t>(r) * encoded->mean_bytes;
       bytes[r] = encoded->row_bytes;
+      bytes[size + r] = encoded->mean_bytes;
     }
-    const Rows where = {at, at + size, bytes, encoded->swapped};
+    const Rows where = {at, at + size, at + 2 * size, bytes, bytes + size, encoded->swapped};
     const Steps steps = {write_step, combine_step, read_step, &rows};
     result = bagua_mesh_exchange(mesh, &where, &steps, limits, problem);
   }

@@ -24,7 +24,8 @@ struct Peer {
 class Exchange : public Flow {
  public:
   Exchange(Mesh* mesh, const Rows& rows, const Steps& steps, const Limits& limits, Problem* problem)
-      : Flow(mesh, limits, problem), rows_(rows), steps_(steps), mine_(rows.bytes[mesh->rank]) {}
+      : Flow(mesh, limits, problem), rows_(rows), steps_(steps), mine_(rows.bytes[mesh->rank]),
+        mean_(rows.mean_bytes[mesh->rank]) {}
   ~Exchange() { free(peers_); }
 
   bool allocate() {
@@ -38,6 +39,8 @@ class Exchange : public Flow {
     if (rows_.swapped && (size_ != 2 || rows_.bytes[0] != rows_.bytes[1]))
       return fail("%d ranks cannot swap rows of %lld and %lld bytes", size_, static_cast<long long>(rows_.bytes[0]),
                   static_cast<long long>(rows_.bytes[size_ - 1]));
+    for (int r = 0; r < size_; ++r)
+      if (!rows_.bytes[r] != !rows_.mean_bytes[r]) return fail("row %d is empty, or its mean is, but not both", r);
     for (int r = 0; r < size_; ++r) {
       peers_[r] = Peer{};
       skip_empty(r);
@@ -57,11 +60,11 @@ class Exchange : public Flow {
 
   // Where what goes to rank r is written, what is sent to all, and whether that is there.
   uint8_t* outgoing(int r) const { return rows_.rows[rows_.swapped ? rank_ : r]; }
-  uint8_t* answer() const { return rows_.swapped ? rows_.peers[rank_] : rows_.rows[rank_]; }
+  uint8_t* answer() const { return rows_.swapped ? rows_.peers[rank_] : rows_.means[rank_]; }
   Phase name_of(Phase phase) const { return rows_.swapped && phase == kGather ? kVersion : phase; }
   bool answered() const { return rows_.swapped ? own_written_ : combined_; }
 
-  int64_t length_of(const Peer& peer, int r) const { return peer.phase == kScatter ? mine_ : rows_.bytes[r]; }
+  int64_t length_of(const Peer& peer, int r) const { return peer.phase == kScatter ? mine_ : rows_.mean_bytes[r]; }
 
   // Frames without payload are not sent.
   void skip_empty(int r) {
@@ -71,7 +74,7 @@ class Exchange : public Flow {
       return;
     }
     if (peer.phase == kScatter && !mine_) peer.phase = kGather;
-    if (peer.phase == kGather && !rows_.bytes[r]) peer.phase = kDone;
+    if (peer.phase == kGather && !rows_.mean_bytes[r]) peer.phase = kDone;
   }
 
   bool finished() const {
@@ -89,7 +92,7 @@ class Exchange : public Flow {
     while (turn_ < 2 * (size_ - 1)) {
       const bool gather = turn_ >= size_ - 1;
       const int r = at(turn_ % (size_ - 1));
-      const int64_t bytes = gather ? mine_ : rows_.bytes[r];
+      const int64_t bytes = gather ? mean_ : rows_.bytes[r];
       if (bytes) {
         if (gather ? !answered() : !peers_[r].written) return true;
         if (!push(r, gather ? kGather : kScatter, gather ? answer() : outgoing(r), bytes, worked)) return false;
@@ -185,7 +188,7 @@ class Exchange : public Flow {
   bool pull(int r) {
     Peer& peer = peers_[r];
     const int64_t bytes = length_of(peer, r);
-    uint8_t* const row = peer.phase == kScatter ? rows_.peers[r] : rows_.rows[r];
+    uint8_t* const row = peer.phase == kScatter ? rows_.peers[r] : rows_.means[r];
     iovec parts[2];
     size_t num = split(&peer.header, row, peer.got, bytes, parts);
     // The header alone first: a row of another length must not touch the payload.
@@ -208,7 +211,7 @@ class Exchange : public Flow {
 
   const Rows rows_;
   const Steps steps_;
-  const int64_t mine_;
+  const int64_t mine_, mean_;  // bytes of this rank's row, and of its mean
   Peer* peers_ = nullptr;
   int turn_ = 0;        // of all rows to send, scattered ones first
   int64_t pushed_ = 0;  // bytes of the row in turn

@@ -40,6 +40,7 @@ SETTINGS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("bytegrad:codec=eden/bits~4", _BOTH),
     ("bytegrad:codec=eden/bits~1/states~32", _BOTH),
     ("bytegrad:codec=eden/bits~2/states~8", _BOTH),
+    ("bytegrad:codec=eden/bits~1:gather_codec=eden/bits~2/states~8", _BOTH),
     ("bytegrad:codec=eden/bits~1:denoise_second_moment=False", ("adamw",)),
     ("bytegrad:codec=eden/bits~2:denoise_second_moment=False", ("adamw",)),
     ("bytegrad:codec=eden/bits~1:error_feedback=False", ("sgd",)),
