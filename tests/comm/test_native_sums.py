@@ -137,6 +137,15 @@ def test_summands_that_lie_in_pieces_and_have_a_factor(n: int, inside: bool) -> 
         assert same_bits(first, second)
 
 
+@pytest.mark.parametrize(("size", "n"), [(2, 4_000_000), (4, 8_000_001)])
+def test_pieces_that_are_longer_than_sockets_hold(size: int, n: int) -> None:
+    """Sockets take any number of bytes. Nothing of an element may leave before it is written: `x_N` holds others."""
+    cuts = [n // 3 + 1, n // 2]
+    over_gloo = run_teams(size, scaled, False, n, cuts, False)
+    for first, second in zip(over_gloo, run_teams(size, scaled, True, n, cuts, False), strict=True):
+        assert same_bits(first, second)
+
+
 def others(team: Team) -> list[Tensor]:
     """Sums and operations that no mesh has."""
     groups = team.open("lane", native=True)

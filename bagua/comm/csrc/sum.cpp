@@ -123,7 +123,8 @@ class Ring : public Flow {
   int64_t ready() {
     const int64_t whole = length(chunk_of(rank_ + 1 + out_.block));
     if (out_.block == 0) {
-      const int64_t more = least(whole - taken_, out_.at + kStep - taken_);
+      // Whole elements: the kernel may have taken a part of one, but nothing of it may leave before it is written.
+      const int64_t more = least(whole - taken_, out_.at / size_of_ * size_of_ + kStep - taken_);
       if (more > 0) take(begin(chunk_of(rank_ + 1)) + taken_, more);
       taken_ += more > 0 ? more : 0;
       return taken_;
