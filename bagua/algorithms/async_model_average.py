@@ -86,9 +86,9 @@ class AsyncModelAverage(Algorithm):
             `AdamW` without amsgrad and weights of at least 32 bits, in place of `mean_moments`; a notice says so.
         mean_moments: when a mean has come, set both moments of Adam to those of the mean gradients, which it shows.
             Exact after rounds of one step, where the network is fast beside a step, and estimated after 2 and 3 steps;
-            after longer rounds nothing is done. Nothing is exchanged for it. For `torch.optim.Adam` and `AdamW` without
-            amsgrad, and weights of at least 32 bits. None: with these, unless `sync_interval_ms`, a codec of less than
-            4 bits or `scale_second_moment` is given; a notice says so.
+            after longer rounds nothing is done. Six numbers for each parameter are sent. For `torch.optim.Adam` and
+            `AdamW` without amsgrad, and weights of at least 32 bits. None: with these, unless `sync_interval_ms`, a
+            codec of less than 4 bits or `scale_second_moment` is given; a notice says so.
         max_alone_s: after so many seconds without a round because a rank failed, exited abnormally or does not
             respond, the next `optimizer.step` raises `CommunicationError` and names the rank. None is the process
             group's timeout; `math.inf` never raises. No effect with `fault_tolerant`.
@@ -227,8 +227,8 @@ class AsyncModelAverage(Algorithm):
         if not (ctx.paused or ctx.fault_tolerant):
             lane.gate.give_up_after(lane.timeout_s if self.max_alone_s is None else self.max_alone_s)
         if rounds.pending is None and self._due(rounds) and not (lane.gate.over or rounds.broken or ctx.paused):
-            number = 0 if rounds.moments is None else rounds.moments.close(ctx)
-            rounds.pending = self._begin(ctx, lane.gate, lane, number)
+            made = None if rounds.moments is None else rounds.moments.close(ctx)
+            rounds.pending = self._begin(ctx, lane.gate, lane, made)
         if rounds.moments is not None:
             rounds.moments.note_weights(ctx)
 
@@ -263,9 +263,9 @@ class AsyncModelAverage(Algorithm):
     def _due(self, rounds: _Rounds) -> bool:
         return time.monotonic() >= rounds.ended + (self.sync_interval_ms or 0) / 1000
 
-    def _begin(self, ctx: Context, gate: Gate, lane: BackgroundLane, number: int) -> _Round:
+    def _begin(self, ctx: Context, gate: Gate, lane: BackgroundLane, made: Tensor | None) -> _Round:
         whole = ctx.keep("rounds", _Rounds).whole
-        this = _Round(ctx.step, time.monotonic(), number)
+        this = _Round(ctx.step, time.monotonic(), made)
         copies = [(bucket.flat, ctx.scratch("snapshot", bucket)) for bucket in ctx.buckets]
         if copies[0][0].device.type != "cpu":
             _take(this, copies)  # only enqueued, in front of the next step
@@ -283,6 +283,8 @@ class AsyncModelAverage(Algorithm):
                     lane=lane,
                 )
             )
+        if made is not None:
+            this.tickets.append(ctx.launch_sum(made.view(-1), lane=lane, before=lambda: this.on))
         return this
 
 
@@ -292,7 +294,7 @@ class _Round:
 
     step: int
     began: float
-    number: int = 0  # of `DelayedMoments.close`, then the sum over all ranks
+    made: Tensor | None = None  # of `DelayedMoments.close`, then the sum over all ranks
     ended: float = 0.0
     tickets: list[Ticket] = field(default_factory=list)
     on: bool = False  # every rank takes part; written by the lane, read once the tickets are done
@@ -337,9 +339,7 @@ def _enter(this: _Round, copies: Sequence[tuple[Tensor, Tensor]], gate: Gate) ->
     """On the lane, before the first exchange: beside the passes of a step, which only read the weights."""
     if not this.taken.is_set():
         _take(this, copies)
-    entered = gate.enter(this.unwanted.is_set, this.number)
-    this.number = gate.total
-    return entered
+    return gate.enter(this.unwanted.is_set)
 
 
 def _join(this: _Round, enter: Callable[[], bool] | None, snapshot: Tensor, mean: Tensor, base: Tensor | None) -> bool:
@@ -386,9 +386,9 @@ def _take_over(ctx: Context, rounds: _Rounds) -> None:
     differences = [ctx.scratch("mean", bucket) for bucket in ctx.buckets]
     for ticket in this.tickets:
         ctx.wait(ticket)  # done already; it keeps the books
-    if rounds.moments is not None:
+    if rounds.moments is not None and this.made is not None:
         snapshots = [ctx.scratch("snapshot", bucket) for bucket in ctx.buckets]
-        ctx.report("corrected", rounds.moments.infer(ctx, differences, snapshots, this.number))
+        ctx.report("corrected", rounds.moments.infer(ctx, differences, snapshots, this.made))
     for bucket, difference in zip(ctx.buckets, differences, strict=True):
         bucket.flat.add_(difference)
     rounds.ended, rounds.whole = this.ended, False

@@ -187,6 +187,19 @@ class Context(Protocol):
         """
         ...
 
+    def launch_sum(
+        self, x_P: Tensor, *, before: Callable[[], object] | None = None, lane: Lane | None = None
+    ) -> Ticket:
+        """Queue the exact sum of a small tensor over all ranks, in place, beside what was launched before; see `wait`.
+
+        Shapes: x_P: [P] contiguous, of a floating-point type, on the device of the buckets. Keep it until it is done.
+
+        Args:
+            x_P: see above.
+            before, lane: as of `launch`.
+        """
+        ...
+
     def wait(self, ticket: Ticket | None = None) -> None:
         """Return when the launch behind `ticket` is done, or all that was launched on the default lane.
 

@@ -23,6 +23,7 @@ from bagua.algorithms.mean_moments import (
     check_mean_moments,
     forget_steps,
     infer_moments,
+    launch_step_votes,
     record_steps,
     set_up_mean_moments,
 )
@@ -63,10 +64,10 @@ class Decentralized(Algorithm):
         codec: "identity", or a linear codec ("bf16", "fp16") for the exchanged weights; a lossy one with a
             fixed sparse topology exchanges differences.
         mean_moments: set the moments of `torch.optim.Adam` or `AdamW` to those of the mean gradient, which the average
-            of the weights shows (docs/algorithms/decentralized.md has the formula). Nothing more is exchanged; two more
-            copies of the weights. Only with the topology "complete", the codec "identity" and an average in each step.
-            None (default): there, with `torch.optim.Adam` and `AdamW` without amsgrad and weights of at least 32 bits,
-            unless `scale_second_moment` is true; a notice says so.
+            of the weights shows (docs/algorithms/decentralized.md has the formula). One number for each parameter is
+            exchanged; two more copies of the weights. Only with the topology "complete", the codec "identity" and an
+            average in each step. None (default): there, with `torch.optim.Adam` and `AdamW` without amsgrad and weights
+            of at least 32 bits, unless `scale_second_moment` is true; a notice says so.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
             mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
             and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with the same optimizers and
@@ -197,6 +198,8 @@ class Decentralized(Algorithm):
                 step=ctx.step // self.communication_interval,
             )
             _pending(ctx).append(ticket)
+        if self._means(ctx):
+            launch_step_votes(ctx)
 
     def on_backward_end(self, ctx: Context) -> None:
         """From here on weights may change, by hand too, while a lane that is late still would read them."""

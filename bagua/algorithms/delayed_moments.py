@@ -22,8 +22,8 @@ _FP32 = torch.float32
 _TINY = 1e-30  # to divide by, where neither v nor eps is more than zero
 _SMALLEST = 1e-15  # S, as of a schedule that ends near zero: 1 / S^2 must be finite in fp32
 _LONGEST = 3  # steps of any rank in a round, and of this rank until the mean of a round has come
+_LOOKED_AT = 1 << 15  # elements of a parameter
 _GAIN = 0.5  # the part of a correction that is made where all ranks made several steps: more is less stable
-_BITS = 15  # for the number of ranks that made so many steps
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DelayedMoments:
 
     This is exact if the D are equal. It is an estimate for ranks that made H > 1 steps in a round because a mean came
     late, and in rounds in which ranks made different numbers of steps: those with more have moved further with the
-    momentum m_0 that all began with. So they tell each other the numbers. With B = b1 + ... + b1^H,
+    momentum m_0 that all began with. So they tell each other the numbers, for each parameter. With B = b1 + ... + b1^H,
     W = sum_(k <= H) w_k, w_k = 1 - b1^k, and bars over means of the ranks,
 
         g = (m_s - b1^H m_0) / (1 - b1^H),    d = (1 - b1^H) (G - g)
@@ -89,10 +89,11 @@ class DelayedMoments:
 
     m_s is the momentum at the snapshot; K is the part of a gradient's variance that g has. v keeps at least 1/R of
     itself then, and if all ranks made several steps half of d is added: all of it is less stable. From a round in which
-    a rank made more than 3 steps none infers anything, and a rank nothing if the mean comes after more than 3. After
-    `call_off` the first mean shows nothing.
+    a rank made more than 3 steps of a parameter, or fewer than of others while other ranks did not, as it got no
+    gradient there, no rank infers anything for it, and a rank nothing if the mean comes after more than 3, or where an
+    estimate is not plausible (`_Formulas.is_plausible`). After `call_off` the first mean shows nothing.
 
-    Bytes: none. Memory: two tensors of the size of the weights.
+    Bytes: 6 numbers for each parameter. Memory: two tensors of the size of the weights.
     Source: docs/design/0018-rounds-with-adam.md, averages that arrive late.
 
     Args:
@@ -101,7 +102,7 @@ class DelayedMoments:
 
     def __init__(self, ctx: Context) -> None:
         self.synced = True  # the running round began at the mean of all ranks
-        self._steps = self._steps_closed = 0  # of this rank in the running round, and in the closed one
+        self._steps = 0  # of this rank in the running round
         self._split: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
         held = slots_of(ctx)
         self._parts: dict[int, list[_Part]] = {}
@@ -157,14 +158,14 @@ class DelayedMoments:
                 part.lag += rate * beta1**part.steps
 
     @torch.no_grad()
-    def close(self, ctx: Context) -> int:
+    def close(self, ctx: Context) -> Tensor:
         """The weights are those of a snapshot: a round ends, and the next one begins.
 
-        Returns:
-            What `infer` needs the sum of, over all ranks.
+        Shapes: result: [6, P] fp32 for P parameters, of which `infer` needs the sum over all ranks: 1 in the row of the
+            steps that this rank made, three rows further down if it made more of others.
         """
-        held, steps = slots_of(ctx), self._steps
-        self._steps_closed, self._steps = steps, 0
+        held, made, steps = slots_of(ctx), list[int](), self._steps
+        self._steps = 0
         self._closed, self._changed = self._changed, self._closed
         for bucket, changed in zip(ctx.buckets, self._changed, strict=True):
             changed.zero_()
@@ -173,12 +174,15 @@ class DelayedMoments:
                 slot = held.get(param)
                 known = self.synced and not part.spoiled and part.size >= _SMALLEST and part.steps <= _LONGEST
                 part.closed = _Closed(part.size, part.steps) if known else _Closed(0.0, 0)
+                rests = part.closed.steps and part.steps < steps
+                made.append(part.closed.steps + _LONGEST if rests else part.closed.steps)
                 if slot is not None:
                     m, beta1 = slot.state["exp_avg"], float(slot.group["betas"][0])
                     torch.sub(m, first, alpha=beta1**part.steps, out=own)
                     first.copy_(m)
                 part.steps, part.size, part.lag, part.spoiled = 0, 0.0, 0.0, False
-        return 1 << _BITS * (steps - 1) if self.synced and 0 < steps <= _LONGEST else 0
+        rows = [[float(each == row) for each in made] for row in range(1, 2 * _LONGEST + 1)]
+        return torch.tensor(rows, dtype=_FP32, device=ctx.buckets[0].flat.device)
 
     def _views_of(self, bucket: Bucket, *flats: Tensor) -> list[list[Tensor]]:
         """Parts of tensors that are mostly the same each time, by parameter: with many parameters it takes long."""
@@ -198,10 +202,11 @@ class DelayedMoments:
                 part.closed = _Closed(0.0, 0)
 
     @torch.no_grad()
-    def infer(self, ctx: Context, differences: Sequence[Tensor], snapshots: Sequence[Tensor], made: int) -> float:
+    def infer(self, ctx: Context, differences: Sequence[Tensor], snapshots: Sequence[Tensor], made: Tensor) -> float:
         """The means are there, and not added yet: correct the moments.
 
-        Shapes: differences, snapshots: by bucket, [N] mean - s_r, which becomes what is to be added, and s_r.
+        Shapes: differences, snapshots: by bucket, [N] mean - s_r, which becomes what is to be added, and s_r;
+            made: [6, P].
 
         Args:
             ctx: of the algorithm.
@@ -213,8 +218,7 @@ class DelayedMoments:
         """
         self.synced, corrected = True, 0
         held, size = slots_of(ctx), ctx.groups.world.size
-        counts = [made >> _BITS * steps & (1 << _BITS) - 1 for steps in range(_LONGEST)]
-        known, alike, means = sum(counts) == size, size in counts, [count / size for count in counts]
+        made_by = iter(made.t().tolist())  # of each parameter: how many ranks made one step, two, and so on
         formulas: dict[tuple[Any, ...], _Formulas] = {}  # parameters of a group mostly have the same
         arrived = zip(ctx.buckets, differences, snapshots, self._closed, strict=True)
         for bucket, difference, snapshot, changed in arrived:
@@ -222,21 +226,33 @@ class DelayedMoments:
             views, kernel = self._views_of(bucket, *flats), backends.kernels(difference.device).correct_late
             unchanged = (~changed).tolist() if changed.device.type == "cpu" else ~changed  # which stays on the device
             for i, (param, part) in enumerate(zip(bucket.params, self._parts[bucket.index], strict=True)):
-                slot, closed = held.get(param), part.closed
+                slot, closed, counts = held.get(param), part.closed, _ranks_by_steps(next(made_by), size)
                 part.closed = _Closed(0.0, 0)
-                known_here = alike or (known and self._steps_closed == closed.steps)
-                if not known_here or slot is None or not closed.steps or part.spoiled or part.steps > _LONGEST:
+                if counts is None or slot is None or not closed.steps or part.spoiled or part.steps > _LONGEST:
                     continue
                 if not param.numel():
                     continue
-                key = (id(slot.group), part.count, part.steps, part.lag, closed, param.dtype)
+                key = (id(slot.group), part.count, part.steps, part.lag, closed, *counts, param.dtype)
                 if key not in formulas:
-                    made_by = [float(steps == closed.steps) for steps in range(1, _LONGEST + 1)] if alike else means
-                    formulas[key] = _Formulas.of(slot, part, closed, made_by, size, torch.finfo(param.dtype).eps)
+                    means = [count / size for count in counts]
+                    formulas[key] = _Formulas.of(slot, part, closed, means, size, torch.finfo(param.dtype).eps)
                 tensors = slot.state["exp_avg"], slot.state["exp_avg_sq"], *(each[i] for each in views)
-                formulas[key].apply(tensors, unchanged[i], kernel)
+                fits = unchanged[i]
+                if counts[0] != size and fits is not False:
+                    fits = formulas[key].is_plausible(tensors[1:], fits)
+                formulas[key].apply(tensors, fits, kernel)
                 corrected += param.numel()
         return corrected / sum(param.numel() for bucket in ctx.buckets for param in bucket.params)
+
+
+def _ranks_by_steps(made: Sequence[float], size: int) -> Sequence[float] | None:
+    """How many ranks made one step of a parameter, two, and so on; None: a rank made none, or too many.
+
+    None, too, if some ranks made fewer of it than of other parameters, unless all made as many.
+    """
+    whole, rests = made[:_LONGEST], made[_LONGEST:]
+    all_ranks = [mine + others for mine, others in zip(whole, rests, strict=True)]
+    return all_ranks if size in all_ranks else whole if sum(whole) == size else None
 
 
 class _Formulas(NamedTuple):
@@ -301,6 +317,30 @@ class _Formulas(NamedTuple):
             change=change,
             late=change * part.lag / moved,
         )
+
+    def is_plausible(self, tensors: Sequence[Tensor], unchanged: Tensor | bool) -> Tensor | bool:
+        """Whether G is not larger than g, as a mean is not; if it is, what the formulas leave out is most of it.
+
+        Where gradients hardly differ from step to step, unequal D would make each other more unequal otherwise.
+
+        Args:
+            tensors: v, `share` g, m at the snapshot, mean - s_r, and s_r; some of their elements are looked at.
+            unchanged: the result, if G is not larger.
+        """
+        apart_by = -(-tensors[0].numel() // _LOOKED_AT)
+        v, own, first, difference = (each.reshape(-1)[::apart_by] for each in tensors[:4])
+        gradients, gradient = self._gradients(v, own, first, difference)
+        fits = torch.linalg.vector_norm(gradients) <= torch.linalg.vector_norm(gradient)
+        return bool(fits) if v.device.type == "cpu" else fits & torch.as_tensor(unchanged, device=v.device)
+
+    def _gradients(self, v: Tensor, own: Tensor, first: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
+        """G and g."""
+        ahead = torch.mul(v, self.scale).sqrt_().add_(self.shift)  # D / S
+        apart = ahead.mul_(difference).mul_(-self.whole)
+        if self.momentum:
+            apart.add_(own, alpha=self.own).add_(first, alpha=self.momentum)
+        gradient = own.div(self.share)
+        return apart.add_(gradient), gradient
 
     def apply(
         self,

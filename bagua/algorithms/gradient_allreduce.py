@@ -27,6 +27,7 @@ from bagua.algorithms.options import shown
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec, Eden
 from bagua.exchanges import Exchange, mix
+from bagua.exchanges.mix import get_gather_codec
 
 __all__ = ["GradientAllReduce"]
 
@@ -108,7 +109,7 @@ class GradientAllReduce(Algorithm):
     def _codecs(self) -> tuple[Codec, Codec]:
         """Of the gradients and of their means."""
         codec = codecs.get(self.codec)
-        return codec, codec if self.gather_codec is None else codecs.get(self.gather_codec)
+        return codec, get_gather_codec(self.gather_codec) or codec
 
     @property
     def _feedback(self) -> bool:

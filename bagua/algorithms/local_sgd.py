@@ -21,6 +21,7 @@ from bagua.algorithms.registry import register
 from bagua.algorithms.round_moments import (
     begin_round,
     infer_round,
+    launch_round_votes,
     look_for_changes,
     record_local_step,
     set_up_rounds,
@@ -61,10 +62,10 @@ class LocalSGD(Algorithm):
             is not linear: their ranks would share the node's link; and where there are
             sites (BAGUA_SITE).
         mean_moments: after a round set both moments of Adam to those of the mean gradients, which the average of the
-            weights shows. Nothing is exchanged for it; two tensors of the size of the weights that Adam trains are
-            kept. None (default): with rounds of up to 4 steps and at least 3 bits, for `torch.optim.Adam` and `AdamW`
-            without amsgrad and weights of at least 32 bits, unless `scale_second_moment` is true; a notice says so.
-            Other optimizers beside them, such as Muon, keep their state as it is.
+            weights shows. One number for each parameter is exchanged; two tensors of the size of the weights that Adam
+            trains are kept. None (default): in rounds of up to 4 steps and at least 3 bits, for `torch.optim.Adam` and
+            `AdamW` without amsgrad and weights of at least 32 bits, unless `scale_second_moment` is true; a notice says
+            so. Other optimizers beside them, such as Muon, keep their state as it is.
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
             mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
             and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with the same optimizers and
@@ -183,6 +184,8 @@ class LocalSGD(Algorithm):
         means = [ctx.scratch("mean", bucket).copy_(bucket.flat) for bucket in ctx.buckets]
         for bucket, mean in zip(ctx.buckets, means, strict=True):
             ctx.launch(self.exchange, bucket, mean)
+        if infers:
+            launch_round_votes(ctx, self.interval)
         ctx.commit()
         for bucket, mean in zip(ctx.buckets, means, strict=True):
             if infers:

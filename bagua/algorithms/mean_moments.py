@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bagua.algorithms.base import Bucket, Context
+from bagua.algorithms.step_votes import launch_votes, votes_of
 
 # Of D l: what an inferred step may be off by, because weights are rounded. Its gradient may be off by 10 times that.
 _ERROR = 0.02
@@ -21,6 +22,7 @@ __all__ = [
     "check_mean_moments",
     "forget_steps",
     "infer_moments",
+    "launch_step_votes",
     "record_steps",
     "set_up_mean_moments",
     "slots_of",
@@ -115,6 +117,18 @@ def forget_steps(ctx: Context) -> None:
         sizes.zero_()
 
 
+def launch_step_votes(ctx: Context) -> None:
+    """With the averages: tell the other ranks which parameters have made just one step since the last one."""
+    if ctx.groups.world.size == 1:
+        return
+    held, flags = slots_of(ctx), list[list[bool]]()
+    for bucket in ctx.buckets:
+        counts, sizes = (ctx.tensor(name, bucket).tolist() for name in ("counts", "size"))
+        known = zip(bucket.params, counts, sizes, strict=True)
+        flags.append([bool(size) and param in held and held[param].step == count for param, count, size in known])
+    launch_votes(ctx, flags)
+
+
 @torch.no_grad()
 def infer_moments(ctx: Context, bucket: Bucket, mixed: Tensor) -> None:
     """Set the moments to those of the mean gradient, before `mixed` replaces the weights x_r of this rank.
@@ -124,9 +138,10 @@ def infer_moments(ctx: Context, bucket: Bucket, mixed: Tensor) -> None:
 
         M = m_r + D_r (x_r - mixed) / l,    g = (M - b1 M_before) / (1 - b1),    v = b2 v_before + (1 - b2) g^2
 
-    D is that of the step, `before` what was set a step earlier. Where this rank made no step, or not just one, from
-    the weights of the average before, its own moments stay. So they do for a parameter that has changed since the
-    optimizer's step, as by a clamp or a mask, and for elements whose weights are too large beside their steps, as at
+    D is that of the step, `before` what was set a step earlier. Where a rank made no step, or not just one, from the
+    weights of the average before (`launch_step_votes`), all ranks keep their own moments: what a rank that made none
+    has not moved would be taken for a large gradient. So they do for a parameter that has changed since the optimizer's
+    step, as by a clamp or a mask, and for elements whose weights are too large beside their steps, as at
     the start of a learning rate's warm-up: there the differences are mostly rounding. An M that is not known is kept
     as NaN.
 
@@ -136,9 +151,11 @@ def infer_moments(ctx: Context, bucket: Bucket, mixed: Tensor) -> None:
         return
     held, counts, sizes = slots_of(ctx), ctx.tensor("counts", bucket).tolist(), ctx.tensor("size", bucket)
     weights, means = bucket.split(bucket.flat), bucket.split(mixed)
-    same = ctx.tensor("sums", bucket) == sums_of_bits(bucket)  # stays on the device
-    for (param, first, second), x, mean, count, size, untouched in zip(
-        _parts(ctx, bucket), weights, means, counts, sizes.tolist(), same, strict=True
+    votes = votes_of(ctx, bucket, len(bucket.params))  # what follows from them stays on the device
+    all_did, none_did = votes > ctx.groups.world.size - 0.5, votes < 0.5
+    same = all_did & (ctx.tensor("sums", bucket) == sums_of_bits(bucket))
+    for (param, first, second), x, mean, count, size, untouched, at_rest in zip(
+        _parts(ctx, bucket), weights, means, counts, sizes.tolist(), same, none_did, strict=True
     ):
         if param not in held:
             continue
@@ -154,7 +171,7 @@ def infer_moments(ctx: Context, bucket: Bucket, mixed: Tensor) -> None:
             m.copy_(torch.where(exact, mean_m, m))
             first.copy_(torch.where(exact, mean_m, torch.nan))
         else:
-            first.copy_(m)
+            first.copy_(torch.where(at_rest, m, torch.nan))
         second.copy_(v)
     sizes.zero_()
 

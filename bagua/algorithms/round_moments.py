@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from bagua.algorithms.base import Bucket, Context
 from bagua.algorithms.mean_moments import Slot, adam_params_of, adam_slots_of, sums_of_bits
+from bagua.algorithms.step_votes import launch_votes, votes_of
 from bagua.codecs import Codec
 
 __all__ = [
     "begin_round",
     "in_blocks",
     "infer_round",
+    "launch_round_votes",
     "look_for_changes",
     "record_local_step",
     "set_up_rounds",
@@ -108,6 +110,20 @@ def record_local_step(ctx: Context) -> None:
         ctx.tensor("sums", bucket).copy_(sums_of_bits(bucket, _trained(ctx, bucket)))
 
 
+def launch_round_votes(ctx: Context, interval: int) -> None:
+    """With the averages: tell the other ranks which parameters have made all steps of the round."""
+    if ctx.groups.world.size == 1:
+        return
+    held, flags = adam_slots_of(ctx), list[list[bool]]()
+    for bucket in ctx.buckets:
+        counts, taken = (ctx.tensor(name, bucket).tolist() for name in ("counts", "taken"))
+        known = zip(_trained(ctx, bucket), counts, taken, strict=True)
+        flags.append(
+            [steps == interval and param in held and held[param].step == count for param, count, steps in known]
+        )
+    launch_votes(ctx, flags)
+
+
 @torch.no_grad()
 def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> None:
     """Set the moments to those of the mean gradients, before `mean` replaces the weights x_r of this rank.
@@ -126,9 +142,9 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
 
         v = b2^H v_0 + (1 - b2^H) (G^2 + (n - G^2) (1 - K) / (R - K))
 
-    For H = 1 this is exact. The moments stay as they are where this rank made more or fewer steps in the round, for a
-    parameter that something else has changed, and where the weights are so large beside their steps that differences
-    are mostly rounding.
+    For H = 1 this is exact. The moments stay as they are where a rank made more or fewer steps in the round
+    (`launch_round_votes`), for a parameter that something else has changed, and where the weights are so large beside
+    their steps that differences are mostly rounding.
 
     Shapes: mean: [N], of the ranks' weights.
     """
@@ -137,7 +153,8 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
         return
     held = adam_slots_of(ctx)
     counts, taken, sizes = (ctx.tensor(name, bucket).tolist() for name in ("counts", "taken", "size"))
-    unchanged = ~ctx.tensor("changed", bucket)  # stays on the device
+    votes = votes_of(ctx, bucket, len(_trained(ctx, bucket)))
+    unchanged = (votes > size - 0.5) & ~ctx.tensor("changed", bucket)  # stays on the device
     weights, means = (dict(zip(bucket.params, bucket.split(of), strict=True)) for of in (bucket.flat, mean))
     for i, (param, momenta, second) in enumerate(_parts(ctx, bucket)):
         slot = held.get(param)
@@ -191,7 +208,7 @@ class _Formulas(NamedTuple):
 
         Args:
             block: parts of m, of v, of the sum of the momenta, of that second moment, of the weights and of their mean.
-            unchanged: whether only the optimizer has changed the parameter.
+            unchanged: whether only the optimizer has changed the parameter, and on all ranks.
         """
         m, v, momenta, second, x, mean = block
         apart = v.mul(self.scale).sqrt_().add_(self.shift).mul_(x - mean)

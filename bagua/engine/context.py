@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bagua.algorithms.base import Algorithm, QuorumLane
 from bagua.algorithms.base import Bucket as BucketView
+from bagua.algorithms.base import Lane as LaneView
 from bagua.algorithms.base import Ticket as TicketView
 from bagua.comm.groups import Groups
 from bagua.engine.algorithm_memory import AlgorithmMemory
@@ -96,6 +97,12 @@ class EngineContext:
     def prepare(self, exchange: Exchange, bucket: BucketView | None = None) -> None:
         """Make the state of `exchange` for one bucket or all."""
         self._dispatcher.prepare(exchange, bucket)
+
+    def launch_sum(
+        self, x_P: Tensor, *, before: Callable[[], object] | None = None, lane: LaneView | None = None
+    ) -> TicketView:
+        """Queue a small sum over all ranks."""
+        return self._dispatcher.launch_sum(x_P, before=before, lane=lane)
 
     def wait(self, ticket: TicketView | None = None) -> None:
         """Wait for one launch, or for all on the default lanes."""

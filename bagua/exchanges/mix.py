@@ -19,7 +19,19 @@ from bagua.exchanges.hierarchical import Hierarchical
 from bagua.exchanges.scatter_gather import ScatterGather
 from bagua.topologies import Topology
 
-__all__ = ["mix"]
+__all__ = ["get_gather_codec", "mix"]
+
+
+def get_gather_codec(codec: str | Codec | None) -> Codec | None:
+    """Return the codec of that name, or None.
+
+    Raises:
+        TypeError, ValueError: as `bagua.codecs.get`; the message names the option.
+    """
+    try:
+        return None if codec is None else codecs.get(codec)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"gather_codec: {error}") from None
 
 
 def mix(
@@ -53,7 +65,7 @@ def mix(
         ScatterGather(codec=Int4(block=128), error_feedback=True, average=True, running_scale=False)
     """
     topology, codec = topologies.get(topology), codecs.get(codec)
-    gather_codec = None if gather_codec is None else codecs.get(gather_codec)
+    gather_codec = get_gather_codec(gather_codec)
     if error_feedback and (codec.linear or not topology.complete):
         other = f"codec {codec.name!r}" if codec.linear else f"topology {topology.name!r}"
         reason = (

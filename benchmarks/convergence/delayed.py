@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Context, Exactness, Payload
@@ -103,7 +103,9 @@ class DelayedAverage(Algorithm):
                     mean.copy_(ctx.scratch("base", bucket).add_(mean))
                 mean.sub_(ctx.scratch("snapshot", bucket))
             if moments is not None:
-                made = ctx.groups.world.size * ctx.keep("number", lambda: [0])[0]
+                made = ctx.keep("made", list[Tensor]).pop()
+                ctx.launch_sum(made.view(-1))
+                ctx.wait()
                 moments.infer(ctx, means, [ctx.scratch("snapshot", bucket) for bucket in ctx.buckets], made)
             for bucket, difference in zip(ctx.buckets, means, strict=True):
                 bucket.flat.add_(difference)
@@ -111,6 +113,6 @@ class DelayedAverage(Algorithm):
             for bucket in ctx.buckets:
                 ctx.scratch("snapshot", bucket).copy_(bucket.flat)
             if moments is not None:
-                ctx.keep("number", lambda: [0])[0] = moments.close(ctx)
+                ctx.keep("made", list[Tensor]).append(moments.close(ctx))
         if moments is not None:
             moments.note_weights(ctx)

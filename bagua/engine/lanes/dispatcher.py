@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from bagua import codecs
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.algorithms.base import Bucket as BucketView
 from bagua.algorithms.base import Lane as LaneView
@@ -32,10 +33,12 @@ from bagua.engine.reducer.bucketing import DEFAULT_NUM_LANES, PART_BYTES, last_p
 from bagua.engine.stats import Tally
 from bagua.engine.training_state import TrainingState
 from bagua.errors import CommunicationError
-from bagua.exchanges import AllReduce, ElementwiseHook, Exchange, Hierarchical
+from bagua.exchanges import AllReduce, ElementwiseHook, Exchange, Hierarchical, ScatterGather
 from bagua.exchanges.gathering import gathers
 
 __all__ = ["Dispatcher", "fitting_part_bytes", "is_plain_sum"]
+
+_SMALL_SUM = ScatterGather(codecs.get("identity"), average=False)
 
 
 class Dispatcher:
@@ -225,6 +228,25 @@ class Dispatcher:
         if lane is None:
             self._tickets += tickets
         return tickets[0] if len(tickets) == 1 else JointTicket(label, tickets)
+
+    def launch_sum(
+        self, x_P: Tensor, *, before: Callable[[], object] | None = None, lane: LaneView | None = None
+    ) -> Ticket:
+        """Queue the sum of a small tensor; see `bagua.Context.launch_sum`."""
+        self._failures.check_alive()
+        step, idle = self._state.step, self._team.size == 1 or not x_P.numel()
+        # The last of the shared ones has least to do.
+        chosen = self._pool.shared[-1] if lane is None else next(each for each in self._pool.extra if each is lane)
+        chosen.adopt(x_P)
+        # Rows of all ranks in one latency where they are far away; of a size at which bytes count nowhere.
+        run = Run(_SMALL_SUM, x_P, {}, chosen.groups, step, idle, None, (0, 0), bool(self._pool.bdp_bytes))
+        facts = {"step": step, "bucket": 0, "bytes": x_P.nbytes}
+        label = Label(f"{_SMALL_SUM.name} step {step} of {x_P.numel()} numbers", _SMALL_SUM.name, facts)
+        ticket = chosen.submit(InPieces(1, before, None).wrap(run), label)
+        if lane is None:
+            self._tickets.append(ticket)
+            self.launched = self._state.exchanged = True
+        return ticket
 
     def launch_early(self, exchange: Exchange, buckets: Sequence[BucketView]) -> None:
         """Exchange `buckets`, and return when they may be used; `wait` waits for the rest. See `bagua.Context`."""
