@@ -12,8 +12,11 @@ import torch
 
 import bagua
 from bagua.checkpoint import CheckpointError, load, save, steps
+from bagua.checkpoint.archive import read_last
+from bagua.comm.team import Team
 from tests.checkpoint.kill_points import sweep
 from tests.rank_pool import RankPool
+from tests.rank_threads import run_teams
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
@@ -155,6 +158,47 @@ def test_what_is_not_in_it_is_named(tmp_path: Path) -> None:
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------
+
+
+def load_it(path: Path, team: Team) -> None:
+    load(path, {"model": model()}, process_group=team)
+
+
+def read_it(path: Path, team: Team) -> None:
+    read_last(path, process_group=team)
+
+
+def restore_it(path: Path, team: Team) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1)
+    bagua.elastic.State(net, optimizer, directory=path, process_group=team).restore()
+
+
+@pytest.mark.parametrize("reads", [load_it, read_it, restore_it])
+@pytest.mark.parametrize("name", ["file", "file/below", "a\0b"])
+def test_a_directory_that_cannot_be_listed_is_an_error_on_all_ranks(reads: Any, name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def rank_main(team: Team) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            reads(tmp_path / name, team)
+        save(tmp_path / "other", {"epoch": 1}, step=1, process_group=team)  # the next one is not mistaken for it
+        return str(caught.value)
+
+    for said in run_teams(2, rank_main, timeout_s=8):
+        assert "rank 0 of 2: " in said and ("Not a directory" in said or "null byte" in said)
+
+
+def test_a_wrong_argument_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    def rank_main(team: Team) -> tuple[str, str]:
+        with pytest.raises(TypeError if team.rank else CheckpointError, match="objects: expected a dict") as loading:
+            load(tmp_path, 1 if team.rank else {}, process_group=team)  # type: ignore[arg-type]
+        with pytest.raises(ValueError if team.rank else CheckpointError, match="step: expected") as saving:
+            save(tmp_path, {"epoch": 1}, step=-team.rank, process_group=team)
+        return str(loading.value), str(saving.value)
+
+    others, _ = run_teams(2, rank_main, timeout_s=8)
+    assert all("rank 1 of 2: " in said for said in others)
 
 
 class Broken:

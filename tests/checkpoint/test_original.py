@@ -71,12 +71,27 @@ def test_strict_acts(strict: bool, tmp_path: Path) -> None:
         assert load_checkpoint(str(tmp_path), other, strict=False) == 3
 
 
-@pytest.mark.parametrize("text", ["", "-1", "latest", "12 13"])
-def test_a_damaged_tracker_is_an_error(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"-1", b"latest", b"12 13", b"\xff\xfe\x8012"])
+def test_a_damaged_tracker_is_an_error(content: bytes, tmp_path: Path) -> None:
     write_original(tmp_path, 5, parts(1))
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(content)
     with pytest.raises(CheckpointError, match="expected an iteration or 'release'"):
         load_checkpoint(str(tmp_path), *parts(2))
+
+
+def refused(path: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path, parts(2)[0])
+    return str(caught.value)
+
+
+def test_what_rank_0_cannot_read_is_an_error_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(2, refused, f"{tmp_path}\0", group_timeout_s=8):
+        assert "rank 0 of 2: ValueError: " in said and "null byte" in said
+    write_original(tmp_path, 5, parts(1))
+    (tmp_path / "iter_0000005" / "bagua").write_text("a file in the place of a directory")
+    for said in pool.run(2, refused, str(tmp_path), group_timeout_s=8):
+        assert "rank 0 of 2: NotADirectoryError: " in said
 
 
 def test_release_is_a_directory_of_its_own(tmp_path: Path) -> None:
