@@ -17,6 +17,7 @@ from bagua.checkpoint.directory import (
     publish,
     read_file,
     read_manifest,
+    removed_on_failure,
     reserve,
     sync_directory,
     write_bytes,
@@ -128,19 +129,20 @@ def save_items(
     team, folder, what = team_of(process_group), Path(directory), f"saving step {step} to {os.fspath(directory)}"
     items: dict[str, Item] = {}
     problem: BaseException | None = None
-    number, path = 0, folder
+    number, path = 0, None
     try:
         items = make()
         if team.rank == 0:
             number, path = reserve(folder)
     except Exception as error:  # the other ranks must hear of it
         problem = error
-    owners = share(team, what, items, problem)
-    owners = {name: ranks for name, ranks in owners.items() if name not in only_if_different or any(ranks)}
-    number, name = decode(team.broadcast_bytes(what, encode([number, path.name]) if team.rank == 0 else None))
-    writers = {name: partial(write_file, value=items[name].value) for name in owners}
-    content = _Content(writers, {name: items[name].kind for name in owners}, owners)
-    return _complete(folder, (number, name), content, step, keep, team, what)
+    with removed_on_failure(path):
+        owners = share(team, what, items, problem)
+        owners = {name: ranks for name, ranks in owners.items() if name not in only_if_different or any(ranks)}
+        number, name = decode(team.broadcast_bytes(what, None if path is None else encode([number, path.name])))
+        writers = {name: partial(write_file, value=items[name].value) for name in owners}
+        content = _Content(writers, {name: items[name].kind for name in owners}, owners)
+        return _complete(folder, (number, name), content, step, keep, team, what)
 
 
 def save_packed(
@@ -165,16 +167,16 @@ def save_packed(
         CheckpointError, CommunicationError: as `save`.
     """
     team, folder, what = team_of(process_group), Path(directory), f"saving step {step} to {os.fspath(directory)}"
-    place, problem = (0, ""), None
+    number, path, problem = 0, None, None
     if team.rank == 0:
         try:
             number, path = reserve(folder)
-            place = number, path.name
         except Exception as error:  # the other ranks must hear of it
             problem = error
-    place = agree(team, what, place, problem)[0]
-    writers = {name: partial(write_bytes, data=data) for name, data in packed.items()}
-    return _complete(folder, (place[0], place[1]), _Content(writers, dict(kinds), owners), step, keep, team, what)
+    with removed_on_failure(path):
+        number, name = agree(team, what, [number, "" if path is None else path.name], problem)[0]
+        writers = {name: partial(write_bytes, data=data) for name, data in packed.items()}
+        return _complete(folder, (number, name), _Content(writers, dict(kinds), owners), step, keep, team, what)
 
 
 @dataclass(frozen=True)

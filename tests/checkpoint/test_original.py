@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.checkpoint import CheckpointError
+from bagua.checkpoint import CheckpointError, archive
 from bagua.torch_api.checkpoint import checkpointing, load_checkpoint, save_checkpoint
 from tests.engine.training import equal
 from tests.rank_pool import RankPool
@@ -115,6 +115,15 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path), parts(2)[0])
     with pytest.raises(ValueError, match="iteration"):
         save_checkpoint(-1, str(tmp_path), old[0])
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(1, str(tmp_path), parts(1)[0])
+    monkeypatch.setattr(archive, "_file", lambda item, rank: "/dev/full")
+    with pytest.raises(CheckpointError, match=r"rank 0 of 1: OSError: \[Errno 28\] No space left"):
+        save_checkpoint(2, str(tmp_path), parts(2)[0])
+    assert not [path for path in (tmp_path / "iter_0000002").rglob("*") if path.name != "bagua"]
+    assert load_checkpoint(str(tmp_path), parts(2)[0]) == 1
 
 
 class Experts(nn.Module):
