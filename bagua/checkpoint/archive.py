@@ -269,7 +269,8 @@ def load(
     Raises:
         ValueError, TypeError: an argument is wrong.
         CheckpointError: `directory` cannot be read, files are damaged, an object is not in them, or something does not
-            fit; names it. So does a wrong argument of another rank.
+            fit; names it. So does a wrong argument of another rank. It is a ValueError too if a module runs another
+            algorithm than it was saved with.
         CommunicationError: a rank did not arrive within the timeout.
 
     Examples:

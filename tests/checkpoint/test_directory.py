@@ -200,7 +200,7 @@ def restore_it(path: Path, team: Team) -> None:
 
 
 @pytest.mark.parametrize("reads", [load_it, read_it, restore_it])
-@pytest.mark.parametrize("name", ["file", "file/below", "a\0b"])
+@pytest.mark.parametrize("name", ["file", "file/below", "a\0b"], ids=["file", "below", "null"])
 def test_a_directory_that_cannot_be_listed_is_an_error_on_all_ranks(reads: Any, name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 

@@ -71,7 +71,9 @@ def test_strict_acts(strict: bool, tmp_path: Path) -> None:
         assert load_checkpoint(str(tmp_path), other, strict=False) == 3
 
 
-@pytest.mark.parametrize("content", [b"", b"-1", b"latest", b"12 13", b"\xff\xfe\x8012"])
+@pytest.mark.parametrize(
+    "content", [b"", b"-1", b"latest", b"12 13", b"\xff\xfe\x8012"], ids=["none", "negative", "word", "two", "binary"]
+)
 def test_a_damaged_tracker_is_an_error(content: bytes, tmp_path: Path) -> None:
     write_original(tmp_path, 5, parts(1))
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(content)
