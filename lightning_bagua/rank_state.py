@@ -100,8 +100,7 @@ def _put_back(
     engine = attachments[module].engine
     items: dict[str, Any] = entry["items"]
     saved_with = items["algorithm"]["copies"][0]["algorithm"]
-    wanted = engine.stats().algorithm
-    same_algorithm, same_size = saved_with == wanted, entry["size"] == team.size
+    same_algorithm, same_size = engine.form_of(saved_with) is not None, entry["size"] == team.size
     exact = same_algorithm and same_size
     if "weights" in items:
         copies = _by_rank(items["weights"])
@@ -116,7 +115,7 @@ def _put_back(
             optimizer.load_state_dict(copies[team.rank] if exact else mean_optimizer(copies))
     states = _by_rank(items["algorithm"])
     if not same_algorithm:
-        return f"the checkpoint was made with {saved_with}; {wanted} starts anew"
+        return f"the checkpoint was made with {saved_with}; {engine.state.root!r} starts anew"
     if same_size:
         engine.load_state_dict(states[team.rank])
     else:

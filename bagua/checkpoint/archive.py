@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bagua.checkpoint.agree import agree, share, team_of
+from bagua.checkpoint.agree import agree, agree_on, share, team_of
 from bagua.checkpoint.directory import (
     Manifest,
-    Place,
     discard_old,
     find,
     publish,
     read_file,
     read_manifest,
+    removed_on_failure,
     reserve,
     sync_directory,
     write_bytes,
@@ -87,19 +87,24 @@ def save(
 
     Raises:
         ValueError, TypeError: an argument is wrong.
-        CheckpointError: a rank could not write its part; names the rank. Nothing has changed.
+        CheckpointError: a rank could not write its part, or got a wrong argument; names the rank. Nothing has changed.
         CommunicationError: a rank did not arrive within the timeout.
 
     Examples:
         >>> objects = {"model": model, "optimizer": optimizer, "epoch": 3}
         >>> directory = bagua.checkpoint.save(path, objects, step=100)
     """
-    check_objects(objects)
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
-        raise ValueError(f"step: expected an integer >= 0, got {step!r}")
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep: expected an integer >= 1 or None, got {keep!r}")
-    return save_items(directory, lambda: collect(objects), step=step, keep=keep, process_group=process_group)
+
+    def check() -> None:
+        check_objects(objects)
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
+            raise ValueError(f"step: expected an integer >= 0, got {step!r}")
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep: expected an integer >= 1 or None, got {keep!r}")
+
+    team = team_of(process_group)
+    agree_on(team, f"saving to {os.fspath(directory)}", check)
+    return save_items(directory, lambda: collect(objects), step=step, keep=keep, process_group=team)
 
 
 def save_items(
@@ -124,19 +129,20 @@ def save_items(
     team, folder, what = team_of(process_group), Path(directory), f"saving step {step} to {os.fspath(directory)}"
     items: dict[str, Item] = {}
     problem: BaseException | None = None
-    number, path = 0, folder
+    number, path = 0, None
     try:
         items = make()
         if team.rank == 0:
             number, path = reserve(folder)
     except Exception as error:  # the other ranks must hear of it
         problem = error
-    owners = share(team, what, items, problem)
-    owners = {name: ranks for name, ranks in owners.items() if name not in only_if_different or any(ranks)}
-    number, name = decode(team.broadcast_bytes(what, encode([number, path.name]) if team.rank == 0 else None))
-    writers = {name: partial(write_file, value=items[name].value) for name in owners}
-    content = _Content(writers, {name: items[name].kind for name in owners}, owners)
-    return _complete(folder, (number, name), content, step, keep, team, what)
+    with removed_on_failure(path):
+        owners = share(team, what, items, problem)
+        owners = {name: ranks for name, ranks in owners.items() if name not in only_if_different or any(ranks)}
+        number, name = decode(team.broadcast_bytes(what, None if path is None else encode([number, path.name])))
+        writers = {name: partial(write_file, value=items[name].value) for name in owners}
+        content = _Content(writers, {name: items[name].kind for name in owners}, owners)
+        return _complete(folder, (number, name), content, step, keep, team, what)
 
 
 def save_packed(
@@ -161,16 +167,16 @@ def save_packed(
         CheckpointError, CommunicationError: as `save`.
     """
     team, folder, what = team_of(process_group), Path(directory), f"saving step {step} to {os.fspath(directory)}"
-    place, problem = (0, ""), None
+    number, path, problem = 0, None, None
     if team.rank == 0:
         try:
             number, path = reserve(folder)
-            place = number, path.name
-        except OSError as error:
+        except Exception as error:  # the other ranks must hear of it
             problem = error
-    place = agree(team, what, place, problem)[0]
-    writers = {name: partial(write_bytes, data=data) for name, data in packed.items()}
-    return _complete(folder, (place[0], place[1]), _Content(writers, dict(kinds), owners), step, keep, team, what)
+    with removed_on_failure(path):
+        number, name = agree(team, what, [number, "" if path is None else path.name], problem)[0]
+        writers = {name: partial(write_bytes, data=data) for name, data in packed.items()}
+        return _complete(folder, (number, name), _Content(writers, dict(kinds), owners), step, keep, team, what)
 
 
 @dataclass(frozen=True)
@@ -211,7 +217,7 @@ def _complete(
             final = publish(path, number, manifest)
             if keep is not None:
                 discard_old(folder, keep)
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # the other ranks must hear of it
             problem = error
     agree(team, what, None, problem)
     return folder / f"checkpoint-{number:06d}-step-{step}" if team.rank else final
@@ -262,7 +268,9 @@ def load(
 
     Raises:
         ValueError, TypeError: an argument is wrong.
-        CheckpointError: files are damaged, an object is not in them, or something does not fit; names it.
+        CheckpointError: `directory` cannot be read, files are damaged, an object is not in them, or something does not
+            fit; names it. So does a wrong argument of another rank. It is a ValueError too if a module runs another
+            algorithm than it was saved with.
         CommunicationError: a rank did not arrive within the timeout.
 
     Examples:
@@ -274,8 +282,8 @@ def load(
         >>> loaded.step, loaded.data["epoch"]
         (100, 3)
     """
-    check_objects(objects)
     team, folder, what = team_of(process_group), Path(directory), f"loading from {os.fspath(directory)}"
+    agree_on(team, what, lambda: check_objects(objects))
     read = _agree_on(folder, step, lambda kinds, where: wanted(kinds, objects, where), team, what)
     if read is None:
         return None
@@ -284,15 +292,15 @@ def load(
     return Loaded(manifest.step, manifest.size, path, data)
 
 
-def _choose(folder: Path, step: int | None) -> tuple[Place | None, BaseException | None]:
+def _choose(folder: Path, step: int | None) -> str | None:
     places = find(folder)
-    if step is None:
-        return (places[-1] if places else None), None
-    match = [place for place in places if place.step == step]
+    match = [place for place in places if step is None or place.step == step]
     if match:
-        return match[-1], None
+        return match[-1].path.name
+    if step is None:
+        return None
     have = ", ".join(str(place.step) for place in places) or "no checkpoint"
-    return None, CheckpointError(f"{folder} has no checkpoint of step {step}; it has {have}")
+    raise CheckpointError(f"{folder} has no checkpoint of step {step}; it has {have}")
 
 
 def read_last(
@@ -305,7 +313,7 @@ def read_last(
         all_copies: those of all ranks, also if their number is the same.
 
     Raises:
-        CheckpointError: files are damaged.
+        CheckpointError: `directory` cannot be read, or files are damaged.
         CommunicationError: a rank did not arrive within the timeout.
     """
     team, what = team_of(process_group), f"loading from {os.fspath(directory)}"
@@ -322,8 +330,14 @@ def _agree_on(
     all_copies: bool = False,
 ) -> tuple[Path, Manifest, Found] | None:
     """Choose a checkpoint on rank 0, and read on every rank what it needs, without changing anything. Collective."""
-    choice, problem = _choose(folder, step) if team.rank == 0 else (None, None)
-    (chosen, *_) = agree(team, what, None if choice is None else choice.path.name, problem)
+    name: str | None = None
+    problem: Exception | None = None
+    try:
+        if team.rank == 0:
+            name = _choose(folder, step)
+    except Exception as error:  # the other ranks must hear of it
+        problem = error
+    (chosen, *_) = agree(team, what, name, problem)
     if chosen is None:
         return None
     path, found = folder / chosen, None

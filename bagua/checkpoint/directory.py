@@ -17,6 +17,8 @@ import re
 import secrets
 import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ __all__ = [
     "publish",
     "read_file",
     "read_manifest",
+    "removed_on_failure",
     "reserve",
     "write_bytes",
     "write_file",
@@ -99,22 +102,64 @@ def reserve(directory: Path) -> tuple[int, Path]:
     return number, path
 
 
+@contextmanager
+def removed_on_failure(path: Path | None) -> Iterator[None]:
+    """Remove the reserved directory `path`, if any, when the ranks have agreed that they failed: nobody writes then.
+
+    If a rank did not come to the agreement it may still be writing; then the next `reserve` removes what is left.
+    """
+    try:
+        yield
+    except CheckpointError:
+        if path is not None:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
 class _Writer:
-    """A file that knows size and checksum of what was written to it."""
+    """A file that knows size and checksum of what was written to it.
+
+    Attributes:
+        problem: the first error of the file. `torch.save` raises another one in its place.
+    """
 
     def __init__(self, file: Any) -> None:
         self.file = file
         self.nbytes = self.crc = 0
+        self.problem: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.crc = zlib.crc32(data, self.crc)
         count = memoryview(data).nbytes
         self.nbytes += count
-        self.file.write(data)
+        with self._noting():
+            self.file.write(data)
         return count
 
     def flush(self) -> None:
-        self.file.flush()
+        with self._noting():
+            self.file.flush()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.problem = self.problem or error
+            raise
+
+
+@contextmanager
+def _on_disk(path: Path) -> Iterator[Any]:
+    """A new file that is on the disk at the end; an `OSError` names it."""
+    try:
+        with open(path, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise
 
 
 def write_file(path: Path, value: Any) -> tuple[int, int]:
@@ -124,11 +169,15 @@ def write_file(path: Path, value: Any) -> tuple[int, int]:
         CheckpointError: `value` holds an object that is not plain data.
         OSError: the disk is full, say.
     """
-    with open(path, "wb") as file:
+    with _on_disk(path) as file:
         writer = _Writer(file)
-        torch.save(value, writer)  # pyright: ignore[reportArgumentType]
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            torch.save(value, writer)  # pyright: ignore[reportArgumentType]
+        except Exception:
+            if writer.problem is None:
+                raise
+        if writer.problem is not None:
+            raise writer.problem
     try:  # now, not when it is needed: what was pickled must come back without unpickling arbitrary classes
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
@@ -144,10 +193,8 @@ def write_bytes(path: Path, data: bytes) -> tuple[int, int]:
     Raises:
         OSError: the disk is full, say.
     """
-    with open(path, "wb") as file:
+    with _on_disk(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
     return len(data), zlib.crc32(data)
 
 
@@ -165,10 +212,8 @@ def publish(path: Path, number: int, manifest: Manifest) -> Path:
                 "all ranks must see the same directory"
             )
     text = json.dumps({"version": _VERSION, "torch": torch.__version__, **vars(manifest)}, indent=1)
-    with open(path / _MANIFEST, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with _on_disk(path / _MANIFEST) as file:
+        file.write(text.encode())
     sync_directory(path)
     final = path.parent / f"checkpoint-{number:06d}-step-{manifest.step}"
     os.rename(path, final)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError"]
+__all__ = ["CheckpointError", "MisfitError"]
 
 
 class CheckpointError(RuntimeError):
@@ -10,3 +10,7 @@ class CheckpointError(RuntimeError):
 
     Raised on all ranks, whichever of them failed.
     """
+
+
+class MisfitError(CheckpointError, ValueError):
+    """The state of an algorithm was saved with another algorithm, or does not fit the module. Names what differs."""

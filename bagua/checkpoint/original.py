@@ -74,13 +74,13 @@ def save_checkpoint(
                 _write(folder / name, value)
         if team.rank == 0:
             _write(folder / _STATES, {"iteration": iteration, **states})
-    except (OSError, ValueError, CheckpointError) as error:
+    except Exception as error:  # the other ranks must hear of it
         problem = error
     agree(team, what, None, problem)
     if team.rank == 0:
         try:
             _replace(root / _TRACKER, lambda path: _write_text(path, str(iteration)))
-        except OSError as error:
+        except Exception as error:
             problem = error
     agree(team, what, None, problem)
 
@@ -111,20 +111,19 @@ def load_checkpoint(
         100
     """
     team, root, what = team_of(None), Path(checkpoints_path), f"loading from {checkpoints_path}"
-    latest: tuple[int, str] | None = None
+    latest: tuple[int, str, bool] | None = None
     problem: BaseException | None = None
-    if team.rank == 0:
-        try:
+    try:
+        if team.rank == 0:
             latest = _latest(root)
-        except (OSError, CheckpointError) as error:
-            problem = error
+    except Exception as error:  # the other ranks must hear of it
+        problem = error
     (chosen, *_) = agree(team, what, latest, problem)
     if chosen is None:
         return 0
-    iteration, folder = chosen[0], root / chosen[1]
+    iteration, folder, ours = chosen[0], root / chosen[1], chosen[2]
     given = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
     given = {name: value for name, value in given.items() if value is not None}
-    (ours, *_) = agree(team, what, bool(find(folder / _OURS)), None)
     if ours and strict:
         loaded = load(folder / _OURS, given)
         assert loaded is not None
@@ -145,17 +144,17 @@ def load_checkpoint(
     return iteration
 
 
-def _latest(root: Path) -> tuple[int, str] | None:
-    """Iteration and directory that the tracker names, None without a tracker."""
+def _latest(root: Path) -> tuple[int, str, bool] | None:
+    """Iteration and directory that the tracker names, and whether our state is there too; None without a tracker."""
     try:
-        text = (root / _TRACKER).read_text()[:100].strip()
+        content = (root / _TRACKER).read_bytes()
     except FileNotFoundError:
         return None
-    if text == "release":
-        return 0, text
-    if not re.fullmatch(r"\d{1,18}", text):
+    text = content[:100].decode(errors="backslashreplace").strip()
+    if text != "release" and not re.fullmatch(r"[0-9]{1,18}", text):
         raise CheckpointError(f"{root / _TRACKER}: expected an iteration or 'release', got {text!r}")
-    return int(text), f"iter_{int(text):07d}"
+    iteration, name = (0, text) if text == "release" else (int(text), f"iter_{int(text):07d}")
+    return iteration, name, bool(find(root / name / _OURS))
 
 
 def _read(folder: Path, model: nn.Module, rank: int) -> dict[str, Any]:

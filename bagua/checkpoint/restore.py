@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from bagua.checkpoint.agree import agree_on
-from bagua.checkpoint.errors import CheckpointError
+from bagua.checkpoint.errors import CheckpointError, MisfitError
 from bagua.checkpoint.experts import check_optimizer, is_expert, spread_experts
 from bagua.checkpoint.items import RNG, algorithm_item, kind_of, set_random_state
 from bagua.checkpoint.reshard import (
@@ -76,7 +77,8 @@ def restore(found: Found, objects: Mapping[str, Any], team: Team, *, rng: bool) 
 
     Raises:
         CheckpointError: something does not go with the number of ranks that there are now, or another rank failed.
-        ValueError: something does not fit the object; names it. So do the objects' own errors.
+        MisfitError: another algorithm runs now, or its state does not fit; names it.
+        Exception: of an object, where its state does not fit.
     """
     return agree_on(team, f"loading from {found.where}", lambda: _put(found, objects, team, rng))
 
@@ -107,10 +109,11 @@ def _put(found: Found, objects: Mapping[str, Any], team: Team, rng: bool) -> dic
         if module in attachments:
             copies = found.parts[algorithm_item(name)]
             engine = attachments[module].engine
-            if same:
-                engine.load_state_dict(copies[0])
-            else:
-                load_algorithm(engine, copies, f"{found.where}: {name}")
+            with _misfit(f"{found.where}: {name}"):
+                if same:
+                    engine.load_state_dict(copies[0])
+                else:
+                    load_algorithm(engine, copies, f"{found.where}: {name}")
     for name, value in _of_kind(objects, "stateful"):
         copies = found.parts[name]
         value.load_state_dict(copies[0] if same else for_other_size(name, copies, found.where))
@@ -135,10 +138,24 @@ def _check_algorithms(found: Found, objects: Mapping[str, Any]) -> None:
     """Before anything has changed: each module runs the algorithm that it was saved with.
 
     Raises:
-        ValueError: names both.
+        MisfitError: names both.
     """
     for name, module in _of_kind(objects, "module"):
         if module in attachments:
             engine, saved = attachments[module].engine, found.parts[algorithm_item(name)][0]
-            fits = engine.form_of(saved.get("algorithm")) or engine.state.root
-            check_header(saved, {"algorithm": repr(fits)})
+            with _misfit(f"{found.where}: {name}"):
+                check_header(saved, {})
+            if engine.form_of(saved.get("algorithm")) is None:
+                raise MisfitError(
+                    f"{found.where}: {name}: saved with algorithm {saved.get('algorithm')}, loaded into algorithm "
+                    f"{engine.state.root!r}; pass the same algorithm and options to bagua.distribute(), or load the "
+                    "weights before bagua.distribute(), and the algorithm starts anew"
+                )
+
+
+@contextmanager
+def _misfit(where: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise MisfitError(f"{where}: {error}") from error

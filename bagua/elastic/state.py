@@ -173,7 +173,7 @@ class State:
         if self._following is not None:
             self._following.number += 1
             return
-        what, team, handler = f"commit {self.number + 1}", self._team, self._arm()
+        what, handler = f"commit {self.number + 1}", self._arm()
         data: dict[str, bytes] = {}
         kinds: dict[str, str] = {}
         problem: Exception | None = None
@@ -183,18 +183,14 @@ class State:
             problem = error
         sums = {name: digest(each) for name, each in data.items()}
         report = {
-            "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
             "digests": sums,
             "nbytes": {name: len(each) for name, each in data.items()},
             "token": secrets.token_hex(8),
             "preempted": handler.asked,
         }
-        reports = self._link.gather(what, report)
-        for rank, each in enumerate(reports):
-            if each["problem"] is not None:
-                raise CheckpointError(f"{what}: rank {rank} of {team.size}: {each['problem']}") from problem
+        reports = self._gather(what, report, problem)
         owners = owners_of([each["digests"] for each in reports])
-        commit = Commit(self.number + 1, self._generation, reports[0]["token"], team.size, kinds, owners)
+        commit = Commit(self.number + 1, self._generation, reports[0]["token"], self._team.size, kinds, owners)
         self._memory.store(commit, data, reports, what)
         self._number += 1
         preempted = any(each["preempted"] for each in reports)
@@ -210,15 +206,24 @@ class State:
             what it was; None if there is none, at the first start.
 
         Raises:
-            CheckpointError: something does not go with the number of ranks that there are now, or files are damaged.
+            CheckpointError: something does not go with the number of ranks that there are now, the directory cannot be
+                read, or files are damaged.
             CommunicationError: a rank did not arrive within the timeout.
         """
         if self._following is not None:
             place = self._following.restore()
             return None if place is None else Restored(place.number, place.size, "peers")
-        slots = self._memory.contents() if self._memory.leads else []
-        on_disk = 0 if self._disk is None or self._team.rank else max(steps(self._disk.directory), default=0)
-        reports = self._link.gather("restore", {"slots": slots, "disk": on_disk})
+        slots: list[dict[str, Any]] = []
+        on_disk = 0
+        problem: Exception | None = None
+        try:
+            if self._memory.leads:
+                slots = self._memory.contents()
+            if self._disk is not None and self._team.rank == 0:
+                on_disk = max(steps(self._disk.directory), default=0)
+        except Exception as error:  # the other ranks must hear of it
+            problem = error
+        reports = self._gather("restore", {"slots": slots, "disk": on_disk}, problem)
         found = newest([(at, reports[node[0]]["slots"]) for at, node in enumerate(self._link.nodes)])
         generations = [about["generation"] for report in reports for about in report["slots"]]
         self._generation = max(generations, default=0) + 1
@@ -253,6 +258,15 @@ class State:
         if self._preemption is not None:
             self._preemption.close()
         self._memory.close()
+
+    def _gather(self, what: str, report: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:
+        """Reports by rank; all ranks raise if one of them has a problem. Collective."""
+        said = None if problem is None else f"{type(problem).__name__}: {problem}"
+        reports = self._link.gather(what, {**report, "problem": said})
+        for rank, each in enumerate(reports):
+            if each["problem"] is not None:
+                raise CheckpointError(f"{what}: rank {rank} of {self._team.size}: {each['problem']}") from problem
+        return reports
 
     def _pack(self) -> tuple[dict[str, bytes], dict[str, str]]:
         items = collect({**self._objects, **self._user})

@@ -46,8 +46,13 @@ def check_header(data: dict[str, Any], have: dict[str, Any]) -> None:
     Raises:
         ValueError: names the first entry that differs.
     """
-    if data.get("version") != _VERSION:
-        raise ValueError(f"state dict: version {data.get('version')!r}, expected {_VERSION}")
+    if "version" not in data:
+        raise ValueError(
+            "state dict: not made by bagua.state_dict(), as it has no 'version'; "
+            "pass what bagua.state_dict(model) returned on this rank"
+        )
+    if data["version"] != _VERSION:
+        raise ValueError(f"state dict: version {data['version']!r}, expected {_VERSION}: another Bagua made it")
     for what, value in have.items():
         if data.get(what) != value:
             raise ValueError(f"state dict: saved with {what} {data.get(what)}, loaded into {what} {value}")

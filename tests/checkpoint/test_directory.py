@@ -11,9 +11,12 @@ import pytest
 import torch
 
 import bagua
-from bagua.checkpoint import CheckpointError, load, save, steps
+from bagua.checkpoint import CheckpointError, archive, load, save, steps
+from bagua.checkpoint.archive import read_last, save_packed
+from bagua.comm.team import Team
 from tests.checkpoint.kill_points import sweep
 from tests.rank_pool import RankPool
+from tests.rank_threads import run_teams
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
@@ -154,7 +157,73 @@ def test_what_is_not_in_it_is_named(tmp_path: Path) -> None:
         load(tmp_path, {"model": 1})
 
 
+def full_disk(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
+    """For the items named "full", which a rank is to write."""
+    file_of = archive._file
+
+    def place(item: str, writer: int) -> str:
+        return "/dev/full" if (item, writer) == ("full", rank) else file_of(item, writer)
+
+    monkeypatch.setattr(archive, "_file", place)
+
+
+@pytest.mark.parametrize("length", [10, 10**6], ids=["at_the_end", "on_the_way"])
+def test_a_full_disk_is_named_and_does_not_stay_full(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, {"epoch": 1}, step=1)
+    before = sorted(tmp_path.rglob("*"))
+    full_disk(monkeypatch)
+    with pytest.raises(CheckpointError, match=r"rank 0 of 1: OSError: \[Errno 28\] No space left.*: '/dev/full'"):
+        save(tmp_path, {"epoch": 2, "full": torch.ones(length)}, step=2)
+    assert sorted(tmp_path.rglob("*")) == before
+    monkeypatch.undo()
+    save(tmp_path, {"epoch": 2, "full": torch.ones(length)}, step=2)
+    assert steps(tmp_path) == (1, 2)
+
+
 # -- several ranks -----------------------------------------------------------------------------------------------
+
+
+def load_it(path: Path, team: Team) -> None:
+    load(path, {"model": model()}, process_group=team)
+
+
+def read_it(path: Path, team: Team) -> None:
+    read_last(path, process_group=team)
+
+
+def restore_it(path: Path, team: Team) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1)
+    bagua.elastic.State(net, optimizer, directory=path, process_group=team).restore()
+
+
+@pytest.mark.parametrize("reads", [load_it, read_it, restore_it])
+@pytest.mark.parametrize("name", ["file", "file/below", "a\0b"], ids=["file", "below", "null"])
+def test_a_directory_that_cannot_be_listed_is_an_error_on_all_ranks(reads: Any, name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def rank_main(team: Team) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            reads(tmp_path / name, team)
+        save(tmp_path / "other", {"epoch": 1}, step=1, process_group=team)  # the next one is not mistaken for it
+        return str(caught.value)
+
+    for said in run_teams(2, rank_main, timeout_s=8):
+        assert "rank 0 of 2: " in said and ("Not a directory" in said or "null byte" in said)
+
+
+def test_a_wrong_argument_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    def rank_main(team: Team) -> tuple[str, str]:
+        with pytest.raises(TypeError if team.rank else CheckpointError, match="objects: expected a dict") as loading:
+            load(tmp_path, 1 if team.rank else {}, process_group=team)  # type: ignore[arg-type]
+        with pytest.raises(ValueError if team.rank else CheckpointError, match="step: expected") as saving:
+            save(tmp_path, {"epoch": 1}, step=-team.rank, process_group=team)
+        return str(loading.value), str(saving.value)
+
+    others, _ = run_teams(2, rank_main, timeout_s=8)
+    assert all("rank 1 of 2: " in said for said in others)
 
 
 class Broken:
@@ -199,6 +268,25 @@ def test_a_problem_of_one_rank_is_everyones(pool: RankPool, tmp_path: Path) -> N
     files = first[3:]
     assert [name for name in files if name.startswith("equal")] == ["equal-00000.pt"], "written once"
     assert [name for name in files if name.startswith("own")] == ["own-00000.pt", "own-00001.pt"]
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full_disk(monkeypatch, rank=1)
+
+    def rank_main(team: Team) -> list[str]:
+        said = []
+        for own in ({"full": team.rank}, {"epoch": Evil() if team.rank else 1}, {"more": 1} if team.rank else {}):
+            with pytest.raises(CheckpointError) as caught:
+                save(tmp_path, {"same": torch.ones(3), **own}, step=1, process_group=team)
+            said.append(str(caught.value))
+        packed = {"full": b"%d" % team.rank}
+        with pytest.raises(CheckpointError) as caught:
+            save_packed(tmp_path, packed, {"full": "data"}, {"full": [0, 1]}, step=1, keep=1, process_group=team)
+        return [*said, str(caught.value)]
+
+    for said in run_teams(2, rank_main):
+        assert all("rank 1 of 2: OSError: [Errno 28]" in said[n] for n in (0, 3)) and "rank 1" in said[1]
+    assert not list(tmp_path.iterdir())
 
 
 def separate(path: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import pytest
 import torch
 
 import bagua
@@ -42,3 +44,18 @@ def load_with(team: Team, name: str) -> str:
 def test_two_ranks_load_what_they_saved_when_chunks_had_residuals() -> None:
     assert run_teams(2, load_with, "chunk_residual") == ["", ""]
     assert all("unexpected tensors" in error for error in run_teams(2, load_with, "others"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: {}, r"not made by bagua.state_dict\(\), as it has no 'version'"),
+        (lambda state: {**state, "version": 1}, "version 1, expected 3: another Bagua made it"),
+    ],
+)
+def test_what_is_no_state_of_an_algorithm_is_told_from_one_of_another_version(change: Any, message: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    bagua.distribute(model, torch.optim.SGD(model.parameters(), lr=1), "bytegrad", process_group=Team.alone())
+    with pytest.raises(ValueError, match=message):
+        bagua.load_state_dict(model, change(bagua.state_dict(model)))
+    bagua.detach(model)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.checkpoint import CheckpointError
+from bagua.checkpoint import CheckpointError, archive
 from bagua.torch_api.checkpoint import checkpointing, load_checkpoint, save_checkpoint
 from tests.engine.training import equal
 from tests.rank_pool import RankPool
@@ -71,12 +71,29 @@ def test_strict_acts(strict: bool, tmp_path: Path) -> None:
         assert load_checkpoint(str(tmp_path), other, strict=False) == 3
 
 
-@pytest.mark.parametrize("text", ["", "-1", "latest", "12 13"])
-def test_a_damaged_tracker_is_an_error(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"-1", b"latest", b"12 13", b"\xff\xfe\x8012"], ids=["none", "negative", "word", "two", "binary"]
+)
+def test_a_damaged_tracker_is_an_error(content: bytes, tmp_path: Path) -> None:
     write_original(tmp_path, 5, parts(1))
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(content)
     with pytest.raises(CheckpointError, match="expected an iteration or 'release'"):
         load_checkpoint(str(tmp_path), *parts(2))
+
+
+def refused(path: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path, parts(2)[0])
+    return str(caught.value)
+
+
+def test_what_rank_0_cannot_read_is_an_error_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(2, refused, f"{tmp_path}\0", group_timeout_s=8):
+        assert "rank 0 of 2: ValueError: " in said and "null byte" in said
+    write_original(tmp_path, 5, parts(1))
+    (tmp_path / "iter_0000005" / "bagua").write_text("a file in the place of a directory")
+    for said in pool.run(2, refused, str(tmp_path), group_timeout_s=8):
+        assert "rank 0 of 2: NotADirectoryError: " in said
 
 
 def test_release_is_a_directory_of_its_own(tmp_path: Path) -> None:
@@ -100,6 +117,15 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path), parts(2)[0])
     with pytest.raises(ValueError, match="iteration"):
         save_checkpoint(-1, str(tmp_path), old[0])
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(1, str(tmp_path), parts(1)[0])
+    monkeypatch.setattr(archive, "_file", lambda item, rank: "/dev/full")
+    with pytest.raises(CheckpointError, match=r"rank 0 of 1: OSError: \[Errno 28\] No space left"):
+        save_checkpoint(2, str(tmp_path), parts(2)[0])
+    assert not [path for path in (tmp_path / "iter_0000002").rglob("*") if path.name != "bagua"]
+    assert load_checkpoint(str(tmp_path), parts(2)[0]) == 1
 
 
 class Experts(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import bagua
 from bagua.checkpoint import CheckpointError, Shards, load, save
 from bagua.checkpoint.reshard import equal, mean
 from bagua.comm.team import Team
+from bagua.engine.distributed_module import attachment_of
 from bagua.exchanges import AllReduce
 from tests.checkpoint.runs import Case, Run, cases
 from tests.rank_pool import RankPool
@@ -280,13 +282,30 @@ def test_another_algorithm_is_refused_and_nothing_is_touched(tmp_path: Path) -> 
     def other(team: Team) -> tuple[str, bool]:
         run = Run.start(cases()["bytegrad"], team)
         weights = torch_copy(run.model.state_dict())
-        with pytest.raises(ValueError, match="saved with algorithm .*int4.*loaded into algorithm .*minmax") as caught:
+        with pytest.raises(CheckpointError, match="saved with algorithm .*int4.*into algorithm .*minmax") as caught:
             load(tmp_path, run.objects, process_group=team)
+        assert isinstance(caught.value, ValueError)
         untouched = equal(torch_copy(run.model.state_dict()), weights)
         bagua.detach(run.model)
         return str(caught.value), untouched
 
-    assert all(untouched for _, untouched in run_teams(2, other))
+    for said, untouched in run_teams(2, other):
+        assert untouched and ": model: saved" in said and "load the weights before bagua.distribute()" in said
+
+
+def test_what_an_algorithm_refuses_is_an_error_of_the_checkpoint(tmp_path: Path) -> None:
+    run_teams(2, before, cases()["feedback"], tmp_path)
+
+    def other(team: Team) -> None:
+        run = Run.start(cases()["feedback"], team)
+        engine = attachment_of(run.model).engine
+        with mock.patch.object(engine, "load_state_dict", side_effect=ValueError("state dict: of others")):
+            with pytest.raises(CheckpointError, match=": model: state dict: of others") as caught:
+                load(tmp_path, run.objects, process_group=team)
+        assert isinstance(caught.value, ValueError)
+        bagua.detach(run.model)
+
+    run_teams(2, other)
 
 
 def test_data_that_differ_by_rank_are_refused_by_name(tmp_path: Path) -> None:

@@ -14,9 +14,13 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import bagua
-from lightning_bagua.rank_state import KEY
+from bagua.comm.team import Team
+from lightning_bagua.rank_state import KEY, put_back
+from tests.engine.test_site_choice import EDEN, decide, prepare, steps
+from tests.engine.test_site_trial import HOSTS
 from tests.lightning.models import Regression, flat, loader, make, saved, trainer
 from tests.rank_pool import RankPool
+from tests.rank_threads import run_teams
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("bytegrad", {"codec": "int4", "hierarchical": False}, "momentum"),  # residuals
@@ -102,6 +106,35 @@ def test_another_algorithm_starts_anew_and_says_so(pool: RankPool, tmp_path: Pat
     texts, others = pool.run(2, another_algorithm, str(tmp_path / "straight" / "epoch=1.ckpt"))
     assert any("made with ByteGrad" in text and "GradientAllReduce" in text for text in texts), texts
     assert not others
+
+
+def state_of(team: Team) -> dict[str, Any]:
+    model, optimizer = prepare(team, "bytegrad", EDEN)
+    steps(team, model, optimizer, range(2))
+    state = bagua.state_dict(model)
+    bagua.detach(model)
+    return state
+
+
+@pytest.mark.parametrize("hosts", [HOSTS, ["a:0", "a:1", "b:2", "b:3", "c:4", "c:5"]], ids=["as_many", "more"])
+def test_the_choice_of_a_trial_between_sites_goes_on(hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    decide(monkeypatch, flat_wins=True)
+    states = run_teams(4, state_of, nodes=HOSTS)
+    begun = decide(monkeypatch, flat_wins=False)
+    item = {"owners": list(range(4)), "copies": dict(enumerate(states))}
+    entry = {"version": 1, "size": 4, "items": {"algorithm": item}}
+
+    def load(team: Team) -> tuple[str | None, str, int]:
+        model, optimizer = prepare(team, "bytegrad", EDEN)
+        remark = put_back(entry, model, [optimizer], team)
+        steps(team, model, optimizer, range(2, 3))
+        stats = bagua.stats(model)
+        bagua.detach(model)
+        return remark, stats.algorithm, stats.steps
+
+    for remark, algorithm, count in run_teams(len(hosts), load, nodes=hosts):
+        assert remark is None and "hierarchical=False" in algorithm and count == 3
+    assert not begun, "the checkpoint decides instead of a trial"
 
 
 class Paused(Regression):
