@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -268,6 +270,21 @@ def test_a_forked_child_does_not_hold_the_connections() -> None:
     mesh.close()
     assert join() is not None
     theirs.close()
+
+
+def test_a_process_without_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection stays in the queue: it must not be tried again and again until the time is over."""
+    own = mesh_connect.listen("127.0.0.1", 2)
+    refused = [OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError(), InterruptedError()]
+
+    def accept(self: socket.socket) -> None:
+        raise refused.pop()
+
+    with own.listener, socket.create_connection(own.listener.getsockname()):
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        with pytest.raises(CommunicationError, match="cannot accept: .*Too many open files"):
+            mesh_connect._accept(0, own, 2, mesh_connect._Patience(time.monotonic() + WAIT_S, None))
+    assert not refused
 
 
 def exchanged(team: Team) -> int:
