@@ -304,6 +304,23 @@ def _await_reply(sock: socket.socket, peer: int, proof: bytes, patience: _Patien
         raise CommunicationError(f"who answers for rank {peer} does not know its secret")
 
 
+def _take(listener: socket.socket) -> socket.socket:
+    """The next connection, if there is one still.
+
+    Raises:
+        BlockingIOError, ConnectionAbortedError, InterruptedError: there is none.
+        CommunicationError: this process cannot have it. It stays in the queue, so another try would come at once.
+    """
+    try:
+        fresh, _ = listener.accept()
+    except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+        raise
+    except OSError as error:
+        raise CommunicationError(f"cannot accept: {error}") from error
+    fresh.setblocking(False)
+    return fresh
+
+
 def _accept(rank: int, own: Offer, size: int, patience: _Patience) -> dict[int, socket.socket]:
     """The connections of all higher ranks. Strangers neither get in nor hold anybody up."""
     missing, found = set(range(rank + 1, size)), dict[int, socket.socket]()
@@ -325,9 +342,8 @@ def _accept(rank: int, own: Offer, size: int, patience: _Patience) -> dict[int, 
                 sock = key.fileobj
                 assert isinstance(sock, socket.socket)
                 if sock is own.listener:
-                    with suppress(OSError):
-                        fresh, _ = sock.accept()
-                        fresh.setblocking(False)
+                    with suppress(BlockingIOError, ConnectionAbortedError, InterruptedError):
+                        fresh = _take(sock)
                         on_failure.callback(fresh.close)
                         greetings[fresh] = b""
                         selector.register(fresh, selectors.EVENT_READ)

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from bagua.distributed.failures import FirstFailure
 from bagua.distributed.founding import Job, JoinError
 from bagua.distributed.job_store import ServedStore
-from bagua.distributed.rank_notes import ENDED, RankNotes, lost
+from bagua.distributed.rank_notes import ENDED, RankNotes, lost, trained
 from bagua.distributed.rank_process import Start
 from bagua.distributed.rank_slot import RankSlot, how_it_ended
 from bagua.membership import Action, Blocked, Epoch, EpochBegan, Excluded, Left, Member, Slow
@@ -188,6 +188,8 @@ class HostSupervisor:
             self._end_rank(slot)
             return
         slot.lose()
+        if not slot.blank:
+            slot.lost &= self._others_train()
         for each in self._slots:  # another rank of this host may have to fetch the weights now
             each.refresh()
         if self._signal is not None:
@@ -289,16 +291,23 @@ class HostSupervisor:
 
     def _is_over(self) -> bool:
         epoch, _ = self._known()
-        has_weights, joining = self._transport.call(lambda agent, _: (agent.held != NO_MODEL, agent.joining))
-        if epoch is None or (has_weights and not self._ended):
+        goes_on, has_weights, joining = self._transport.call(
+            lambda agent, _: (agent.seats.goes_on, agent.held != NO_MODEL, agent.joining)
+        )
+        if epoch is None or (goes_on and not self._ended):
             return self._ended and self._kill
         # Those that want to join, too: they would wait for a job that has ended.
         hosts = {member.name: store_in(member.payload) for member in (*epoch.members, *joining)}
-        self._notes.tell(hosts, ENDED if self._ended else lost(epoch.number) if self._failures else "")
-        trainers = {member.name for member in epoch.trainers} - {self._name}
-        waited_for = trainers - self._notes.without_weights(trainers, epoch.number)
+        steps = max(slot.steps for slot in self._slots)
+        if self._ended:
+            note = ENDED if steps == NO_MODEL else trained(steps)
+        else:  # the others wait for weights that those have left behind who have trained to the end
+            note = lost(epoch.number) if self._failures and not has_weights else ""
+        self._notes.tell(hosts, note)
+        waited_for = self._waited_for(epoch)
         if not self._ended:
-            self._stop_without_model(waited_for)
+            if not waited_for:
+                self._stop_without_model(max(steps, self._notes.trained(_others(epoch, self._name))))
             return False
         if self._left or self._kill or time.monotonic() > self._serve_until:
             return True
@@ -316,13 +325,29 @@ class HostSupervisor:
         wait_s = _HURRY_S if self._hurries else max(_ALONE_S, 3 * self._detect_s)
         return self._alone_since is not None and now - self._alone_since > wait_s
 
-    def _stop_without_model(self, waited_for: set[str]) -> None:
-        """A host without weights ends when all that had them have ended or lost them: nobody can give it any."""
-        if waited_for:
-            return
-        self._say("no rank is left that has the weights: the job ends")
+    def _waited_for(self, epoch: Epoch) -> set[str]:
+        """Other hosts that train, and may have weights."""
+        others = _others(epoch, self._name)
+        return others - self._notes.without_weights(others, epoch.number)
+
+    def _others_train(self) -> bool:
+        epoch, _ = self._known()
+        goes_on: bool = self._transport.call(lambda agent, _: agent.seats.goes_on)
+        return goes_on or (epoch is not None and bool(self._waited_for(epoch)))
+
+    def _stop_without_model(self, steps: int) -> None:
+        """Ranks without weights end when all that had them have ended or lost them: nobody can give them any.
+
+        Args:
+            steps: after which others have trained to the end; `NO_MODEL` if none has. It does not matter then that a
+                rank was lost before, whether it was started again or not.
+        """
+        over = "" if steps == NO_MODEL else "; others have trained to the end"
+        self._say(f"no rank is left that has the weights: the job ends{over}")
         self._kill_ranks()
         for slot in self._slots:
+            if not slot.over and steps != NO_MODEL and not slot.is_missed(steps):
+                slot.failure = None
             slot.process, slot.over = None, True
         self._end(_SERVE_S)
 
@@ -348,6 +373,11 @@ class HostSupervisor:
         self._close_by = time.monotonic() + _CLOSE_S
         for slot in self._slots:
             slot.send(number)
+
+
+def _others(epoch: Epoch, name: str) -> set[str]:
+    """Hosts that train, but this one."""
+    return {member.name for member in epoch.trainers} - {name}
 
 
 def _told(event: Action) -> str:

@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping
 from torch.distributed import TCPStore
 
 from bagua.distributed.job_store import connect
+from bagua.membership.epoch import NO_MODEL
 
-__all__ = ["ENDED", "RankNotes", "lost"]
+__all__ = ["ENDED", "RankNotes", "lost", "trained"]
 
 ENDED = "ended"  # for good
 _KEY = "bagua/rank"
@@ -21,6 +22,11 @@ _JOIN_S = 8.0  # longer than an attempt to connect takes
 def lost(epoch: int) -> str:
     """The rank has ended in this epoch, and its weights with it."""
     return f"lost {epoch}"
+
+
+def trained(steps: int) -> str:
+    """As `ENDED`, and a rank has trained to the end: its weights had completed so many steps."""
+    return f"{ENDED} {steps}"
 
 
 class RankNotes:
@@ -47,7 +53,7 @@ class RankNotes:
 
         Args:
             hosts: names, and the addresses of their stores.
-            note: `ENDED` or `lost(epoch)`; nothing is written if it is empty.
+            note: `ENDED`, `trained(steps)` or `lost(epoch)`; nothing is written if it is empty.
         """
         if not note:
             return
@@ -91,6 +97,11 @@ class RankNotes:
                 found.add(name)
         return found
 
+    def trained(self, hosts: Collection[str]) -> int:
+        """The most steps after which a rank of these hosts has trained to the end; `NO_MODEL` if none has said so."""
+        notes = [self._note_of(name).partition(" ") for name in hosts]
+        return max((int(n) for word, _, n in notes if word == ENDED and n.isdecimal()), default=NO_MODEL)
+
     def _note_of(self, name: str) -> str:
         key = f"{_KEY}/{name}"
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
@@ -123,13 +134,17 @@ class RankNotes:
             except (OSError, RuntimeError, ValueError) as error:
                 store = None
                 # Refused: its launcher has ended, too. One that is only slow to answer may wait for this note.
-                if self._note_of(name) == ENDED and isinstance(error, ConnectionRefusedError):
+                if _is_end(self._note_of(name)) and isinstance(error, ConnectionRefusedError):
                     self._delivered.add(name)
                     return
                 with self._news:
                     self._news.wait_for(lambda: self._closing or name in self._gone, _RETRY_S)
                 continue
             written = note
-            if note == ENDED:
+            if _is_end(note):
                 self._delivered.add(name)
                 return
+
+
+def _is_end(note: str) -> bool:
+    return note.partition(" ")[0] == ENDED

@@ -12,11 +12,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from bagua.distributed.rank_process import RankProcess, Start
 from bagua.membership import Epoch, Member
+from bagua.membership.epoch import NO_MODEL
 from bagua.membership.seat import View
 from bagua.membership.seat_service import SEAT, SeatService
 from bagua.membership.transport import Transport
 
 __all__ = ["RankSlot", "how_it_ended"]
+
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)  # not by a fault of the rank's own
 
 
 class RankSlot:
@@ -39,6 +42,9 @@ class RankSlot:
         number: its rank in the summary of failures.
         waits_since: when it began to wait for a place; None: it is not to be started.
         over: it has ended for good.
+        steps: that its weights had completed when it trained to the end; `NO_MODEL` before.
+        blank: its last process ended without weights.
+        lost: the last one with weights was killed, and others trained on.
     """
 
     def __init__(
@@ -49,6 +55,8 @@ class RankSlot:
         self.process: RankProcess | None = None
         self.failure: ProcessFailure | None = None
         self.waits_since: float | None = time.monotonic()
+        self.steps, self.blank, self.lost = NO_MODEL, True, False
+        self._held, self._in_step = NO_MODEL, False  # when it ended last with weights
         self._transport, self._directory, self._start, self._size = transport, directory, start, size
         self._service: SeatService | None = None
 
@@ -84,12 +92,25 @@ class RankSlot:
             return None
         process, self.process = self.process, None
         self.failure = process.failure() if code else None
+        held, in_step = self._transport.call(lambda agent, _: agent.seats.standing(self.seat))
+        self.blank = held == NO_MODEL
+        if not code:
+            self.steps = held
+        elif not self.blank:
+            self._held, self._in_step, self.lost = held, in_step, -code in _FROM_OUTSIDE
         return code
 
     def finish(self) -> None:
         """It has trained to the end: nobody waits for its next step."""
         if (seat := self.seat) is not None:
             self._transport.call(lambda agent, _: agent.rank_over(seat))
+
+    def is_missed(self, steps: int) -> bool:
+        """Whether the job may lack what it was to do, although others have trained to the end, after so many steps.
+
+        It may have been lost, or have failed by itself, after the last step, such as when it saved the model.
+        """
+        return not self.lost or (self._held >= steps and not self._in_step)
 
     def lose(self) -> None:
         """Its weights are lost, and what it still asked for does not count."""

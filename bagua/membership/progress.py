@@ -20,13 +20,14 @@ class Progress:
         started: steps that it has begun, or can begin as those before are completed.
         begun: steps that it has asked to begin, in the groups in use.
         arrived: it has given its part to the exchange of the last one of these, and waits for the others.
+        in_step: it has begun a step, and has not completed it, or fetched the weights of others, since.
         trains: the epoch lists it, with or without the weights.
         fenced: its host has promised that it stays at `held` until the next epoch.
     """
 
     def __init__(self) -> None:
         self.held, self.started, self.begun = NO_MODEL, 0, 0
-        self.arrived = self.trains = self.fenced = False
+        self.arrived = self.in_step = self.trains = self.fenced = False
         self._epoch: Epoch | None = None
         self._boundaries: deque[tuple[int, int]] = deque(maxlen=_BOUNDARIES)  # number, step: since it is a member
 
@@ -61,7 +62,7 @@ class Progress:
         if self.fenced:
             return Verdict.WAIT
         if not ask:
-            self.begun = step + 1
+            self.begun, self.in_step = step + 1, True
             if step + 1 > self.started:
                 self.started, self.arrived = step + 1, False
         return Verdict.GRANTED
@@ -79,7 +80,7 @@ class Progress:
             return Verdict.GRANTED
         if self.fenced:
             return Verdict.WAIT
-        self.held = step + 1
+        self.held, self.in_step = step + 1, False
         self.started, self.arrived = step + 2, False
         return Verdict.GRANTED
 
@@ -92,7 +93,8 @@ class Progress:
         later = [boundary for number, boundary in self._boundaries if number > epoch]
         if not self._boundaries[0][0] <= epoch <= self._boundaries[-1][0] or any(step > each for each in later):
             return Verdict.DENIED
-        self.held = self.held if ask else step
+        if not ask:
+            self.held, self.in_step = step, False
         return Verdict.GRANTED
 
     def _trains_in(self, group: int) -> bool:

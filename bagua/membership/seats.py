@@ -81,6 +81,11 @@ class Seats:
         seat = self._seats.get(number)
         return None if seat is None else seat.progress
 
+    def standing(self, number: int | None) -> tuple[int, bool]:
+        """Steps that the weights of a rank have completed, `NO_MODEL` without any; and whether it is in a step."""
+        seat = None if number is None else self._seats.get(number)
+        return (NO_MODEL, False) if seat is None else (seat.progress.held, seat.progress.in_step)
+
     def learns(self, number: int) -> bool:
         """Whether this rank is to fetch the weights for its host, which has none: one transfer, not one for each."""
         is_learner = self._me is not None and not self._me.trains
@@ -155,6 +160,11 @@ class Seats:
     def held(self) -> int:
         """Steps that the weights of the rank that is furthest have completed; `NO_MODEL` if none has any."""
         return max((seat.progress.held for seat in self._seats.values()), default=NO_MODEL)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a rank has weights that has not trained to the end yet."""
+        return any(not seat.over and seat.progress.held != NO_MODEL for seat in self._seats.values())
 
     @property
     def behind(self) -> bool:

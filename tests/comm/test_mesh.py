@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -268,6 +270,41 @@ def test_a_forked_child_does_not_hold_the_connections() -> None:
     mesh.close()
     assert join() is not None
     theirs.close()
+
+
+@pytest.mark.process
+def test_a_child_that_is_forked_in_an_exchange_can_close_its_copy() -> None:
+    """The thread that would end the exchange is not in the child."""
+    mine, theirs = socket.socketpair()
+    mesh = Mesh(0, [-1, mine.detach()], WAIT_S)
+    theirs.settimeout(WAIT_S)
+    join = run_in_thread(mesh)
+    assert len(theirs.recv(32, socket.MSG_WAITALL)) == 32
+    child = os.fork()
+    if child == 0:
+        error = run_in_thread(mesh)()
+        mesh.abort()
+        mesh.close()
+        os._exit(0 if "cut" in str(error) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    mesh.close()
+    assert join() is not None
+    theirs.close()
+
+
+def test_a_process_without_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection stays in the queue: it must not be tried again and again until the time is over."""
+    own = mesh_connect.listen("127.0.0.1", 2)
+    refused = [OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError(), InterruptedError()]
+
+    def accept(self: socket.socket) -> None:
+        raise refused.pop()
+
+    with own.listener, socket.create_connection(own.listener.getsockname()):
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        with pytest.raises(CommunicationError, match="cannot accept: .*Too many open files"):
+            mesh_connect._accept(0, own, 2, mesh_connect._Patience(time.monotonic() + WAIT_S, None))
+    assert not refused
 
 
 def exchanged(team: Team) -> int:

@@ -191,6 +191,25 @@ def test_all_ranks_fail(hosts: Hosts) -> None:
     assert any("no rank is left that has the weights: the job ends" in each.text() for each in all_three)
 
 
+@pytest.mark.parametrize(("code", "expected"), [(None, 0), (3, 3)], ids=["killed", "failed"])
+def test_a_rank_that_is_not_back_when_the_others_end(hosts: Hosts, code: int | None, expected: int) -> None:
+    """They have trained to the end, so a rank that was killed is not missed. One that fails by itself is reported."""
+    first, *others = hosts.start_all("--max-restarts", "2")
+    called = names(hosts.all)
+    (old,) = first.ranks()
+    if code is None:
+        os.kill(old, signal.SIGKILL)
+    else:
+        hosts.stop([first], code)
+    hosts.await_members(called[1:], others)
+    (first.folder / "stop").unlink(missing_ok=True)
+    hosts.await_step(6, others)
+    wait_for(lambda: first.ranks() not in ([], [old]), "newcomer", hosts)
+    hosts.stop(others)
+    assert [each.wait() for each in hosts.all] == [expected, 0, 0]
+    assert "the job ends; others have trained to the end" in first.text()
+
+
 def test_a_stopped_rank_is_killed(fork_server: ForkServer, tmp_path: Path) -> None:
     """Its launcher sees that it is stopped, where the others could only guess."""
     hosts = Hosts(fork_server, tmp_path, 3, "--nnodes", "3", "--detect-s", "3")

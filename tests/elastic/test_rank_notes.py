@@ -10,7 +10,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from bagua.distributed.job_store import ServedStore, connect
-from bagua.distributed.rank_notes import ENDED, RankNotes, lost
+from bagua.distributed.rank_notes import ENDED, RankNotes, lost, trained
+from bagua.membership.epoch import NO_MODEL
 from tests.elastic.hosts import wait_for
 from tests.ports import free_ports
 
@@ -38,6 +39,20 @@ def test_a_rank_that_has_ended_has_no_weights_to_give(stores: list[ServedStore],
     wait_for(lambda: set(notes[0].delivered) == {"h1"}, "note")
     assert notes[1].without_weights({"h0", "h1"}, 7) == {"h0"}
     assert notes[0].without_weights({"h0", "h1"}, 7) == set()  # its own end is known without a note
+
+
+def test_a_rank_that_has_trained_to_the_end_says_after_which_step(
+    stores: list[ServedStore], notes: list[RankNotes]
+) -> None:
+    hosts = {"h0", "h1", "h2"}
+    for note in ("", ENDED, f"{ENDED} x", f"{ENDED} -1", lost(7)):
+        stores[1].store.set("bagua/rank/h2", note)
+        assert notes[1].trained(hosts) == NO_MODEL
+    notes[0].tell({"h1": stores[1].address}, trained(4))
+    wait_for(lambda: set(notes[0].delivered) == {"h1"}, "note")
+    stores[1].store.set("bagua/rank/h2", trained(3))
+    assert notes[1].without_weights(hosts, 7) == {"h0", "h2"}
+    assert notes[1].trained(hosts) == 4 and notes[1].trained({"h2"}) == 3
 
 
 def test_lost_weights_may_be_fetched_again(stores: list[ServedStore], notes: list[RankNotes]) -> None:

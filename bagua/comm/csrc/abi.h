@@ -104,7 +104,7 @@ BAGUA_API int32_t bagua_mesh_abi();
 // Takes the descriptors over, fds[rank] is ignored. Null if there is no memory.
 BAGUA_API Mesh* bagua_mesh_new(int32_t rank, int32_t size, const int32_t* fds);
 // There and back to the rank that is farthest away, without queues, in microseconds; 0 where that is not known.
-BAGUA_API int64_t bagua_mesh_round_trip_us(const Mesh* mesh);
+BAGUA_API int64_t bagua_mesh_round_trip_us(Mesh* mesh);
 // 0, or -1 with a `problem`; after that the mesh is of no use, and its connections are shut down.
 BAGUA_API int32_t bagua_mesh_exchange(Mesh* mesh, const Rows* rows, const Steps* steps, const Limits* limits,
                                       Problem* problem);

@@ -91,8 +91,9 @@ Mesh* bagua_mesh_new(int32_t rank, int32_t size, const int32_t* fds) {
   return mesh;
 }
 
-int64_t bagua_mesh_round_trip_us(const Mesh* mesh) {
+int64_t bagua_mesh_round_trip_us(Mesh* mesh) {
   int64_t longest = 0;
+  pthread_mutex_lock(&mesh->lock);
   for (int32_t r = 0; r < mesh->size; ++r) {
     tcp_info info;
     memset(&info, 0, sizeof info);
@@ -101,6 +102,7 @@ int64_t bagua_mesh_round_trip_us(const Mesh* mesh) {
     // Before the first round trip it is the greatest number.
     if (info.tcpi_min_rtt != UINT32_MAX && info.tcpi_min_rtt > longest) longest = info.tcpi_min_rtt;
   }
+  pthread_mutex_unlock(&mesh->lock);
   return longest;
 }
 
@@ -118,10 +120,13 @@ void bagua_mesh_close(Mesh* mesh) {
   pthread_mutex_unlock(&mesh->lock);
 }
 
-// Without the lock, which another thread of the parent may have held.
+// In a forked child. Without the lock: a thread of the parent may have held it, or been in an exchange, and does not
+// exist here to end that.
 void bagua_mesh_close_copies(Mesh* mesh) {
+  pthread_mutex_init(&mesh->lock, nullptr);
   close_all(mesh);
-  mesh->failed = true;
+  mesh->failed = mesh->cut = true;
+  mesh->busy = false;
 }
 
 void bagua_mesh_free(Mesh* mesh) {
