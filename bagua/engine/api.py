@@ -106,7 +106,7 @@ def distribute(
             algorithm's own.
         guard: measure the compression error periodically, and fall back if it is too large. Default: neither.
         broadcast_buffers: broadcast rank 0's buffers, such as running statistics, before each forward pass in training
-            mode that will be synchronised. All ranks wait for it.
+            mode but those after a pass in `no_sync`, as DDP does. All ranks wait for it.
         static_graph: promise that every step uses the same parameters, each as often as in the first step. Ranks that
             leave some out then skip a query, and reentrant checkpoints may share weights.
         gradient_as_bucket_view: True makes `.grad` a view of a bucket, which the next backward pass overwrites. False
