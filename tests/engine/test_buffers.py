@@ -18,6 +18,8 @@ from tests.rank_pool import RankPool
 class Counting(nn.Module):
     """What the buffer holds tells after which passes it was another rank's."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 1)
