@@ -106,9 +106,9 @@ def distribute(
             algorithm's own.
         guard: measure the compression error periodically, and fall back if it is too large. Default: neither.
         broadcast_buffers: broadcast rank 0's buffers, such as running statistics, before each forward pass in training
-            mode that will be synchronised. All ranks wait for it.
+            mode but those after a pass in `no_sync`, as DDP does. All ranks wait for it.
         static_graph: promise that every step uses the same parameters, each as often as in the first step. Ranks that
-            leave some out then skip a query, and reentrant checkpoints may share weights.
+            leave some out then ask the store once only what others used, and reentrant checkpoints may share weights.
         gradient_as_bucket_view: True makes `.grad` a view of a bucket, which the next backward pass overwrites. False
             copies the mean to the tensor that was `.grad`, so gradients kept over `zero_grad()` do not change. This
             costs a copy per pass and memory for all gradients. No effect with algorithms that exchange weights.

@@ -1,4 +1,4 @@
-"""Broadcast of rank 0's buffers, such as running statistics, before each forward pass."""
+"""Broadcast of rank 0's buffers, such as running statistics, before forward passes."""
 
 from __future__ import annotations
 

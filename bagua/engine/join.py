@@ -76,6 +76,7 @@ def join(
     finally:
         for _, attachment in members:
             attachment.engine.tracker.joining = None
+            attachment.engine.tracker.buffers_due = True  # ranks ended with other passes
 
 
 class _Joining:

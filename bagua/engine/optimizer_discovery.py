@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bagua.engine.hooks import Attachment, attachments, hook_optimizer
 from bagua.engine.startup.sharded import check_sharded
+from bagua.engine.stray_parameters import tell_of_strays
 
 __all__ = ["follow_optimizers", "trains"]
 
@@ -48,6 +49,7 @@ def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             _adopt(attachment, optimizer, held)
     if settled:
         _seen[optimizer] = look
+        tell_of_strays(optimizer)
 
 
 def _adopt(attachment: Attachment, optimizer: torch.optim.Optimizer, held: set[int]) -> None:

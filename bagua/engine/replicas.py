@@ -7,9 +7,15 @@ from functools import partial
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.engine.averaging import mean_optimizers, mean_tensors
 from bagua.engine.parts import ExchangeParts, TrainingParts
+from bagua.errors import CommunicationError
 from bagua.exchanges import AllReduce
 
 __all__ = ["Replicas"]
+
+_UNLIKE = (
+    "if all ranks are alive, they may have made different numbers of steps or batches: let all ranks decide together "
+    "whether to skip one, or use bagua.join"
+)
 
 
 class Replicas:
@@ -29,7 +35,10 @@ class Replicas:
         """Make the weights equal to their mean, where they may differ. Collective."""
         if self.settle():
             # Before the exchange, so that a rank that stays away is named and breaks nothing.
-            self._team.all_gather_bytes("bagua.average_parameters()", b"")
+            try:
+                self._team.all_gather_bytes("bagua.average_parameters()", b"")
+            except CommunicationError as error:
+                raise CommunicationError(f"{error}; {_UNLIKE}") from error
             self.exchange()
 
     def settle(self) -> bool:

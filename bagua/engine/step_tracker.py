@@ -39,7 +39,8 @@ class StepTracker:
     Implements `PassListener`, through which the reducer tells of backward passes.
 
     Attributes:
-        broadcasts_buffers: every forward pass begins with rank 0's buffers.
+        broadcasts_buffers: forward passes begin with rank 0's buffers.
+        buffers_due: the next one does: the last one was to be synchronised, or there was none.
         joining: within `bagua.join`, tells ranks that have run out of inputs.
         hooks_ran: those of the module's forward pass, in this step.
         forward_seen, step_begun: in this step; the step was begun by the first optimizer.
@@ -63,7 +64,7 @@ class StepTracker:
         broadcasts_buffers: bool,
         chooser: Chooser | None = None,
     ) -> None:
-        self.broadcasts_buffers = broadcasts_buffers
+        self.broadcasts_buffers, self.buffers_due = broadcasts_buffers, True
         self.joining: Announcer | None = None
         self.hooks_ran = self.forward_seen = self.step_begun = self.ending = False
         self.stepped: set[int] = set()
@@ -127,11 +128,18 @@ class StepTracker:
                 state.algorithm.on_forward(self._ctx)
 
     def is_to_broadcast_buffers(self) -> bool:
-        """Whether a forward pass begins with rank 0's buffers; of those that an optimizer makes, the first."""
-        if not (self.broadcasts_buffers and self._reducer.is_to_sync()):
+        """Whether a forward pass begins with rank 0's buffers; of those that an optimizer makes, the first.
+
+        As under DDP, the first one after each that is to be synchronised: ranks that synchronise as often broadcast
+        as often, whatever passes they make between.
+        """
+        if not self.broadcasts_buffers:
             return False
-        again, self._buffers_told = self._buffers_told, True
-        return not (again and self.nesting.inside)
+        if self._buffers_told and self.nesting.inside:
+            return False  # ranks may search for differently long
+        due, self.buffers_due = self.buffers_due, torch.is_grad_enabled() and self._reducer.is_to_sync()
+        self._buffers_told |= due
+        return due
 
     def end_backward(self) -> None:
         """Close the backward pass if one is open: its end went unnoticed, or an exception interrupted it.

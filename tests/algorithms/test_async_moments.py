@@ -75,7 +75,8 @@ def test_average_names_who_stays_away() -> None:
         run.train_rounds(1)
         if team.rank == 0:
             with pytest.raises(
-                bagua.CommunicationError, match=r"average_parameters\(\): rank 1 did not arrive within 5"
+                bagua.CommunicationError,
+                match=r"average_parameters\(\): rank 1 did not arrive within 5.*different numbers of steps or batches",
             ):
                 bagua.average_parameters(run.model)
             failed.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua
+from bagua.engine.startup.options import OF_DDP, OWN
 from tests.engine.training import Net, seeded
 from tests.rank_pool import RankPool
 
@@ -49,6 +51,18 @@ CASES: dict[str, tuple[Any, str]] = {
     "option": (
         lambda m, o: bagua.distribute(m, o, "bytegrad", bits=4),
         "ValueError: .*'bytegrad'.*'bits'.*hierarchical",
+    ),
+    "argument of DDP": (
+        lambda m, o: bagua.distribute(m, o, bucket_cap_mb=25),
+        r"ValueError: bucket_cap_mb: an argument of DistributedDataParallel.* bucket_bytes.*docs/from-ddp\.md",
+    ),
+    "argument of DDP, beside instance": (
+        lambda m, o: bagua.distribute(m, o, bagua.algorithms.ByteGrad(), find_unused_parameters=True),
+        "ValueError: find_unused_parameters: an argument of DistributedDataParallel.* leave it out",
+    ),
+    "misspelt argument": (
+        lambda m, o: bagua.distribute(m, o, "bytegrad", bucket_byte=2**20),
+        "ValueError: .*'bytegrad'.*'bucket_byte'.*takes: process_group, .*did you mean 'bucket_bytes'",
     ),
     "option value": (lambda m, o: bagua.distribute(m, o, average="yes"), "ValueError: .*'average'.*'yes'"),
     "option beside instance": (
@@ -202,3 +216,12 @@ def unfreeze() -> str:
 def test_unfreezing_needs_distribute_again(pool: RankPool) -> None:
     for message in pool.run(2, unfreeze):
         assert message.startswith("RuntimeError: parameter 'frozen.weight' was frozen")
+
+
+def test_arguments_of_distribute_and_of_ddp_are_known() -> None:
+    of_ddp = set(inspect.signature(nn.parallel.DistributedDataParallel).parameters)
+    own = [
+        each.name for each in inspect.signature(bagua.distribute).parameters.values() if each.kind is each.KEYWORD_ONLY
+    ]
+    assert list(OWN) == own
+    assert of_ddp - {"module", *OWN} <= OF_DDP.keys()

@@ -29,11 +29,11 @@ class Normed(nn.Module):
 
 @feature(
     SECTION,
-    "buffers broadcast before each forward pass (`broadcast_buffers=True`)",
+    "buffers broadcast as by DDP: before each forward pass but those after one in `no_sync` (`broadcast_buffers=True`)",
     refused={"async": "broadcast_buffers: 'async' does not synchronise the ranks"},
 )
 def buffers_broadcast(case: Case) -> None:
-    """All ranks begin a pass with rank 0's; not within no_sync, nor in evaluation mode."""
+    """All ranks begin a pass with rank 0's; not after one within no_sync, nor in evaluation mode."""
     try:
         model, optimizer = case.build(Normed, broadcast_buffers=True)
     except ValueError as error:
@@ -49,10 +49,14 @@ def buffers_broadcast(case: Case) -> None:
         assert same_everywhere(buffers)
     with bagua.no_sync(model):
         loss_of(model, 3).backward()
+        assert same_everywhere(begun[-1]), "the pass before was synchronised"
+        loss_of(model, 4).backward()
     model.eval()
     model(batch(0))
     assert not same_everywhere(begun[-1]) and not same_everywhere(begun[-2])
     model.train()
+    loss_of(model, 5).backward()
+    assert not same_everywhere(begun[-1])
     model.norm.running_mean = torch.full_like(model.norm.running_mean, dist.get_rank() + 5.0)  # another object now
     train(model, optimizer, [4])
     assert torch.equal(begun[-1]["norm.running_mean"], torch.full((5,), 5.0))

@@ -33,6 +33,7 @@ from bagua.engine.startup.conflicts import check_shared, check_wrapped
 from bagua.engine.startup.inventory import Inventory, as_optimizers, take_inventory
 from bagua.engine.startup.link_probe import Links
 from bagua.engine.startup.optimizer_outline import subclasses
+from bagua.engine.startup.options import check_options
 from bagua.engine.startup.rank_order import check_rank_order
 from bagua.engine.startup.sharded import check_sharded
 
@@ -82,6 +83,7 @@ class Request:
         Raises:
             ValueError, TypeError: an argument is wrong; the message names it.
         """
+        check_options(algorithm, options)
         chosen = self.algorithm = get_or_auto(registry, algorithm, options)
         if self.bucket_bytes is not None:
             check_bucket_bytes(self.bucket_bytes)

@@ -1,0 +1,108 @@
+"""Buffers that are broadcast as `DistributedDataParallel` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import bagua
+from tests.rank_pool import RankPool
+
+
+class Counting(nn.Module):
+    """What the buffer holds tells after which passes it was another rank's."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.begun: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begun.append(float(self.seen))
+        self.seen.add_(float(x[0]))
+        return self.linear(x)
+
+
+Context = Callable[[], AbstractContextManager[object]]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, no_sync: Context, passes: int, rank: int) -> None:
+    """Steps of `passes` passes each; a pass without gradients and one without a step come among them."""
+    for step in range(4):
+        for number in range(passes):
+            with no_sync() if number < passes - 1 else nullcontext():
+                model(torch.tensor([10.0**rank, step])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            with torch.no_grad():
+                model(torch.tensor([10.0**rank, step]))
+        if step == 2:
+            with no_sync():
+                model(torch.tensor([10.0**rank, step])).sum().backward()
+
+
+def begun_with_ddp_and_bagua(passes: int) -> list[list[float]]:
+    found = []
+    for with_ddp in (True, False):
+        model = Counting()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if with_ddp:
+            wrapped = DistributedDataParallel(model)
+            train(wrapped, optimizer, wrapped.no_sync, passes, dist.get_rank())
+        else:
+            bagua.distribute(model, optimizer, broadcast_buffers=True)
+            train(model, optimizer, lambda model=model: bagua.no_sync(model), passes, dist.get_rank())
+        found.append(model.begun)
+    return found
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_passes_begin_with_the_buffers_of_ddp(pool: RankPool, passes: int) -> None:
+    of_ranks = pool.run(2, begun_with_ddp_and_bagua, passes)
+    for with_ddp, with_bagua in of_ranks:
+        assert with_ddp == with_bagua
+    assert of_ranks[0] != of_ranks[1], "no pass began with other buffers"
+
+
+def accumulate_unlike() -> list[float]:
+    """Rank 1 makes more passes within `no_sync`; and the loop with `join` ends there with such passes."""
+    model, rank = Counting(), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.distribute(model, optimizer, broadcast_buffers=True)
+    inputs = torch.tensor([10.0**rank, 0.0])
+
+    def step(passes: int) -> None:
+        with bagua.no_sync(model):
+            for _ in range(passes):
+                model(inputs).sum().backward()
+        model(inputs).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step(2 * rank)
+    with bagua.join(model):
+        step(1)
+        with bagua.no_sync(model):
+            for _ in range(rank):
+                model(inputs).sum().backward()
+    model.begun.clear()
+    step(0)
+    bagua.detach(model)
+    return model.begun
+
+
+@pytest.mark.process
+def test_ranks_with_more_passes_in_no_sync_broadcast_as_often(pool: RankPool) -> None:
+    first, second = pool.run(2, accumulate_unlike)
+    assert first == second
