@@ -135,7 +135,8 @@ class Context(Protocol):
         """Return the tensor `name` of `bucket`: made on first use, a copy of `like` (any shape and type) or zeros [N].
 
         It lives as long as the algorithm is bound, and is part of `bagua.state_dict`. Make those that are not like
-        the payload in `setup`, so that `bagua.load_state_dict` finds their place.
+        the payload in `setup`, so that `bagua.load_state_dict` finds their place. Where the payload is gradients, what
+        a pass has written for a parameter that no rank used in it is undone, in tensors with N elements.
         """
         ...
 
