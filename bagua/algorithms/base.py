@@ -240,7 +240,8 @@ class Algorithm:
         kept: with `fault_tolerant`, names of tensors (`Context.tensor`) that a rank keeps when the members change, and
             that a newcomer gets. All others are made anew by `setup`.
         scales_with_loss: what the optimizers get is as many times larger as the loss. False, of a sign for example, has
-            gradient scalers refused: they would divide the steps by the loss scale.
+            gradient scalers refused: they would divide the steps by the loss scale. A second synchronised backward pass
+            before a step is refused too, unless gradients were zeroed: it would add to signs.
     """
 
     name: ClassVar[str] = ""
