@@ -205,6 +205,7 @@ class Decentralized(Algorithm):
 
     def on_step_begin(self, ctx: Context) -> None:
         """Apply the average, now that no backward pass needs the old weights."""
+        self._samples.begin(ctx)
         pending = _pending(ctx)
         if pending:
             ctx.wait()

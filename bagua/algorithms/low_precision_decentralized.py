@@ -138,6 +138,10 @@ class LowPrecisionDecentralized(Algorithm):
                 ctx.tensor("mixed", bucket)
                 ctx.tensor("pending", bucket, torch.zeros(1, dtype=torch.int64))
 
+    def on_step_begin(self, ctx: Context) -> None:
+        """The optimizers' state may have been loaded."""
+        self._samples.begin(ctx)
+
     def on_step_end(self, ctx: Context) -> None:
         """Gossip. The next forward pass needs the weights, which are known once this rank's difference is encoded. What
         the peers send is needed at the end of the next step, as is the result with overlap.
