@@ -83,7 +83,8 @@ def test_smallest_and_largest(dtype: torch.dtype) -> None:
 
     def reduced(team: Team) -> tuple[torch.Tensor, torch.Tensor]:
         group = team.open(team.next_lane()).world
-        return tuple(all_reduce_(group, given[team.rank].clone(), op) for op in ("min", "max"))
+        own = given[team.rank]
+        return all_reduce_(group, own.clone(), "min"), all_reduce_(group, own.clone(), "max")
 
     for least, most in run_in_turns(3, reduced):
         assert torch.equal(least, given.amin(0)) and torch.equal(most, given.amax(0))
