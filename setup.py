@@ -40,7 +40,7 @@ LDFLAGS = ["-shared"] if sys.platform == "darwin" else ["-shared", "-Wl,--as-nee
 # A cross-compiler is named by CXX, and what it builds for by _PYTHON_HOST_PLATFORM, as for other packages.
 MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", "").rpartition("-")[2] or platform.machine()
 X86_64 = MACHINE.lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
-AVX2 = ["-mavx2", "-mfma", "-DBAGUA_ISA=avx2"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-DBAGUA_ISA=avx2"]
 AVX512 = [
     "-mavx512f",
     "-mfma",

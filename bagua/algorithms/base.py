@@ -135,7 +135,8 @@ class Context(Protocol):
         """Return the tensor `name` of `bucket`: made on first use, a copy of `like` (any shape and type) or zeros [N].
 
         It lives as long as the algorithm is bound, and is part of `bagua.state_dict`. Make those that are not like
-        the payload in `setup`, so that `bagua.load_state_dict` finds their place.
+        the payload in `setup`, so that `bagua.load_state_dict` finds their place. Where the payload is gradients, what
+        a pass has written for a parameter that no rank used in it is undone, in tensors with N elements.
         """
         ...
 
@@ -252,7 +253,8 @@ class Algorithm:
         kept: with `fault_tolerant`, names of tensors (`Context.tensor`) that a rank keeps when the members change, and
             that a newcomer gets. All others are made anew by `setup`.
         scales_with_loss: what the optimizers get is as many times larger as the loss. False, of a sign for example, has
-            gradient scalers refused: they would divide the steps by the loss scale.
+            gradient scalers refused: they would divide the steps by the loss scale. A second synchronised backward pass
+            before a step is refused too, unless gradients were zeroed: it would add to signs.
     """
 
     name: ClassVar[str] = ""

@@ -56,7 +56,8 @@ class Decentralized(Algorithm):
 
     Args:
         hierarchical: exact average within a node, peers are nodes. None (default) does so where there are
-            several nodes of which one has several ranks.
+            several nodes of which one has several ranks. Nodes of unequal size count alike, unless the topology is
+            complete, so the mean over ranks is not kept: pass False there, or start as many ranks on every node.
         peer_selection_mode: "all" or "shift_one", Bagua 0.9's names for the topologies "complete" and
             "shift_one". Any number of ranks: `bagua.topologies.ShiftOne` says who rests when it is odd.
         communication_interval: steps between two averages.
@@ -208,6 +209,7 @@ class Decentralized(Algorithm):
 
     def on_step_begin(self, ctx: Context) -> None:
         """Apply the average, now that no backward pass needs the old weights."""
+        self._samples.begin(ctx)
         pending = _pending(ctx)
         if pending:
             ctx.wait()

@@ -33,10 +33,12 @@ class _Samples:
 
     Attributes:
         steps: of each parameter, as its optimizer counts, when its second moment was corrected last.
+        counters: a counter of steps of each optimizer, as it was then: a loaded state brings others.
         own: buckets whose gradients are being averaged, and this rank's own sums of squares, [P] each.
     """
 
     steps: dict[nn.Parameter, int] = field(default_factory=dict)
+    counters: list[object] = field(default_factory=list)
     own: list[tuple[Bucket, Tensor]] = field(default_factory=list)
 
 
@@ -101,6 +103,14 @@ class GradientSamples:
             ctx.tensor("squares", bucket, torch.zeros(3, len(bucket.params), device=bucket.flat.device))
         self.drop(ctx)
 
+    def begin(self, ctx: Context) -> None:
+        """Before the optimizers' steps: where their state was loaded since the last ones, count from there."""
+        if not self._used(ctx):
+            return
+        before, now = ctx.keep("samples", _Samples).counters, _counters(ctx)
+        if len(before) != len(now) or any(old is not new for old, new in zip(before, now, strict=True)):
+            self._count(ctx)
+
     @torch.no_grad()
     def correct(self, ctx: Context) -> None:
         """After the optimizers' steps, while the gradients are there: take a part of what they added to v back.
@@ -118,6 +128,7 @@ class GradientSamples:
                 stepped, samples.steps[param] = step == samples.steps.get(param, -1) + 1, step
                 if stepped and param.grad is not None:
                     _take_back(held[param], param, parts[i])
+        samples.counters = _counters(ctx)
 
     def launch(self, ctx: Context) -> None:
         """At the end of a step: begin to average the gradients of the buckets whose turn it is."""
@@ -154,10 +165,14 @@ class GradientSamples:
         """The state of the optimizers is another one: forget the means in flight."""
         if not self._used(ctx):
             return
+        ctx.keep("samples", _Samples).own.clear()
+        self._count(ctx)
+
+    def _count(self, ctx: Context) -> None:
         samples, held = ctx.keep("samples", _Samples), slots_of(ctx)
-        samples.own.clear()
         for bucket in ctx.buckets:
             samples.steps.update(zip(bucket.params, steps_of(held, bucket.params), strict=True))
+        samples.counters = _counters(ctx)
 
     def _used(self, ctx: Context) -> bool:
         return bool(self.interval) and ctx.groups.size > 1
@@ -167,6 +182,12 @@ class GradientSamples:
 def sample_exchange(hierarchical: bool) -> Exchange:
     """The mean over all ranks, in 4 bits."""
     return mix("complete", _CODEC, hierarchical=hierarchical)
+
+
+def _counters(ctx: Context) -> list[object]:
+    """The first counter of steps of each optimizer, which is the same tensor as long as the state is the same."""
+    states = (optimizer.state.values() for optimizer in ctx.optimizers)
+    return [next((state["step"] for state in each if "step" in state), None) for each in states]
 
 
 def _parts_of_noise(ctx: Context, bucket: Bucket) -> Sequence[float] | Tensor:

@@ -38,7 +38,8 @@ class LowPrecisionDecentralized(Algorithm):
 
     Args:
         hierarchical: exact average within a node, the ring joins nodes. None (default) does so where there are
-            several nodes of which one has several ranks.
+            several nodes of which one has several ranks. Nodes of unequal size count alike, so the mean over ranks is
+            not kept: pass False there, or start as many ranks on every node.
         communication_interval: gossip after the first step and every so many steps from there.
         codec: any lossy, non-linear codec.
         topology: any topology with fixed peers.
@@ -137,6 +138,10 @@ class LowPrecisionDecentralized(Algorithm):
                 ctx.tensor("snapshot", bucket)
                 ctx.tensor("mixed", bucket)
                 ctx.tensor("pending", bucket, torch.zeros(1, dtype=torch.int64))
+
+    def on_step_begin(self, ctx: Context) -> None:
+        """The optimizers' state may have been loaded."""
+        self._samples.begin(ctx)
 
     def on_step_end(self, ctx: Context) -> None:
         """Gossip. The next forward pass needs the weights, which are known once this rank's difference is encoded. What

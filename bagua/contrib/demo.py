@@ -34,6 +34,9 @@ class DeMo(Algorithm):
     where it is. A NaN or an infinity of one rank makes its block NaN on all ranks, and sets this rank's momentum
     there to zero. A gradient scaler is refused: it would divide the steps by the loss scale. bf16 needs none.
 
+    Call backward once per step, and use `bagua.no_sync` for all passes but the last: a second one would add gradients
+    to signs, which raises an error. A pass whose gradients are zeroed has gone into the momenta all the same.
+
     Args:
         decay: of the momentum, 0 <= decay < 1.
         chunk: elements of a block, 2 to 1024.

@@ -124,6 +124,9 @@ class Dion(Algorithm):
     The size of a step does not depend on that of the gradients. So do not clip them. A gradient scaler is refused: it
     would divide the steps by the loss scale. bf16 needs none.
 
+    Call backward once per step, and use `bagua.no_sync` for all passes but the last: a second one would add gradients
+    to a step, which raises an error. A pass whose gradients are zeroed has gone into the momenta all the same.
+
     A NaN or an infinity of one rank makes the step of its matrix NaN on all ranks. The momenta are then as before, but
     for zeros where this rank's gradient was not finite.
 

@@ -31,6 +31,9 @@ class SignSGD(Algorithm):
     learning rate of where it was. A NaN or an infinity makes a part of the result NaN on all ranks, and leaves the
     momentum. A gradient scaler is refused: it would divide the steps by the loss scale. bf16 needs none.
 
+    Call backward once per step, and use `bagua.no_sync` for all passes but the last: a second one would add gradients
+    to signs, which raises an error. A pass whose gradients are zeroed has gone into the momenta all the same.
+
     Args:
         momentum: of the gradients before the vote, 0 <= momentum < 1; 0 is signSGD, above it Signum.
 

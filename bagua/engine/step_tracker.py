@@ -25,6 +25,7 @@ from bagua.engine.reducer.reducer import Reducer
 from bagua.engine.reducer.sparse import exchange_sparse
 from bagua.engine.reducer.unused_feedback import Withheld
 from bagua.engine.replicas import Replicas
+from bagua.engine.second_passes import refuse_second_pass
 from bagua.engine.skipped_steps import refuse_plain_scaler, steps_by_plain_scaler
 from bagua.engine.stats import Tally
 from bagua.engine.step_listeners import StepListeners
@@ -82,6 +83,7 @@ class StepTracker:
         self._names = list(self._inventory.trainable)
         self._buffers_told = False  # in this step
         self._shadowed = False  # a backward pass of others, in this step
+        self._passed = False  # a synchronised backward pass is over, in this step
         self._warned = False  # of quality, if nothing takes over
         self._watch = PassWatch(list(self._inventory.parameters.values()))
         self._withheld = Withheld()
@@ -254,6 +256,8 @@ class StepTracker:
             self.forward_begins()
         if self._watch.pass_begins() and not self.nesting.inside:
             look_for_steps(self._watch, self._state)
+        if self._passed:
+            refuse_second_pass(self._state.algorithm, list(self._inventory.trainable.values()), self._reducer.first)
         if self.chooser is not None:
             self.chooser.backward_begins()
         self.announce(Moment.BACKWARD)
@@ -288,6 +292,7 @@ class StepTracker:
             for param in self._inventory.sparse.values():
                 if param.grad is not None:
                     param.grad.mul_(scale)
+        self._passed = True
         if not self._optimizers.refs:
             self.end_step()
 
@@ -338,6 +343,7 @@ class StepTracker:
     def _forget_step(self) -> None:
         self._watch.step_ends()
         self.forward_seen = self.step_begun = self._shadowed = self.hooks_ran = self._buffers_told = False
+        self._passed = False
 
     def _may_step(self) -> bool:
         """Whether the optimizers may step, with gradients that are this rank's own, or whose mean counts."""

@@ -100,8 +100,11 @@ def _reduce(parts: Sequence[Tensor], op: Any) -> Tensor:
         for part in parts[1:]:
             total.add_(part)
         return total
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        return torch.stack(list(parts)).amin(0) if op == ReduceOp.MIN else torch.stack(list(parts)).amax(0)
+    # `options.reduceOp` equals a constant only if it stands on the left, and `in` puts it on the right.
+    if op == ReduceOp.MIN:
+        return torch.stack(list(parts)).amin(0)
+    if op == ReduceOp.MAX:
+        return torch.stack(list(parts)).amax(0)
     raise ValueError(f"the simulator has no reduction {op}")
 
 

@@ -42,7 +42,12 @@ def train(team: Team, model: Quadratic, optimizer: torch.optim.Optimizer, steps:
 
 
 def interrupted(
-    team: Team, make: Callable[[Any], Any], algorithm: Any, stops: Sequence[int], steps: int
+    team: Team,
+    make: Callable[[Any], Any],
+    algorithm: Any,
+    stops: Sequence[int],
+    steps: int,
+    optimizer_last: bool = False,
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Weights after `steps` steps: in one go, and, by stop, saved and loaded into fresh objects after that step."""
     model = Quadratic()
@@ -62,8 +67,11 @@ def interrupted(
         optimizer = make(model.parameters())
         bagua.distribute(model, optimizer, algorithm, process_group=team, bucket_bytes=100)
         model.load_state_dict(states[0])
-        optimizer.load_state_dict(states[1])
+        if not optimizer_last:
+            optimizer.load_state_dict(states[1])
         bagua.load_state_dict(model, states[2])
+        if optimizer_last:
+            optimizer.load_state_dict(states[1])
         train(team, model, optimizer, range(stop, steps))
         resumed[stop] = flat(model).detach().clone()
         bagua.detach(model)

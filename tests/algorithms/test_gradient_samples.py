@@ -91,10 +91,11 @@ def test_is_the_oracles(name: str, size: int) -> None:
         assert np.abs(want() - want(corrected=False)).max() > 100 * TOLERANCE, "the oracle would not notice"
 
 
+@pytest.mark.parametrize("optimizer_last", [False, True])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_resume_is_bit_identical(name: str) -> None:
+def test_resume_is_bit_identical(name: str, optimizer_last: bool) -> None:
     """With means in flight, and without. Weights differ by rank, so each loads its own."""
-    for whole, resumed in run_teams(2, interrupted, adamw, ALGORITHMS[name], [1, 5, 6, 10], 14):
+    for whole, resumed in run_teams(2, interrupted, adamw, ALGORITHMS[name], [1, 5, 6, 10], 14, optimizer_last):
         for stop, other in resumed.items():
             assert torch.equal(whole, other), stop
 

@@ -230,6 +230,26 @@ def test_every_half_is_summed(codec: Bf16 | Fp16, device: torch.device):
     assert torch.equal(mean.nan_to_num(nan=7.0).view(torch.int32), expected.nan_to_num(nan=7.0).view(torch.int32))
 
 
+@pytest.fixture
+def flushing():
+    """Denormals of fp32 are zero in this thread; those of fp16 are ordinary numbers in fp32."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    yield
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 257, 2047])
+@pytest.mark.usefixtures("backend", "flushing")
+def test_denormal_halves_are_summed_where_denormals_are_flushed(n: int, device: torch.device):
+    units = torch.arange(1, n + 1, device=device)  # of 2^-24; denormal below 1024
+    wire = torch.zeros(n + n % 2, device=device, dtype=torch.int16)
+    wire[:n] = units
+    mean = Fp16().decode_mean(wire[None].view(torch.uint8), n, torch.empty(n, device=device), 1.0)
+    expected = torch.where(units < 1024, units, 1024 + units % 1024).float() * 2.0**-24
+    assert torch.equal(mean, expected)
+
+
 @pytest.mark.usefixtures("backend")
 def test_no_elements_and_no_rows(codec: Codec, device: torch.device):
     wire = codec.encode(torch.empty((3, 0), device=device))

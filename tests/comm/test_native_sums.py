@@ -146,6 +146,25 @@ def test_pieces_that_are_longer_than_sockets_hold(size: int, n: int) -> None:
         assert same_bits(first, second)
 
 
+def flushed_sum(team: Team, n: int) -> Tensor:
+    """Of denormals of fp16, in a thread where those of fp32 are zero."""
+    groups = team.open("lane", native=True)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        found = all_reduce_(groups.world, torch.arange(1, n + 1, dtype=torch.int16).view(torch.float16))
+    finally:
+        torch.set_flush_denormal(False)
+    groups.leave(abort=False)
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 1023])
+def test_denormal_halves_count_where_denormals_are_flushed(n: int) -> None:
+    for total in run_teams(2, flushed_sum, n):
+        assert torch.equal(total.view(torch.int16), torch.arange(2, 2 * n + 2, 2, dtype=torch.int16))
+
+
 def others(team: Team) -> list[Tensor]:
     """Sums and operations that no mesh has."""
     groups = team.open("lane", native=True)

@@ -1,4 +1,4 @@
-"""Error feedback of parameters that no rank used in a pass: what is owed to them is neither spent nor lost."""
+"""Error feedback and momenta of parameters that no rank used in a pass: they are neither spent nor lost."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import bagua
 from bagua.algorithms import GradientAllReduce, PowerSGD, QAdam
 from bagua.codecs import Int4, TopK
 from bagua.comm.team import Team
+from tests.contract.members import CONTRIB_ALGORITHMS
 from tests.engine.training import equal, seeded
 from tests.rank_threads import run_teams
 
@@ -23,6 +24,7 @@ ALGORITHMS = {
     "power_sgd": PowerSGD(rank=1),
     "hierarchical": GradientAllReduce(codec="sign", hierarchical=True),
 }
+OWN_MOMENTA = {"demo": CONTRIB_ALGORITHMS["demo"](), "signsgd": CONTRIB_ALGORITHMS["signsgd"]()}
 NODES = {"hierarchical": [0, 0, 1, 1]}
 
 
@@ -92,12 +94,13 @@ def _kept(model: nn.Module) -> list[Any]:
     if saved["plan"] is None:
         return []
     number = next(i for i, names in enumerate(saved["plan"]) if "heads.0" in names)
-    return [(each["exchange"], each["tensors"]) for each in saved["states"] if each["bucket"] == number]
+    of_exchanges = [(each["exchange"], each["tensors"]) for each in saved["states"] if each["bucket"] == number]
+    return of_exchanges + [(each["name"], each["value"]) for each in saved["tensors"] if each["bucket"] == number]
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, "qadam"])
+@pytest.mark.parametrize("name", [*ALGORITHMS, *OWN_MOMENTA, "qadam"])
 def test_an_unused_parameter_leaves_no_trace(name: str) -> None:
-    algorithm = QAdam(codec="sign") if name == "qadam" else ALGORITHMS[name]
+    algorithm = QAdam(codec="sign") if name == "qadam" else (ALGORITHMS | OWN_MOMENTA)[name]
     size, nodes = (4, NODES[name]) if name in NODES else (2, None)
     leaders = [0, 2] if nodes else range(size)
     for rank, seen in enumerate(run_teams(size, states_over_a_pass, algorithm, False, nodes=nodes)):

@@ -31,6 +31,9 @@ groups (gloo, CPU).
 - **n/a**: does not apply to this algorithm.
 - **(1), (2), ...**: see the note below the table.
 
+The methods of `bagua.contrib` are not in the tables. Of these `demo`, `dion` and `signsgd` refuse several synchronised
+backward passes before a step, and gradient scalers; accumulation with `no_sync` works.
+
 Features for which the algorithm does not matter are not in the tables. On GPUs these are tested by
 `tests/engine/test_gpu.py`: `torch.nn.SyncBatchNorm`, fused optimizers with a scaler, the refusal of CUDA graphs.
 

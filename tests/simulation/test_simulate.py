@@ -11,7 +11,10 @@ from torch import nn
 
 import bagua
 import bagua.engine.failures
+from bagua.comm.collectives import all_reduce_
+from bagua.comm.team import Team
 from bagua.exchanges import Exchange
+from bagua.simulation.ranks import run_in_turns
 from bagua.simulation.turns import Deadlock
 from tests.algorithms.quadratic import Quadratic, flat, follow, target
 from tests.rank_threads import run_teams
@@ -72,6 +75,41 @@ def test_nodes() -> None:
     hierarchical = run("low_precision_decentralized", nodes=[0, 0, 1, 1], hierarchical=True)
     assert torch.equal(flat(hierarchical.models[0]), flat(hierarchical.models[1]))
     assert not torch.equal(flat(hierarchical.models[0]), flat(hierarchical.models[2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_smallest_and_largest(dtype: torch.dtype) -> None:
+    given = torch.tensor([[3, -1, 2], [0, 5, 2], [1, -4, 2]], dtype=dtype)
+
+    def reduced(team: Team) -> tuple[torch.Tensor, torch.Tensor]:
+        group = team.open(team.next_lane()).world
+        own = given[team.rank]
+        return all_reduce_(group, own.clone(), "min"), all_reduce_(group, own.clone(), "max")
+
+    for least, most in run_in_turns(3, reduced):
+        assert torch.equal(least, given.amin(0)) and torch.equal(most, given.amax(0))
+
+
+def test_ranks_skip_the_same_steps_with_a_scaler() -> None:
+    """One rank's gradient overflows in step 1; without an agreement the others would step."""
+
+    def train(team: Team) -> list[float]:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.distribute(model, optimizer, "local_sgd", process_group=team, communication_interval=10)
+        scaler, seen = bagua.GradScaler("cpu", init_scale=4.0), []
+        for step in range(3):
+            optimizer.zero_grad()
+            factor = torch.inf if (team.rank, step) == (1, 1) else 1.0
+            scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(round(model.weight[0, 0].item(), 4))
+        bagua.detach(model)
+        return [*seen, scaler.get_scale()]
+
+    assert run_in_turns(3, train) == [[0.9, 0.9, 0.8, 2.0]] * 3
 
 
 class Never(Exchange):

@@ -25,26 +25,31 @@ struct BFloat16 {
   static float one(const uint8_t* p) { return float_of((int32_t)((uint32_t)half_at(p) << 16)); }
 };
 
-// Exponent and mantissa are moved to their places, the product mends the bias and normalises denormals; the
-// exponent of infinities and NaN is then filled up.
+// Exponent and mantissa are moved to their places and the bias is mended; infinities and NaN get all of the exponent.
+// Denormals are counted in units of 2^-24: as denormals of fp32 they would be zero where these are flushed.
 struct Float16 {
   static constexpr int64_t kSize = 2;
-  static constexpr float kBias = 0x1p112f;
-  static constexpr int32_t kNotFinite = 0x7c00 << 13;
+  static constexpr float kUnit = 0x1p-24f;
+  static constexpr int32_t kNormal = 1 << 10;
+  static constexpr int32_t kNotFinite = 0x1f << 10;
+  static constexpr int32_t kBias = (127 - 15) << 23;
   static VF vector(const uint8_t* p) {
 #if defined(__AVX512F__)
     return (VF)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+    return (VF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
-    const VI h = widen16(p), v = (h & 0x7fff) << 13;
-    const VI fill = (VI)(v >= kNotFinite) & kInfinity;
-    return (VF)((VI)((VF)v * kBias) | fill | (h & 0x8000) << 16);
+    const VI h = widen16(p), rest = h & 0x7fff;
+    const VI large = ((rest << 13) + kBias) | ((VI)(rest >= kNotFinite) & kInfinity);
+    const VI small = (VI)(to_float(rest) * kUnit);
+    return (VF)((rest < kNormal ? small : large) | (h & 0x8000) << 16);
 #endif
   }
   static float one(const uint8_t* p) {
-    const uint32_t h = half_at(p);
-    const int32_t v = (int32_t)((h & 0x7fff) << 13);
-    const int32_t fill = v >= kNotFinite ? kInfinity : 0;
-    return float_of(bits_of(float_of(v) * kBias) | fill | (int32_t)((h & 0x8000) << 16));
+    const int32_t h = half_at(p), rest = h & 0x7fff;
+    const int32_t large = ((rest << 13) + kBias) | (rest >= kNotFinite ? kInfinity : 0);
+    const int32_t small = bits_of((float)rest * kUnit);
+    return float_of((rest < kNormal ? small : large) | (int32_t)((uint32_t)(h & 0x8000) << 16));
   }
 };
 

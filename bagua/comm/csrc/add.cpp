@@ -44,11 +44,14 @@ void add_bfloat16(uint8_t* x, const uint8_t* y, int64_t n) {
     a[i] = bfloat16_of(float_of(static_cast<uint32_t>(a[i]) << 16) + float_of(static_cast<uint32_t>(b[i]) << 16));
 }
 
-// Exponent and mantissa at their places in fp32; the product mends the bias, and makes denormals normal.
+// Exponent and mantissa at their places in fp32, with its bias. Denormals are counted in units of 2^-24: as denormals of
+// fp32 they would be zero where these are flushed.
 float float_of_half(uint16_t h) {
-  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, rest = static_cast<uint32_t>(h & 0x7fff) << 13;
-  const uint32_t fill = rest >= 0x7c00u << 13 ? 0x7f800000u : 0;
-  return float_of(bits_of(float_of(rest) * 0x1p112f) | fill | sign);
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, rest = h & 0x7fff;
+  const uint32_t fill = rest >= 0x7c00 ? 0x7f800000u : 0;
+  const uint32_t large = ((rest << 13) + (112u << 23)) | fill;
+  const uint32_t small = bits_of(static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-24f);
+  return float_of((rest < 0x400 ? small : large) | sign);
 }
 
 // To the nearest, ties to even. What is added to a small number moves the bits that fp16 lacks out of the mantissa.

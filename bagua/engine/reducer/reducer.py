@@ -46,6 +46,7 @@ class Reducer:
         open: a synchronised pass has begun and is not over.
         count: synchronised passes that are over; the same on all ranks.
         failed_to_end: an exception came at the end of a pass, when others may be done with it.
+        first: the parameter whose gradient began the pass, and holds more than it did before; -1: none has come.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Reducer:
         self.views_are_gradients, self._alone = views_are_gradients, alone
         self._static = StaticGraph() if static_graph else None
         self.failed_to_end = False
+        self.first = -1
         self._graphs = GradientGraphs()
         self._own = None if gradient_as_bucket_view or alone else OwnGradients()
         self._hook_order: HookOrder | None = None
@@ -140,7 +142,7 @@ class Reducer:
             if not self._asked():
                 self._used[index] = 1
                 return
-            self._begin()
+            self._begin(index)
         arrived = self._arrived
         if arrived[index]:
             self._arrived_twice(index)
@@ -205,8 +207,9 @@ class Reducer:
             self.listener.finish_exchanges(on_host=False)
             self._own.give_back(self._params, self._views)
 
-    def _begin(self) -> None:
+    def _begin(self, first: int = -1) -> None:
         if not self.open:
+            self.first = first
             if self._hook_order is not None and self.views_are_gradients:
                 self._hook_order.restore()
             self.listener.pass_begins()

@@ -1,4 +1,4 @@
-"""Preserves error feedback state of parameters that no rank used in a pass."""
+"""Preserves what is kept of parameters that no rank used in a pass: error feedback and momenta."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ __all__ = ["Withheld"]
 
 
 class Withheld:
-    """Copies of the error feedback state of some parameters, from before a pass.
+    """Copies of what exchanges and the algorithm keep of some parameters, from before a pass.
 
     A bucket is launched before it is known whether another rank used the parameters that this one misses. If none did,
-    the result is discarded, and the residuals that went into it must be restored.
+    the result is discarded, and the residuals or momenta that went into it must be restored. An exchange tells what it
+    keeps (`Exchange.memory`); of an algorithm these are its tensors with one element for each one of the bucket.
     """
 
     def __init__(self) -> None:
@@ -36,16 +37,20 @@ class Withheld:
     ) -> None:
         """Copy what is kept of the parameters `names`. Nothing may be in progress in their buckets."""
         self._held.clear()
-        if not any(memory.states.values()):
+        if not memory.keeps_state:
             return
         wanted = {bucket.index: list(_ranges(bucket, names)) for bucket in buckets}
+        sizes = {bucket.index: bucket.numel for bucket in buckets}
+        for (_, index), tensor in memory.tensors.items():
+            for name, a, b in wanted[index] if tensor.numel() == sizes[index] and tensor.is_contiguous() else ():
+                self._keep(name, tensor.view(-1)[a:b])
         for (exchange, index, part), state in memory.states.items():
             if state and wanted[index]:
                 lo, hi = dispatcher.parts(exchange, index)[part]
                 for name, a, b in wanted[index]:
                     if a < hi and lo < b:
-                        views = exchange.memory(state, hi - lo, max(a, lo) - lo, min(b, hi) - lo, groups)
-                        self._held.setdefault(name, []).extend((view, view.clone()) for view in views)
+                        for view in exchange.memory(state, hi - lo, max(a, lo) - lo, min(b, hi) - lo, groups):
+                            self._keep(name, view)
 
     @torch.no_grad()
     def put_back(self, names: Iterable[str]) -> None:
@@ -54,6 +59,9 @@ class Withheld:
             for view, copy in self._held.get(name, ()):
                 view.copy_(copy)
         self._held.clear()
+
+    def _keep(self, name: str, view: Tensor) -> None:
+        self._held.setdefault(name, []).append((view, view.clone()))
 
 
 def _ranges(bucket: Bucket, names: Collection[str]) -> Sequence[tuple[str, int, int]]:
