@@ -54,8 +54,8 @@ class GradientAllReduce(Algorithm):
             `torch.optim.Adam` or `AdamW`; "eden" without error feedback only; 4 bytes of state per element. None
             (default): there, without amsgrad and with weights of at least 32 bits; a notice says so.
         gather_codec: of the means, which all ranks get from their owners, with more than two ranks and a codec that is
-            not summed. None (default): `codec`. The errors of ranks average out, that of the mean does not: it gains
-            more from bits, or from a trellis, which costs time for 1/R of the elements only.
+            not summed. None (default): `codec`. Each rank encodes 1/R of the means, so a codec that takes long, such as
+            a trellis, costs little there, and more bits cost half of what they cost in both.
 
     Bytes: 2 (R-1)/R times the encoded gradients, sent per rank.
     Source: arXiv:2107.01499 (Bagua), section 2.

@@ -51,9 +51,9 @@ class ScatterGather(Exchange):
         error_feedback: keep both residuals.
         average: mean if true, else sum.
         running_scale: divide each element by its running scale before it is encoded. Not with error feedback.
-        gather_codec: codec of the means, which all ranks get from their owners. None: `codec`. The errors of R ranks
-            average out, those of the mean do not: bits, or the search of a trellis for a share 1/R of the elements,
-            gain more there. Not used by two ranks, which encode no mean.
+        gather_codec: codec of the means, which all ranks get from their owners. None: `codec`. Errors of the ranks
+            average out where what they encode agrees, that of the mean does not. And a rank encodes one mean of R: a
+            codec that takes long, such as a trellis, costs little there. Not used by two ranks, which encode no mean.
 
     State: with error feedback, `residual` [N] and, with more than two ranks, `chunk_residual` [C], or [R C] where
         each rank forms all means; with a running scale, `magnitude` [N] in fp32, equal on all ranks.

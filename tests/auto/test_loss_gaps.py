@@ -22,7 +22,10 @@ ROWS = {
 EDEN = ("bytegrad eden 1 bit", "bytegrad eden 2 bits")
 DEFAULTS = {
     "sgd": {name: f"{name} + feedback" for name in EDEN},
-    "adam": {name: f"{name}, denoised, adam" for name in EDEN},
+    "adam": {
+        **{name: f"{name}, denoised, adam" for name in EDEN},
+        "decentralized all": "decentralized all, mean moments, adam",
+    },
 }
 CASES = [(name, family) for name, families in MEASURED.items() for family in families]
 
@@ -51,7 +54,7 @@ def test_families() -> None:
     assert families_of([torch.optim.SGD(params, lr=0.1), torch.optim.AdamW(params)]) == ("sgd", "adam")
     assert families_of([optim.OneBitLamb(params, lr=0.1, warmup_steps=2)]) == ("sgd", "adam")
     assert gap_of("local_sgd", ("sgd", "adam")) == pytest.approx(0.0623, abs=1e-4)
-    assert gap_of("async", ("sgd", "adam")) is None
+    assert gap_of("bytegrad top_k + feedback", ("sgd", "adam")) is None
 
 
 def test_short_rounds_are_the_defaults() -> None:

@@ -255,7 +255,8 @@ def test_wrong_arguments_are_named(pool: RankPool) -> None:
         'autotune: not with algorithm "auto" yet: each changes the steps that the other times; name an algorithm',
     ]
     for *named, last in pool.run(2, wrong):
-        assert named == expected
+        assert len(named) == len(expected)
+        assert all(text.startswith(want) for text, want in zip(named, expected, strict=True)), named
         assert last.startswith('optimizers: "auto" measures steps, which end with theirs; pass them, or name an')
 
 

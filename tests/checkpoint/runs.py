@@ -130,8 +130,8 @@ class Run:
         who = dist.get_rank() if rank is None else rank
         for step in steps:
             x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1000 * who + step))
-            for half in x.chunk(2):
-                with bagua.no_sync(self.model) if half is x[:4] else torch.enable_grad():
+            for index, half in enumerate(x.chunk(2)):
+                with bagua.no_sync(self.model) if index == 0 else torch.enable_grad():
                     self.model(half).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=step % 2 == 0)
