@@ -16,6 +16,7 @@ LAYOUT = Layout("minmax_uint8", header_bytes=8, code_bits=8)
 
 _TINY_RANGE = 2.0**-100  # below it 255 / range may overflow and range / 255 lose digits
 _UP, _DOWN = 2.0**100, 2.0**-100
+_HUGE_RANGE = 2.0**126
 
 
 class MinMaxTorch:
@@ -25,7 +26,7 @@ class MinMaxTorch:
         """Write header and codes of each block."""
         for header, x_RKB, codes_RKB in LAYOUT.blocks(x_RC, wire_RW, head, codes, block):
             # Two reductions: torch.aminmax over a dim is 10 times slower on CPU. -0 + 0.0 is +0.
-            lo_RK1, hi_RK1 = x_RKB.amin(-1, keepdim=True) + 0.0, x_RKB.amax(-1, keepdim=True) + 0.0
+            lo_RK1, hi_RK1 = _through_zero(x_RKB.amin(-1, keepdim=True) + 0.0, x_RKB.amax(-1, keepdim=True) + 0.0)
             range_RK1 = hi_RK1 - lo_RK1
             finite_RK1 = range_RK1.isfinite()
             tiny_RK1 = range_RK1 < _TINY_RANGE
@@ -54,19 +55,30 @@ class MinMaxTorch:
             out_RKB.add_(lo_RK1)
 
     def decode_mean(self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_C: Tensor) -> None:
-        """out = weight * (sum of lo + sum of (q * step) * down), rows in order."""
+        """out = weight * sum of (lo + (q * step) * down), rows in order."""
         for header, out_1KB, codes_RKB in LAYOUT.blocks(out_C[None], wire_RW, head, codes, block):
             lo_RK1, step_RK1, down_RK1 = _steps(header)
-            base_K1 = torch.zeros_like(lo_RK1[0])
-            for lo_K1 in lo_RK1:
-                base_K1.add_(lo_K1)
-            total_KB, row_KB = out_1KB[0].copy_(base_K1), torch.empty_like(out_1KB[0])
+            total_KB, row_KB = out_1KB[0].zero_(), torch.empty_like(out_1KB[0])
             for r in range(codes_RKB.shape[0]):
                 row_KB.copy_(codes_RKB[r]).mul_(step_RK1[r])
                 if down_RK1 is not None:
                     row_KB.mul_(down_RK1[r])
-                total_KB.add_(row_KB)
+                total_KB.add_(row_KB.add_(lo_RK1[r]))
             total_KB.mul_(weight)
+
+
+def _through_zero(lo_RK1: Tensor, hi_RK1: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds of levels of which one is zero, where that lies between them.
+
+    Steps have 16 digits, so that all is exact that is done with them: an element that is 0 stays 0.
+    """
+    range_RK1 = hi_RK1 - lo_RK1
+    moved_RK1 = (lo_RK1 < 0) & (hi_RK1 >= 0) & (range_RK1 >= _TINY_RANGE) & (range_RK1 < _HUGE_RANGE)
+    step_RK1 = range_RK1 / torch.full_like(range_RK1, 254.0)
+    step_RK1 = step_RK1.view(torch.int32).add_(255).bitwise_and_(-256).view(torch.float32)
+    below_RK1 = (-lo_RK1 / step_RK1).ceil_()
+    lo_RK1 = torch.where(moved_RK1, -(below_RK1 * step_RK1), lo_RK1)
+    return lo_RK1, torch.where(moved_RK1, (255.0 - below_RK1) * step_RK1, hi_RK1)
 
 
 def _steps(head_RH: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -16,10 +16,13 @@ __all__ = ["MinMaxUInt8"]
 class MinMaxUInt8(BlockCodec):
     """8 bits per element: linear levels between the minimum and the maximum of each block.
 
-    With range = max - min: q = rint((x - min) * (255 / range)), x' = min + q * (range / 255), in fp32 (fp64
-    rows go through fp32). The error is at most half a step, range / 510. A constant block is exact. A block
+    With range = hi - lo: q = rint((x - lo) * (255 / range)), x' = lo + q * (range / 255), in fp32 (fp64 rows go
+    through fp32). lo and hi are the minimum and the maximum, or, where zero lies between, a little beyond them, so that
+    zero is a level: the step is 1/254 of their distance, rounded up to 16 binary digits, and lo a multiple of it. So
+    elements that are 0 stay 0, in means, too: a parameter that nobody uses does not move, whatever shares its block.
+    The error is at most half a step, 1/508 of the distance. A constant block is exact. A block
     that holds a NaN or an infinity, or whose range overflows fp32, decodes to NaN everywhere, so that a
-    gradient scaler sees it. The header is (min, max) as fp32 for each block, then follow the codes; zeros pad
+    gradient scaler sees it. The header is (lo, hi) as fp32 for each block, then follow the codes; zeros pad
     the row.
 
     Args:
@@ -35,6 +38,7 @@ class MinMaxUInt8(BlockCodec):
     Differs:
         from Bagua 0.9 in the header (once for each block, no padding to 32 bytes), in rounding x - min
         instead of x and min apart, and in that NaN and infinities are kept visible.
+        Zeros stay zeros.
 
     Examples:
         >>> codec = bagua.codecs.MinMaxUInt8(block=1024)

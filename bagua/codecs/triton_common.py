@@ -10,10 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["DOWN", "INFINITY_BITS", "MAGIC", "MAGIC_BITS", "MOST", "UP", "is_finite", "rounded"]
+__all__ = ["DOWN", "HUGE", "INFINITY_BITS", "MAGIC", "MAGIC_BITS", "MOST", "UP", "is_finite", "rounded"]
 
 UP = tl.constexpr(2.0**100)
 DOWN = tl.constexpr(2.0**-100)  # below it 255 / range and 7 / absmax may overflow
+HUGE = tl.constexpr(2.0**126)
 MOST = tl.constexpr(3.4028234663852886e38)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: the last place is worth 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bagua.codecs.triton_common import DOWN, MOST, UP, is_finite, rounded
+from bagua.codecs.triton_common import DOWN, HUGE, MOST, UP, is_finite, rounded
 
 __all__ = ["decode", "encode"]
 
@@ -20,25 +20,29 @@ def _steps(lo_K, hi_K):
 
 @triton.jit
 def _row(wire8, wire32, head_K, codes_KB, mask_K, mask_KB):
-    """lo, and what is added to it."""
+    """Decoded."""
     lo_K = tl.load(wire32 + head_K, mask_K, 0.0)
     hi_K = tl.load(wire32 + head_K + 1, mask_K, 0.0)
     step_K, down_K = _steps(lo_K, hi_K)
     q_KB = tl.load(wire8 + codes_KB, mask_KB, 0).to(tl.float32)
-    return lo_K, (q_KB * step_K[:, None]) * down_K[:, None]
+    return lo_K[:, None] + (q_KB * step_K[:, None]) * down_K[:, None]
+
+
+@triton.jit
+def _through_zero(lo_K, hi_K):
+    range_K = hi_K - lo_K
+    moved_K = (lo_K < 0) & (hi_K >= 0) & (range_K >= DOWN) & (range_K < HUGE)
+    bits_K = tl.div_rn(tl.where(moved_K, range_K, 1.0), 254.0).to(tl.int32, bitcast=True)
+    step_K = ((bits_K + 255) & -256).to(tl.float32, bitcast=True)
+    below_K = tl.ceil(tl.div_rn(-lo_K, step_K))
+    return tl.where(moved_K, -(below_K * step_K), lo_K), tl.where(moved_K, (255.0 - below_K) * step_K, hi_K)
 
 
 @triton.jit
 def _mean(wire8, wire32, stride, rows, weight, head_K, codes_KB, mask_K, mask_KB, K: tl.constexpr, B: tl.constexpr):
-    base_K = tl.zeros((K,), tl.float32)
-    lo_of_row = wire32 + head_K
+    sum_KB = tl.zeros((K, B), tl.float32)
     for _ in range(rows):
-        base_K += tl.load(lo_of_row, mask_K, 0.0)
-        lo_of_row += stride // 4
-    sum_KB = tl.zeros((K, B), tl.float32) + base_K[:, None]
-    for _ in range(rows):
-        _lo_K, d_KB = _row(wire8, wire32, head_K, codes_KB, mask_K, mask_KB)
-        sum_KB += d_KB
+        sum_KB += _row(wire8, wire32, head_K, codes_KB, mask_K, mask_KB)
         wire8 += stride
         wire32 += stride // 4
     return sum_KB * weight
@@ -86,6 +90,7 @@ def encode(
     number_KB = mask_KB & (x_KB == x_KB)
     lo_K = tl.min(tl.where(number_KB, x_KB, float("inf")), axis=1) + 0.0
     hi_K = tl.max(tl.where(number_KB, x_KB, -float("inf")), axis=1) + 0.0
+    lo_K, hi_K = _through_zero(lo_K, hi_K)
     range_K = hi_K - lo_K
     good_K = (range_K >= 0) & (range_K <= MOST) & (nan_K == 0)
     tiny_K = range_K < DOWN
@@ -135,6 +140,5 @@ def decode(
         y_KB = _mean(wire8, wire32, wire_stride, rows, weight, head_K, codes_KB, mask_K, mask_KB, K, B)
     else:
         from8, from32 = wire8 + row * wire_stride, wire32 + row * (wire_stride // 4)
-        lo_K, d_KB = _row(from8, from32, head_K, codes_KB, mask_K, mask_KB)
-        y_KB = lo_K[:, None] + d_KB
+        y_KB = _row(from8, from32, head_K, codes_KB, mask_K, mask_KB)
     tl.store(out + row * out_stride + at_KB, y_KB, mask_KB)

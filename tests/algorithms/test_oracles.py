@@ -8,6 +8,7 @@ import pytest
 from bagua import codecs, topologies
 from bagua.algorithms import ByteGrad, Decentralized, GradientAllReduce, LocalSGD, LowPrecisionDecentralized, Warmup
 from tests.algorithms.quadratic import N, follow, start, targets
+from tests.codecs.test_minmax_uint8 import through_zero
 from tests.rank_threads import run_teams
 
 ALL_TO_ALL = [1, 2, 3, 4]  # with more ranks nothing else happens, in contrast to topologies
@@ -51,7 +52,7 @@ def local_sgd(size: int, interval: int) -> np.ndarray:
 
 def quantise(row: np.ndarray) -> np.ndarray:
     """Min-max uint8 over one block, the definition."""
-    low, high = row.min(), row.max()
+    low, high = through_zero(row.min(), row.max())
     if high == low:
         return row.copy()
     return low + np.clip(np.rint((row - low) * 255 / (high - low)), 0, 255) / 255 * (high - low)

@@ -8,6 +8,7 @@
 
 namespace {
 
+constexpr float kHuge = 0x1p126f;
 constexpr int64_t kRowsAtOnce = 64;
 constexpr int64_t kAhead = 2048;  // elements between what is encoded and what is fetched
 
@@ -35,6 +36,20 @@ Bounds min_max(const float* x, float* residual, int64_t n) {
     b = v > b ? v : b;
   }
   return {a + 0.0f, b + 0.0f};  // -0 becomes +0: which zero came first must not show in the header
+}
+
+// Bounds of levels of which one is zero, where that lies between them. Steps have 16 digits, so that all is exact that is
+// done with them: an element that is 0 stays 0.
+Bounds through_zero(Bounds b) {
+  const float range = b.hi - b.lo;
+  if (!(b.lo < 0.0f && b.hi >= 0.0f && range >= kTiny && range < kHuge)) return b;
+  float step = range / 254.0f;
+  uint32_t bits;
+  memcpy(&bits, &step, sizeof bits);
+  bits = (bits + 255) & ~255u;
+  memcpy(&step, &bits, sizeof bits);
+  const float below = __builtin_ceilf(-b.lo / step);
+  return {-(below * step), (255.0f - below) * step};
 }
 
 // What one code is worth. x' = lo + (q * step) * down, and down is 1 unless the range is tiny.
@@ -90,7 +105,7 @@ bool quantise(const float* x, float* residual, int64_t n, float scale, Step s, u
 
 template <bool kFeedback>
 void encode_block(const float* x, float* residual, int64_t n, uint8_t* head, uint8_t* codes) {
-  Bounds b = min_max<kFeedback>(x, residual, n);
+  Bounds b = through_zero(min_max<kFeedback>(x, residual, n));
   const float range = b.hi - b.lo;
   bool finite = range >= 0.0f && range <= FLT_MAX;
   memcpy(head, &b, sizeof b);
@@ -131,29 +146,29 @@ void decode_block(const uint8_t* codes, int64_t n, Step s, float* out) {
   for (; i < n; ++i) one(i);
 }
 
-// Adds up to kRowsAtOnce rows of one block. out = (out or base) + sum_r q_r * step_r, times weight.
+// Adds up to kRowsAtOnce rows of one block. out = (out or 0) + sum_r (lo_r + q_r * step_r), times weight.
 template <bool kSmall>
-void add_rows(const uint8_t* codes, int64_t stride, int64_t rows, int64_t n, const Step* s, const float* base,
-              float weight, float* out) {
+void add_rows(const uint8_t* codes, int64_t stride, int64_t rows, int64_t n, const Step* s, bool first, float weight,
+              float* out) {
   int64_t i = 0;
   for (; i + 4 * W <= n; i += 4 * W) {
     VF acc[4];
-    for (int k = 0; k < 4; ++k) acc[k] = base ? splat(*base) : load(out + i + k * W);
+    for (int k = 0; k < 4; ++k) acc[k] = first ? VF{} : load(out + i + k * W);
     const uint8_t* q = codes + i;
     for (int64_t r = 0; r < rows; ++r, q += stride)
       for (int k = 0; k < 4; ++k) {
         VF d = widen(q + k * W) * s[r].step;
         if (kSmall) d = d * s[r].down;
-        acc[k] = acc[k] + d;
+        acc[k] = acc[k] + (s[r].lo + d);
       }
     for (int k = 0; k < 4; ++k) store(out + i + k * W, acc[k] * weight);
   }
   for (; i < n; ++i) {
-    float acc = base ? *base : out[i];
+    float acc = first ? 0.0f : out[i];
     for (int64_t r = 0; r < rows; ++r) {
       float d = (float)codes[r * stride + i] * s[r].step;
       if (kSmall) d = d * s[r].down;
-      acc = acc + d;
+      acc = acc + (s[r].lo + d);
     }
     out[i] = acc * weight;
   }
@@ -161,8 +176,6 @@ void add_rows(const uint8_t* codes, int64_t stride, int64_t rows, int64_t n, con
 
 void mean_block(const uint8_t* head, const uint8_t* codes, int64_t stride, int64_t rows, int64_t n, float weight,
                 float* out) {
-  float base = 0.0f;
-  for (int64_t r = 0; r < rows; ++r) base = base + fp32_at(head + r * stride);
   for (int64_t first = 0; first == 0 || first < rows; first += kRowsAtOnce) {
     const int64_t left = rows - first, count = left < kRowsAtOnce ? left : kRowsAtOnce;
     Step s[kRowsAtOnce];
@@ -173,7 +186,7 @@ void mean_block(const uint8_t* head, const uint8_t* codes, int64_t stride, int64
     }
     const float w = left <= kRowsAtOnce ? weight : 1.0f;
     const auto add = tiny ? add_rows<true> : add_rows<false>;
-    add(codes + first * stride, stride, count, n, s, first == 0 ? &base : nullptr, w, out);
+    add(codes + first * stride, stride, count, n, s, first == 0, w, out);
   }
 }
 
