@@ -140,6 +140,8 @@ class GradientAllReduce(Algorithm):
     def setup(self, ctx: Context) -> None:
         """Prepare the exchange, and what the noise in second moments is estimated from."""
         ctx.prepare(self.exchange)
+        if self.gather_codec is not None and num_encoding(ctx, bool(self.hierarchical)) == 2:
+            ctx.notice(f"{self.name}: two ranks encode no means, so gather_codec has no effect")
         if self._denoises(ctx):
             set_up_noise(ctx)
 

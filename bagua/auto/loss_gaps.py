@@ -3,8 +3,7 @@
 The figures are those of `benchmarks/results/2026-11-27-convergence/results.json`: 4 ranks, 3 seeds, the same
 optimizer, data, learning rates and number of steps as DDP, on two small tasks. Eden is the row with its defaults: error
 feedback with SGD, second moments without the codec's noise with Adam. Gossip with Adam corrects second moments, as it
-does by default. "Short rounds" are the defaults of `local_sgd`
-and `diloco`. A test compares them with that file.
+does by default. "Short rounds" are the defaults of `local_sgd` and `diloco`. A test compares them with that file.
 """
 
 from __future__ import annotations

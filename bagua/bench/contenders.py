@@ -81,6 +81,10 @@ def _mean(bits: float, moment: Moment = Moment.GRADIENT, every: int = 1) -> Amou
     return lambda model, ranks: bounds.all_to_all_mean(model.num_elements, ranks, bits, moment, every)
 
 
+_CODECS = {"codec", "gather_codec"}
+_MANY, _RANKS = 1 << 20, 4  # elements, and ranks among which they are divided
+
+
 def _unknown(algorithm: str, options: Mapping[str, Any]) -> str:
     known = {each.name for each in fields(bagua.algorithms.get(algorithm))}
     known |= {"bucket_bytes", "num_lanes", "hierarchical", "rank_order", "transport"} & set(
@@ -212,7 +216,17 @@ def get(text: str) -> Contender:
     problem = _unknown(contender.algorithm, options)
     if problem:
         raise ValueError(f"contender {text!r}: {problem}")
-    return replace(contender, name=text, options=options)
+    traffic = contender.traffic
+    if options.keys() & _CODECS and bagua.algorithms.get(contender.algorithm).payload is bagua.algorithms.Payload.GRAD:
+        traffic = _mean(_bits(contender.algorithm, options))
+    return replace(contender, name=text, options=options, traffic=traffic)
+
+
+def _bits(algorithm: str, options: Mapping[str, Any]) -> float:
+    """Bits of an element on the way to the mean's owner and back, the mean of both ways, with the codecs' headers."""
+    named = {key: value for key, value in options.items() if key in _CODECS}
+    made = bagua.algorithms.get(algorithm, **named)
+    return 8 * made.bytes_per_rank(_MANY, _RANKS) / (2 * _MANY * (_RANKS - 1) / _RANKS)
 
 
 def _option(text: str, word: str) -> tuple[str, Any]:

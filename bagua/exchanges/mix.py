@@ -66,6 +66,9 @@ def mix(
     """
     topology, codec = topologies.get(topology), codecs.get(codec)
     gather_codec = get_gather_codec(gather_codec)
+    if gather_codec is not None and (codec.linear or not topology.complete):
+        other = f"codec {codec.name!r}, which is summed on the wire" if codec.linear else f"topology {topology.name!r}"
+        raise ValueError(f"gather_codec={gather_codec.name!r} cannot be combined with {other}: there is one codec")
     if error_feedback and (codec.linear or not topology.complete):
         other = f"codec {codec.name!r}" if codec.linear else f"topology {topology.name!r}"
         reason = (
@@ -77,9 +80,6 @@ def mix(
     if running_scale and (codec.linear or not topology.complete):
         other = f"codec {codec.name!r}, which loses too little" if codec.linear else f"topology {topology.name!r}"
         raise ValueError(f"running_scale=True cannot be combined with {other}")
-    if gather_codec is not None and (codec.linear or not topology.complete):
-        other = f"codec {codec.name!r}, which is summed on the wire" if codec.linear else f"topology {topology.name!r}"
-        raise ValueError(f"gather_codec={gather_codec.name!r} cannot be combined with {other}: there is one codec")
     if not average and not topology.complete:
         raise ValueError(f"average=False cannot be combined with topology {topology.name!r}: gossip has no sum")
     exchange: Exchange

@@ -77,7 +77,7 @@ class ScatterGather(Exchange):
     def __post_init__(self) -> None:
         check_codec("ScatterGather", self.codec)
         if self.gather_codec is not None:
-            check_codec("ScatterGather", self.gather_codec)
+            check_codec("ScatterGather", self.gather_codec, "gather_codec")
             if self.codec.lossless or self.gather_codec.lossless:
                 name = (self.codec if self.codec.lossless else self.gather_codec).name
                 raise ValueError(f"gather_codec: codec {name!r} loses nothing, so both must be the same: leave it out")

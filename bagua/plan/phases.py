@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +36,26 @@ _FP16_CAST, _FP16_SUM = 0.5, 2.0
 _RECEIVERS: dict[tuple[str, int], float] = {}
 _Turns = tuple[float, float]
 _NONE: _Turns = (0.0, 0.0)
+
+
+class _Passes(NamedTuple):
+    """What a rank does to a tensor of which rows are exchanged.
+
+    Attributes:
+        reads, writes: passes over the tensor to encode it, and over the result.
+        turns: passes to rotate blocks before they are encoded, and back after they are decoded.
+    """
+
+    reads: float
+    writes: float = 1.0
+    turns: _Turns = _NONE
+
+
+class _Means(NamedTuple):
+    """Bytes of all means on the wire, and their turns."""
+
+    wire: float
+    turns: _Turns
 
 
 class TorchPowerSGD(PowerSGD):
@@ -122,12 +143,11 @@ def phases_of(
             each.wire_bytes(-(-n // cluster.ranks), torch.float32) * cluster.ranks for each in (exchange.codec, made)
         )
         reads = 1.0 + (_FEEDBACK if exchange.error_feedback or exchange.running_scale else 0.0) + momenta
-        turns, writes = _turns(exchange.codec, costs), 1.0 + momenta
+        passes = _Passes(reads, 1.0 + momenta, _turns(exchange.codec, costs))
         if cluster.ranks == 2:
-            return _swapped(n, wire, cluster, costs, reads=reads, turns=turns, writes=writes)
-        means = back, _turns(made, costs)
+            return _swapped(n, wire, cluster, costs, passes)
         course = _gathered if gathered else _to_owners_and_back
-        return course(n, wire, cluster, costs, reads=reads, turns=turns, writes=writes, means=means)
+        return course(n, wire, cluster, costs, passes, _Means(back, _turns(made, costs)))
     if isinstance(exchange, AllGather):
         sent, peers = exchange.bytes_per_rank(n, cluster.ranks), float(cluster.ranks - 1)
         return _to_peers(n, sent, cluster, costs, peers=peers, mixed=1.0)
@@ -175,11 +195,11 @@ def _all_reduce(exchange: AllReduce, n: int, cluster: Cluster, costs: Costs, gat
     if isinstance(exchange.codec, Fp16):
         reads += _FP16_CAST + _FP16_SUM * (size - 1) / size
     if gathered and size == 2:
-        return _gathered(n, wire, cluster, costs, reads=reads)
+        return _gathered(n, wire, cluster, costs, _Passes(reads))
     straight = not exchange.codec.lossless or wire <= size * STRAIGHT_CHUNK_BYTES
     if cluster.devices == 1 and wire <= exchange.direct_bytes and straight:
         course = _gathered if gathered else _to_owners_and_back
-        return course(n, wire, cluster, costs, reads=reads)
+        return course(n, wire, cluster, costs, _Passes(reads))
     return [_ring(n, wire, size, cluster, costs, reads)]
 
 
@@ -206,24 +226,15 @@ def _ring(n: int, wire: float, size: int, cluster: Cluster, costs: Costs, reads:
 
 
 def _to_owners_and_back(
-    n: int,
-    wire: float,
-    cluster: Cluster,
-    costs: Costs,
-    reads: float,
-    turns: _Turns = _NONE,
-    writes: float = 1.0,
-    means: tuple[float, _Turns] | None = None,
+    n: int, wire: float, cluster: Cluster, costs: Costs, passes: _Passes, means: _Means | None = None
 ) -> list[Phase]:
     """Each rank's part to its owner; the owner's result to all. Rows leave as they are encoded.
 
     Args:
-        reads, writes: passes over the tensor to encode it, and over the result.
-        turns: passes to rotate blocks before they are encoded, and back after they are decoded.
-        means: bytes on the wire and turns of the means; None: as on the way to their owners.
+        means: None: as on the way to their owners.
     """
-    forth, back = turns
-    returned, (mean_forth, mean_back) = (wire, turns) if means is None else means
+    reads, writes, (forth, back) = passes
+    returned, (mean_forth, mean_back) = (wire, passes.turns) if means is None else means
     size = cluster.ranks
     sent, returned = wire * (size - 1) / size, returned * (size - 1) / size
     row_s = (reads + forth) * n * costs.element_s / size
@@ -240,18 +251,11 @@ def _to_owners_and_back(
 
 
 def _gathered(
-    n: int,
-    wire: float,
-    cluster: Cluster,
-    costs: Costs,
-    reads: float,
-    turns: _Turns = _NONE,
-    writes: float = 1.0,
-    means: tuple[float, _Turns] | None = None,
+    n: int, wire: float, cluster: Cluster, costs: Costs, passes: _Passes, means: _Means | None = None
 ) -> list[Phase]:
     """Each rank sends all it has to all others, and forms all means itself. Arguments as of `_to_owners_and_back`."""
-    forth, back = turns
-    mean_forth, mean_back = turns if means is None else means[1]
+    reads, writes, (forth, back) = passes
+    mean_forth, mean_back = passes.turns if means is None else means.turns
     size = cluster.ranks
     sent = wire * (size - 1)
     efficiency = costs.mesh_efficiency * cluster.mesh_share
@@ -262,11 +266,9 @@ def _gathered(
     return [Phase(encode_s, beside, *away, wait, away[0] * efficiency), Phase(before_s=means_s)]
 
 
-def _swapped(
-    n: int, wire: float, cluster: Cluster, costs: Costs, reads: float, turns: _Turns = _NONE, writes: float = 1.0
-) -> list[Phase]:
-    """Two ranks send each other both rows; both decode the mean of each. Arguments as of `_to_owners_and_back`."""
-    forth, back = turns
+def _swapped(n: int, wire: float, cluster: Cluster, costs: Costs, passes: _Passes) -> list[Phase]:
+    """Two ranks send each other both rows; both decode the mean of each."""
+    reads, writes, (forth, back) = passes
     row_s = (reads + forth) * n * costs.element_s / 2
     decode_s = (1 + writes + 2 * back) * n * costs.element_s / 2  # of both versions of a row
     efficiency = costs.mesh_efficiency * cluster.mesh_share

@@ -243,6 +243,18 @@ def test_default_depends_on_codec_and_optimizer_and_is_told(
         assert any("(denoise_second_moment)" in each for each in notices) == denoises
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_ranks_are_told_that_they_encode_no_means(size: int) -> None:
+    def run(team: Team) -> tuple[tuple[str, ...], set[str]]:
+        def loss(model: nn.Module, step: int) -> torch.Tensor:
+            return model(team.rank, step, 0.0)
+
+        return told_and_kept(team, "bytegrad", Wide(), adam, loss, gather_codec="eden")
+
+    for notices, _ in run_teams(size, run):
+        assert any("gather_codec has no effect" in each for each in notices) == (size == 2)
+
+
 def test_state_of_before_the_option_fits() -> None:
     assert "denoise_second_moment" not in repr(ByteGrad(codec=Eden()))
     assert repr(ByteGrad()).startswith("ByteGrad(hierarchical=None, average=True, codec='minmax_uint8', ")

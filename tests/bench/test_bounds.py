@@ -80,6 +80,23 @@ def test_every_contender_sends_nothing_alone_and_something_in_company(contender:
     assert (contender.traffic(model, 4).bytes_per_host > 0) is not contender.name.startswith(contenders.OFF)
 
 
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("bytegrad", 8),
+        ("bytegrad:bucket_bytes=1000000", 8),
+        ("bytegrad:codec=eden:bits=1", 1.125),
+        ("bytegrad:codec=eden:bits=1,gather_codec=eden:bits=2", 1.625),
+        ("gradient_allreduce:codec=bf16", 16),
+        ("diloco:codec=int4", 32),  # of weights: what it sends depends on more options
+    ],
+)
+def test_a_codec_that_is_named_counts(text: str, bits: float) -> None:
+    model, ranks = models.get("layers25m/10"), 4
+    sent = contenders.get(text).traffic(model, ranks).bytes_per_host
+    assert sent == pytest.approx(2 * model.num_elements * (ranks - 1) / ranks * bits / 8)
+
+
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "qadam_1bit", "decentralized_shift_one"])
 def test_formulas_agree_with_what_the_algorithms_say(name: str) -> None:
     import bagua

@@ -260,6 +260,11 @@ def test_table(cell: tuple[str, str], kind: type[Exchange]) -> None:
         (("ring", "minmax_uint8"), {"error_feedback": True}, ("error_feedback", "ring")),
         (("ring", "identity"), {"average": False}, ("average", "ring")),
         (("complete", "bf16"), {"gather_codec": "int4"}, ("gather_codec='int4'", "bf16")),
+        (
+            ("complete", "identity"),
+            {"gather_codec": "int4", "error_feedback": True},
+            ("gather_codec='int4'", "identity"),
+        ),
         (("ring", "int4"), {"gather_codec": "sign"}, ("gather_codec='sign'", "ring")),
         (("complete", "int4"), {"gather_codec": "identity"}, ("gather_codec", "identity")),
         (("complete", "int4"), {"gather_codec": "int3"}, ("int3", "minmax_uint8")),
@@ -281,6 +286,8 @@ def test_parts_refuse_each_other_without_mix_too() -> None:
         Gossip(topologies.get("ring"), codec)
     with pytest.raises(ValueError, match="identity"):
         ScatterGather(codecs.get("identity"), error_feedback=True)
+    with pytest.raises(TypeError, match=r"^ScatterGather: gather_codec: .*'eden'"):
+        ScatterGather(codec, gather_codec="eden")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Hierarchical"):
         Hierarchical(Hierarchical(AllReduce()))
 
