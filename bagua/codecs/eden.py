@@ -32,8 +32,7 @@ class Eden(BlockCodec):
     the centroid of an element depends on its own code and on those before it in the block. With the same bytes about
     0.66 (1 bit, 8 states), 0.64 (1 bit, 32 states) and 0.30 (2 bits, 8 states) of the norm are lost: squared, 0.77,
     0.72 and 0.68 times as much as without. Blocks of which all but a few elements are zero lose more than without.
-    Encoding takes several times as long, see the guide. On a GPU the search runs in eager torch, in some thousand
-    small kernels for each 262,144 elements: do not use it there unless the link is very slow.
+    Encoding takes several times as long, see the guide.
 
     A block of zeros is exact. A block that holds a NaN or an infinity, or whose scale overflows fp32, decodes to NaN
     everywhere, so that a gradient scaler sees it. What is below 2^-113 or so decodes coarsely. A header is the scale,

@@ -16,7 +16,7 @@ from bagua.codecs.layout import Layout
 from bagua.codecs.sign_torch import lane_sum, pack_bits
 from bagua.codecs.trellis_torch import TRELLISES, trellis_of
 
-__all__ = ["BITS", "LAYOUTS", "LONGEST", "EdenTorch", "layout_of"]
+__all__ = ["BITS", "LAYOUTS", "LONGEST", "EdenTorch", "factor", "layout_of", "padded"]
 
 BITS = (1, 2, 3, 4)
 LONGEST = 4096  # elements of a block
@@ -178,4 +178,10 @@ def _hadamard(x_RKP: Tensor) -> Tensor:
         a_RKph, b_RKph = x_RKP.unflatten(-1, (-1, 2, half)).unbind(-2)
         x_RKP = torch.stack((a_RKph + b_RKph, a_RKph - b_RKph), -2).flatten(-3)
         half //= 2
-    return x_RKP * torch.tensor(size**-0.5, dtype=torch.float32).item()
+    return x_RKP * factor(size)
+
+
+@functools.cache
+def factor(size: int) -> float:
+    """What sums and differences are multiplied by in a rotation of a power of two elements, an fp32."""
+    return torch.tensor(size**-0.5, dtype=torch.float32).item()

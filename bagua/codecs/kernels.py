@@ -9,6 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 __all__ = [
+    "SCALE_FLOOR",
+    "SCALE_WINDOW",
     "Backend",
     "DifferenceKernels",
     "FusedKernels",
@@ -18,6 +20,9 @@ __all__ = [
     "RunningScaleKernels",
     "TopKKernels",
 ]
+
+SCALE_WINDOW = 256  # elements; the mean of their magnitudes bounds the running scale of each
+SCALE_FLOOR = 0.1  # of that mean
 
 
 class Kernels(Protocol):

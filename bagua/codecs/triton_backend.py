@@ -10,11 +10,22 @@ import torch
 import triton
 from torch import Tensor
 
-from bagua.codecs import eden_torch, int4_torch, minmax_torch, sign_torch, triton_int4, triton_minmax, triton_sign
-from bagua.codecs.kernels import Backend, Kernels
+from bagua.codecs import (
+    eden_torch,
+    int4_torch,
+    minmax_torch,
+    sign_torch,
+    triton_eden,
+    triton_int4,
+    triton_minmax,
+    triton_running_scale,
+    triton_sign,
+)
+from bagua.codecs.kernels import SCALE_FLOOR, SCALE_WINDOW, Backend, Kernels
 from bagua.codecs.launcher import Launcher
+from bagua.codecs.trellis_torch import trellis_of
 
-__all__ = ["BACKEND", "TritonKernels", "interpreted"]
+__all__ = ["BACKEND", "TritonKernels", "TritonRunningScale", "interpreted"]
 
 _LONGEST = 8192  # elements of a block that a program holds; longer ones are for torch
 _AT_ONCE = 2048  # elements of a tile
@@ -32,15 +43,13 @@ class TritonKernels:
         module: holds the kernels `encode` and `decode`.
         tile: blocks of a program, and elements of its tiles in each, from the size of a block.
         reference: takes the blocks that are too long.
-        longest: elements of a block that a program holds; 0 leaves all to the reference.
     """
 
-    def __init__(
-        self, module: Any, tile: Callable[[int], tuple[int, int]], reference: Kernels, longest: int = _LONGEST
-    ) -> None:
-        self._tile, self._reference, self._longest = tile, reference, longest
-        if longest:
-            self._encode, self._decode = Launcher(module.encode), Launcher(module.decode)
+    _longest = _LONGEST
+
+    def __init__(self, module: Any, tile: Callable[[int], tuple[int, int]], reference: Kernels) -> None:
+        self._tile, self._reference = tile, reference
+        self._encode, self._decode = Launcher(module.encode), Launcher(module.decode)
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
         """Write header and codes of each block."""
@@ -154,6 +163,126 @@ class TritonKernels:
         return num_blocks, (-(-num_blocks // at_once), rows, 1), (at_once, columns)
 
 
+class _EdenKernels(TritonKernels):
+    """The kernels of eden, whose blocks are all short enough.
+
+    Args:
+        bits: of an element.
+        states: of the trellis; 1: none.
+    """
+
+    def __init__(self, bits: int, states: int) -> None:
+        super().__init__(triton_eden, _whole, eden_torch.EdenTorch(bits, states))
+        self._bits, self._states, self._trellis = bits, states, trellis_of(bits, states)
+        self._least = eden_torch.layout_of(bits, states, 1).least
+        self._tables: dict[torch.device, Tensor] = {}
+
+    def _run_encode(
+        self,
+        x_RN: Tensor | None,
+        residual_RN: Tensor | None,
+        from_RW: Tensor | None,
+        weight: float,
+        wire_RW: Tensor,
+        head: int,
+        codes: int,
+        block: int,
+        n: int,
+    ) -> None:
+        wire, device = _Wire(wire_RW), wire_RW.device
+        source = wire if from_RW is None else _Wire(from_RW)
+        x, residual = (wire.floats if t is None else t for t in (x_RN, residual_RN))  # any: it is not read
+        num_blocks, grid, tile, sizes = self._sizes(n, block, wire_RW.shape[0])
+        units, decisions = self._scratch(wire_RW.shape[0] * num_blocks * tile[1], wire)
+        self._encode(
+            device,
+            grid,
+            (x, residual, source.bytes, source.floats, wire.bytes, wire.floats, units, decisions),
+            (
+                *(x, x.stride(0), residual, residual.stride(0)),
+                *(source.bytes, source.floats, source.stride, source.rows, weight),
+                *(wire.bytes, wire.floats, wire.stride, head, codes, n, num_blocks, *sizes),
+                *(self._table(wire), units, decisions, block, from_RW is not None, residual_RN is not None),
+                *(self._bits, self._states, *tile),
+            ),
+        )
+
+    def _run_decode(
+        self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_RN: Tensor, mean: bool
+    ) -> None:
+        wire, (rows, n) = _Wire(wire_RW), out_RN.shape
+        num_blocks, grid, tile, sizes = self._sizes(n, block, rows)
+        self._decode(
+            wire_RW.device,
+            grid,
+            (wire.bytes, wire.floats, out_RN),
+            (
+                *(wire.bytes, wire.floats, wire.stride, wire.rows, weight),
+                *(out_RN, out_RN.stride(0), head, codes, n, num_blocks, *sizes),
+                *(self._table(wire), block, mean, self._bits, self._states, *tile),
+            ),
+        )
+
+    def _sizes(
+        self, n: int, block: int, rows: int
+    ) -> tuple[int, tuple[int, int, int], tuple[int, int, int], tuple[int, float, float]]:
+        """Number of blocks, grid, the kernel's K, P and STAGES; the size of the ragged block and both factors."""
+        rest = eden_torch.padded(n % block, self._least) if n % block else 0
+        longest = max(block if n >= block else rest, 8)  # a byte of codes at least
+        num_blocks = -(-n // block)
+        at_once = max(1, min(_AT_ONCE // longest, triton.next_power_of_2(num_blocks)))
+        factors = (eden_torch.factor(block if n >= block else rest), eden_torch.factor(max(rest, 1)))
+        tile = (at_once, longest, longest.bit_length() - 1)
+        return num_blocks, (-(-num_blocks // at_once), rows, 1), tile, (rest, *factors)
+
+    def _table(self, wire: _Wire) -> Tensor:
+        """The centroids of a trellis, int32."""
+        if self._trellis is None:
+            return wire.floats  # any: it is not read
+        device = wire.bytes.device
+        if device not in self._tables:
+            self._tables[device] = torch.tensor(self._trellis.table, dtype=torch.int32, device=device)
+        return self._tables[device]
+
+    def _scratch(self, numel: int, wire: _Wire) -> tuple[Tensor, Tensor]:
+        if self._trellis is None:
+            return wire.floats, wire.floats
+        return torch.empty((2, numel), dtype=torch.int32, device=wire.bytes.device).unbind()
+
+
+class TritonRunningScale:
+    """Running scales of CUDA tensors, see `kernels.RunningScaleKernels`."""
+
+    def __init__(self) -> None:
+        self._means, self._divide = Launcher(triton_running_scale.means), Launcher(triton_running_scale.divide)
+        self._multiply = Launcher(triton_running_scale.multiply)
+
+    def divide(self, magnitude_N: Tensor, means_K: Tensor, x_N: Tensor) -> None:
+        """Divide by the scales."""
+        device, n = x_N.device, x_N.numel()
+        grid, at_once = self._tiles(means_K)
+        of_rest = SCALE_WINDOW / (n % SCALE_WINDOW or SCALE_WINDOW)
+        self._means(
+            device,
+            grid,
+            (magnitude_N, means_K),
+            (magnitude_N, means_K, n, of_rest, SCALE_FLOOR / SCALE_WINDOW, at_once),
+        )
+        most = means_K.amax()
+        self._divide(device, grid, (magnitude_N, means_K, most, x_N), (magnitude_N, means_K, most, x_N, n, at_once))
+
+    def multiply(self, magnitude_N: Tensor, means_K: Tensor, x_N: Tensor) -> None:
+        """Multiply by the scales, and move the magnitudes."""
+        grid, at_once = self._tiles(means_K)
+        tensors = (magnitude_N, means_K, x_N)
+        self._multiply(x_N.device, grid, tensors, (*tensors, x_N.numel(), at_once))
+
+    def _tiles(self, means_K: Tensor) -> tuple[tuple[int, int, int], int]:
+        """Grid, and windows of a program."""
+        at_once = _AT_ONCE // SCALE_WINDOW
+        return (-(-means_K.numel() // at_once), 1, 1), at_once
+
+
 def _whole(block: int) -> tuple[int, int]:
     columns = triton.next_power_of_2(block)
     return max(1, _AT_ONCE // columns), columns
@@ -179,9 +308,6 @@ _BLOCKS = {
     minmax_torch.LAYOUT.name: TritonKernels(triton_minmax, _whole, minmax_torch.MinMaxTorch()),
     int4_torch.LAYOUT.name: TritonKernels(triton_int4, _halves, int4_torch.Int4Torch()),
     sign_torch.LAYOUT.name: TritonKernels(triton_sign, _steps, sign_torch.SignTorch()),
-    **{
-        name: TritonKernels(None, _whole, eden_torch.EdenTorch(*each), longest=0)
-        for name, each in eden_torch.LAYOUTS.items()
-    },
+    **{name: _EdenKernels(*each) for name, each in eden_torch.LAYOUTS.items()},
 }
-BACKEND = Backend("triton", blocks=_BLOCKS, fused=_BLOCKS)
+BACKEND = Backend("triton", blocks=_BLOCKS, fused=_BLOCKS, running_scale=TritonRunningScale())

@@ -39,6 +39,7 @@ _LATER = {
 }
 _LOOK_S = 0.01
 _OF_NVML = re.compile(r"cuda\d{8}")
+_NAMED_S = 1.0  # for a thread of a library to run first, when it names itself
 _OF_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
 
 
@@ -258,8 +259,12 @@ def _problem(read: set[str]) -> str:
     if not (trial := _fork()):  # ends the threads of libraries that start them again after a fork, such as OpenBLAS
         os._exit(0)
     os.waitpid(trial, 0)
-    if _num_threads() > 1:
-        return "computes in parallel when it is imported; a forked rank would wait for threads that it lacks"
+    deadline = time.monotonic() + _NAMED_S
+    while (others := _other_threads()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if others:
+        names = ", ".join(others)
+        return f"computes in parallel when it is imported; a forked rank would wait for threads that it lacks ({names})"
     return ""
 
 
@@ -290,16 +295,18 @@ def _uses_cuda() -> bool:
     return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _CUDA_ERROR_NOT_INITIALIZED
 
 
-def _num_threads() -> int:
-    """Threads of this process, but for those of NVIDIA's management library, which torch asks for devices.
+def _other_threads() -> list[str]:
+    """Names of the other threads of this process, but for those of NVIDIA's management library.
 
-    They stay when the library is told to end. A forked rank can ask again and use CUDA without them.
+    Torch asks that library for devices. Its threads stay when it is told to end. A forked rank can ask again and use
+    CUDA without them.
     """
-    found = 1  # this one
+    found = list[str]()
     for task in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended meanwhile
-            name = Path(f"/proc/self/task/{task}/comm").read_text()
-            found += int(task) != os.getpid() and not _OF_NVML.match(name)
+            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+            if int(task) != os.getpid() and not _OF_NVML.match(name):
+                found.append(name)
     return found
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from bagua.codecs import backends
+from bagua.codecs.kernels import SCALE_FLOOR as _FLOOR
+from bagua.codecs.kernels import SCALE_WINDOW as WINDOW
 from bagua.comm.buffers import Buffers
 
 __all__ = [
@@ -21,9 +23,7 @@ __all__ = [
     "window_sums",
 ]
 
-WINDOW = 256  # elements
 _DECAY_LEFT = 0.01  # 1 - the decay of a step
-_FLOOR = 0.1  # of the mean of a window
 _HALF_OF_ONE = 0x3F800000 >> 1  # of the bits of 1.0
 _MOST = 1e30  # sums of a window stay finite in fp32
 

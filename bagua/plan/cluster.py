@@ -110,7 +110,7 @@ CPU = Costs(
     search_s=6e-9,  # `python -m benchmarks.codecs`
 )
 
-# Not measured by this project yet. NCCL moves bytes without the CPU; kernels read and write at 1 TB/s.
+# NCCL moves bytes without the CPU; kernels read and write at 1 TB/s. Only the search is measured.
 GPU = Costs(
     link_efficiency=0.95,
     mesh_efficiency=0.9,
@@ -119,5 +119,5 @@ GPU = Costs(
     wake_s=20e-6,
     element_s=8e-12,
     matmul_s_per_flop=1.0 / 10e12,
-    search_s=7e-8,  # 3500 small kernels of 5 us for each 2^18 elements
+    search_s=1.5e-10,  # `make gpu PART=rates` on an H100: benchmarks/results/2026-11-28-gpu
 )

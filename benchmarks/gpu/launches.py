@@ -11,15 +11,23 @@ from typing import Any
 
 import torch
 
-from bagua.codecs import Codec, Int4, MinMaxUInt8, Sign
+from bagua.codecs import Codec, Eden, Int4, MinMaxUInt8, Sign
 from bagua.exchanges import AllReduce, Exchange, ScatterGather
 from benchmarks.gpu import mirror
 from benchmarks.gpu.record import Record
 
 __all__ = ["run"]
 
-_CODECS: tuple[Codec, ...] = (MinMaxUInt8(), Int4(), Sign())
-_EXCHANGES: tuple[Exchange, ...] = (AllReduce(), ScatterGather(MinMaxUInt8()), ScatterGather(Sign(), True))
+_CODECS: tuple[Codec, ...] = (MinMaxUInt8(), Int4(), Sign(), Eden(), Eden(bits=2, states=8))
+_EXCHANGES: tuple[Exchange, ...] = (
+    *(
+        AllReduce(),
+        ScatterGather(MinMaxUInt8()),
+        ScatterGather(Sign(), True),
+        ScatterGather(Eden(), running_scale=True),
+    ),
+    ScatterGather(Eden(), running_scale=True, gather_codec=Eden(bits=2, states=8)),
+)
 _N = 1 << 16  # elements: so few that the GPU is done before the next launch
 
 

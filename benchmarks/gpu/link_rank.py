@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bagua
 from bagua.bench import baselines
 from bagua.bench.worker import await_file
-from bagua.codecs import Sign
+from bagua.codecs import Eden, Sign
 
 __all__ = ["ENTRANTS"]
 
@@ -66,6 +66,9 @@ ENTRANTS: dict[str, Make] = {
     "bagua gradient_allreduce": _bagua("gradient_allreduce"),
     "bagua bytegrad": _bagua("bytegrad"),
     "bagua bytegrad, 1 bit": _bagua("bytegrad", codec=Sign(), error_feedback=True),
+    "bagua bytegrad, eden": _bagua("bytegrad", codec=Eden()),
+    "bagua bytegrad, eden, means in 2 bits": _bagua("bytegrad", codec=Eden(), gather_codec=Eden(bits=2)),
+    "bagua bytegrad, eden, means in a trellis": _bagua("bytegrad", codec=Eden(), gather_codec=Eden(bits=2, states=8)),
     "bagua power_sgd, rank 8": _bagua("power_sgd", rank=8),
     "bagua decentralized": _bagua("decentralized"),
     "bagua low_precision_decentralized": _bagua("low_precision_decentralized"),

@@ -26,8 +26,15 @@ from benchmarks.gpu.record import Record, Skip
 
 __all__ = ["inline_if_dry", "run"]
 
-_ALGORITHMS = ("gradient_allreduce", "bytegrad", "power_sgd", "decentralized", "local_sgd", "diloco")
-_OPTIONS: dict[str, dict[str, Any]] = {"local_sgd": {"communication_interval": 2}}  # of the weights, not of changes
+_ALGORITHMS = (
+    *("gradient_allreduce", "bytegrad", "bytegrad, 1 bit", "bytegrad, 1 bit, means in 2", "power_sgd"),
+    *("decentralized", "local_sgd", "diloco"),
+)
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "local_sgd": {"communication_interval": 2},  # of the weights, not of changes
+    "bytegrad, 1 bit": {"codec": "eden"},
+    "bytegrad, 1 bit, means in 2": {"codec": "eden", "gather_codec": "eden:bits=2:states=8"},
+}
 _EXACT = ("gradient_allreduce", "decentralized", "local_sgd")
 
 
@@ -152,7 +159,7 @@ def _train(algorithm: str | None, device: torch.device, on_gpu: bool) -> list[to
         with inline_if_dry(not on_gpu):
             team = mirror.MirrorTeam(mirror.nccl if on_gpu else mirror.gloo)
             options = {"bucket_bytes": 4 * wide * wide, **_OPTIONS.get(algorithm, {})}
-            bagua.distribute(model, optimizer, algorithm, process_group=team, **options)
+            bagua.distribute(model, optimizer, algorithm.split(",")[0], process_group=team, **options)
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
         optimizer.zero_grad()

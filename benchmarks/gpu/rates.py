@@ -10,14 +10,16 @@ from typing import Any
 import torch
 
 from bagua import codecs
-from bagua.codecs import Bf16, Codec, Int4, MinMaxUInt8, Sign, TopK
+from bagua.codecs import Bf16, Codec, Eden, Int4, MinMaxUInt8, Sign, TopK
 from benchmarks.gpu.clock import pairs
 from benchmarks.gpu.record import Record
 
 __all__ = ["run"]
 
 _PEERS = 8
-_CODECS: tuple[Codec, ...] = (MinMaxUInt8(), Int4(), Sign(), TopK(), Bf16())
+_CODECS: tuple[Codec, ...] = (
+    *(MinMaxUInt8(), Int4(), Sign(), Eden(), Eden(bits=2), Eden(bits=4), Eden(bits=2, states=8), TopK(), Bf16()),
+)
 
 
 def run(record: Record) -> None:

@@ -8,13 +8,15 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from bagua import codecs
-from bagua.codecs import Codec, Int4, MinMaxUInt8, Sign, backends
+from bagua.codecs import Codec, Eden, Int4, MinMaxUInt8, Sign, backends
+from bagua.codecs.eden_torch import LAYOUTS
 
 from .conftest import HAS_TRITON, skip_if_interpreter_fails
 
@@ -72,20 +74,34 @@ def skip_unless_kernels_run_on(device: torch.device) -> None:
 
 def check(codec: Codec, x: torch.Tensor, bad: bool = True) -> None:
     """All operations give the same bits as in eager torch."""
+    n = x.shape[1]
     if bad:
-        x[1, 300], x[2, 500] = float("nan"), -float("inf")
+        x[1, n * 3 // 10], x[2, n // 2] = float("nan"), -float("inf")
     results = []
     for name in ("torch", "triton"):
         with codecs.use_backend(name), np.errstate(all="ignore"):
             residual, once = x.flip(1).nan_to_num(0.0, 0.0, 0.0), x[3].nan_to_num(0.0, 0.0, 0.0)
             wire = codec.encode(x)
-            y, mean = codec.decode(wire, 1000), codec.decode_mean(wire, 1000, torch.empty_like(x[0]), 0.3)
+            y, mean = codec.decode(wire, n), codec.decode_mean(wire, n, torch.empty_like(x[0]), 0.3)
             fed = codec.encode_with_feedback(x, residual)
-            again = codec.decode_mean_encode(wire, 1000, 0.3, once)
+            again = codec.decode_mean_encode(wire, n, 0.3, once)
             numbers = [t.nan_to_num(nan=7.0).contiguous().view(torch.int32) for t in (y, mean, residual, once)]
             results.append((wire, fed, again, *numbers))
     for reference, ours in zip(*results, strict=True):
         assert torch.equal(reference, ours)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("n", [7, 75])
+def test_rotated_blocks(kind: tuple[int, int], n: int, device: torch.device):
+    """With a ragged block that is shorter than a byte, and one that is padded to half of a whole one."""
+    skip_unless_kernels_run_on(device)
+    codec = Eden(bits=kind[0], states=kind[1], block=32)
+    x = torch.randn((4, n), generator=torch.Generator().manual_seed(n)).to(device)
+    check(codec, x * 2.0**-120, bad=False)
+    x[3] = -0.0
+    check(codec, x)
 
 
 _ONES = ("n", "num_blocks", "rows", "from_rows", "x_stride", "residual_stride", "out_stride")
@@ -117,22 +133,34 @@ def compile_all() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile  # type: ignore[attr-defined]
 
-    from bagua.codecs import triton_int4, triton_minmax, triton_sign
+    from bagua.codecs import triton_eden, triton_int4, triton_minmax, triton_running_scale, triton_sign
 
-    types = {"weight": "fp32", "x": "*fp32", "residual": "*fp32", "out": "*fp32"}
-    types |= {"from8": "*u8", "wire8": "*u8", "from32": "*fp32", "wire32": "*fp32"}
+    types = {"weight": "fp32", "x": "*fp32", "residual": "*fp32", "out": "*fp32", "factor": "fp32"}
+    types |= {"from8": "*u8", "wire8": "*u8", "from32": "*fp32", "wire32": "*fp32", "rest_factor": "fp32"}
+    types |= {"table": "*i32", "units": "*i32", "decisions": "*i32", "magnitude": "*fp32", "floors": "*fp32"}
+    types |= {"to": "*fp32", "most": "*fp32", "of_rest": "fp32"}
+
+    def build(kernel: Any, constants: dict[str, Any]) -> None:
+        signature = {
+            name: "constexpr" if name in constants else types.get(name, "i64" if "stride" in name else "i32")
+            for name in kernel.arg_names
+        }
+        options = {"enable_fp_fusion": False, "num_warps": 4}
+        built = compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), options)
+        assembly = built.asm["ptx"]
+        assert not re.search(r"\bfma\.|(div|sqrt)\.(full|approx)|\.ftz", assembly), (kernel, constants)
+        assert not re.search(r"(ld|st)\.local", assembly), "registers spill"
+
     for module, tile in ((triton_minmax, (2, 1024)), (triton_int4, (32, 64)), (triton_sign, (16, 2048))):
         for kernel, switches in ((module.encode, ("MEAN", "FEEDBACK")), (module.decode, ("MEAN",))):
             for *values, ones in itertools.product((False, True), repeat=len(switches) + 1):
                 constants = dict(zip((*switches, "K", "B"), (*values, *tile), strict=True))
                 if ones:  # a launch makes a constant of every integer that is 1: of a single row or a single element
                     constants |= {name: 1 for name in kernel.arg_names if name in _ONES}
-                signature = {
-                    name: "constexpr" if name in constants else types.get(name, "i64" if "stride" in name else "i32")
-                    for name in kernel.arg_names
-                }
-                options = {"enable_fp_fusion": False, "num_warps": 4}
-                built = compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), options)
-                assembly = built.asm["ptx"]
-                assert not re.search(r"\bfma\.|div\.(full|approx)|\.ftz", assembly), (module.__name__, constants)
-                assert not re.search(r"(ld|st)\.local", assembly), "registers spill"
+                build(kernel, constants)
+    for bits, states in LAYOUTS.values():
+        sizes = {"BITS": bits, "STATES": states, "BLOCK": 256, "K": 8, "P": 256, "STAGES": 8}
+        build(triton_eden.encode, {"MEAN": True, "FEEDBACK": True, **sizes})
+        build(triton_eden.decode, {"MEAN": True, **sizes})
+    for kernel in (triton_running_scale.means, triton_running_scale.divide, triton_running_scale.multiply):
+        build(kernel, {"K": 8})

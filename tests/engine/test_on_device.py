@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua
 from bagua import algorithms
-from bagua.codecs import Bf16, Int4, MinMaxUInt8, Sign, TopK
+from bagua.codecs import Bf16, Eden, Int4, MinMaxUInt8, Sign, TopK
 from bagua.comm.groups import Groups
 from bagua.exchanges import AllReduce, DifferenceGossip, Exchange, Gossip, PowerSGD, ScatterGather
 from bagua.interop import ddp_hook
@@ -30,6 +30,10 @@ EXCHANGES: dict[str, Exchange] = {
     "scatter_gather uint8": ScatterGather(MinMaxUInt8()),
     "scatter_gather sign": ScatterGather(Sign(), error_feedback=True),
     "scatter_gather top_k": ScatterGather(TopK(0.1), error_feedback=True),
+    "scatter_gather eden": ScatterGather(Eden(), running_scale=True),
+    "scatter_gather trellis": ScatterGather(Eden(bits=2, states=8), error_feedback=True),
+    "scatter_gather sign, means uint8": ScatterGather(Sign(), error_feedback=True, gather_codec=MinMaxUInt8()),
+    "scatter_gather eden, means trellis": ScatterGather(Eden(), True, True, gather_codec=Eden(bits=2, states=8)),
     "gossip": Gossip(Ring()),
     "difference_gossip": DifferenceGossip(Ring(), Int4()),
     "power_sgd": PowerSGD(((30, 33), (13, 1))),
@@ -187,6 +191,97 @@ def test_moments_of_mean_gradients(pool: RankPool, algorithm: Any, device: torch
         assert all(bool(each.isfinite().all()) for each in ours)
         for a, b in zip(ours, want, strict=True):
             torch.testing.assert_close(a, b, rtol=0.02, atol=1e-4)
+
+
+class Skipping(nn.Module):
+    """A layer in the middle that some passes leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 4)
+
+    def forward(self, x: Tensor, skip: bool) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(x if skip else self.middle(x))
+
+
+def used_by_some(algorithm: Any, device: torch.device) -> list[Tensor]:
+    """On a rank: moments and weights of AdamW. In every third step rank 0 alone uses the layer in the middle."""
+    torch.manual_seed(0)
+    model = Skipping().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    bagua.distribute(model, optimizer, algorithm, bucket_bytes=1500)
+    for step in range(9):
+        optimizer.zero_grad()
+        model(batch(step, device), skip=dist.get_rank() == 1 and step % 3 == 2).square().mean().backward()
+        optimizer.step()
+    states = [optimizer.state[param] for param in model.parameters()]
+    found = [each[name].cpu() for name in ("exp_avg", "exp_avg_sq") for each in states] + values(model)
+    bagua.detach(model)
+    return found
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *("decentralized", algorithms.LocalSGD(communication_interval=2), algorithms.DiLoCo(communication_interval=3)),
+        DelayedAverage(mean_moments=True),
+    ],
+    ids=["gossip", "rounds", "diloco", "late"],
+)
+def test_moments_where_ranks_use_unlike_parameters(pool: RankPool, algorithm: Any, device: torch.device) -> None:
+    """Ranks tell each other what they have stepped, on a lane of the device."""
+    found, on_cpu = (pool.run(2, used_by_some, algorithm, where) for where in (device, torch.device("cpu")))
+    for ours, want in zip(found, on_cpu, strict=True):
+        for a, b in zip(ours, want, strict=True):
+            assert bool(a.isfinite().all())
+            torch.testing.assert_close(a, b, rtol=0.02, atol=1e-4)
+
+
+MEANS: dict[str, algorithms.Algorithm] = {
+    "1 bit, means in 2 bits": algorithms.ByteGrad(codec=Eden(), gather_codec=Eden(bits=2, states=8)),
+    "trellis": algorithms.ByteGrad(codec=Eden(bits=2, states=8)),
+    "sign, means in 8 bits": algorithms.ByteGrad(codec=Sign(), gather_codec=MinMaxUInt8()),
+    "shared": algorithms.GradientAllReduce(codec=Eden(), gather_codec=Eden(bits=2)),
+}
+
+
+class Given(nn.Module):
+    """Gradients that do not depend on weights, so they have the same bits on all devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(77))
+
+    def forward(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        factors = [torch.randn(each.shape, generator=generator).to(each.device) for each in (self.w, self.b)]
+        return (self.w * factors[0]).sum() + (self.b * factors[1]).sum()
+
+
+def encoded_means(name: str, device: torch.device) -> list[Tensor]:
+    """On a rank: the last gradients, and moments and weights of AdamW after eight steps."""
+    model = Given().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    bagua.distribute(model, optimizer, MEANS[name], bucket_bytes=1500)
+    for step in range(8):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+    states = [optimizer.state[param] for param in model.parameters()]
+    found = [each.grad.cpu() for each in model.parameters() if each.grad is not None]
+    found += [each[key].cpu() for key in ("exp_avg", "exp_avg_sq") for each in states] + values(model)
+    bagua.detach(model)
+    return found
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_codecs_of_the_mean_with_adam(pool: RankPool, name: str, device: torch.device) -> None:
+    """The second moments without the noise of the codecs, too."""
+    found, on_cpu = (pool.run(2, encoded_means, name, where) for where in (device, torch.device("cpu")))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for a, b in zip(found[0], on_cpu[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def rounds(device: torch.device, kind: type[torch.optim.Optimizer]) -> float:

@@ -14,6 +14,7 @@ from bagua.comm.buffers import Buffers
 from bagua.comm.groups import Groups
 from bagua.exchanges import Exchange, ScatterGather, mix
 from bagua.exchanges.running_scale import divide_by_scale
+from tests.codecs.conftest import HAS_TRITON, skip_if_interpreter_fails
 from tests.codecs.test_eden import encode
 from tests.rank_threads import run_threads
 
@@ -190,9 +191,18 @@ def scaled(backend: str, x_N: torch.Tensor, magnitude_N: torch.Tensor) -> list[t
     return [divided, x_N, magnitude_N]
 
 
-@pytest.mark.parametrize("backend", [name for name in available_backends() if name != "torch"])
+ON_GPU = [pytest.mark.gpu] if torch.cuda.is_available() else []
+WITHOUT_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+TRITON = pytest.param("triton", marks=[WITHOUT_TRITON, *ON_GPU])
+
+
+@pytest.mark.parametrize("backend", [*(name for name in available_backends() if name != "torch"), TRITON])
 @pytest.mark.parametrize("n", [1, 15, 255, 256, 257, 511, 1000, 4096 + 37])
 def test_compiled_scales_are_those_of_torch(backend: str, n: int) -> None:
+    """Triton's on a GPU if there is one, else in its interpreter."""
+    if backend == "triton" and not torch.cuda.is_available():
+        skip_if_interpreter_fails()
+    device = torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(n)
     x_N = torch.randn(n, generator=generator)
     x_N[torch.arange(n) % 89 == 3] = math.inf
@@ -202,7 +212,9 @@ def test_compiled_scales_are_those_of_torch(backend: str, n: int) -> None:
     some_zero = magnitude_N.clone()
     some_zero[n // 3 : n // 3 + 600] = 0.0
     for magnitudes in (magnitude_N.clamp(max=1e30), some_zero.clamp(max=1e30), torch.zeros(n), torch.full((n,), 1e30)):
-        for mine, eager in zip(scaled(backend, x_N, magnitudes), scaled("torch", x_N, magnitudes), strict=True):
+        on_device = scaled(backend, x_N.to(device), magnitudes.to(device))
+        for found, eager in zip(on_device, scaled("torch", x_N, magnitudes), strict=True):
+            mine = found.cpu()
             # NaN in the same places; their signs and payloads are not promised.
             assert torch.equal(mine.isnan(), eager.isnan())
             assert torch.equal(mine.nan_to_num().view(torch.int32), eager.nan_to_num().view(torch.int32))

@@ -40,11 +40,14 @@ def test_never_below_the_bound_of_the_link(name: str) -> None:
 
 
 @pytest.mark.parametrize(("bits", "states"), TRELLISES)
-def test_a_trellis_takes_longer_and_far_longer_on_a_gpu(bits: int, states: int) -> None:
+def test_a_trellis_takes_longer_but_hardly_on_a_gpu(bits: int, states: int) -> None:
     workload, cluster = Workload.of(load_model("layers25m"), 0.1), Cluster(4, bandwidth=1e10, latency=1e-5)
     plain, trellis = (f"bytegrad:codec=eden:bits={bits}{more}" for more in ("", f":states={states}"))
-    slower = [predict(trellis, workload, cluster, costs).step_s for costs in (CPU, GPU)]
-    assert predict(plain, workload, cluster, CPU).step_s < slower[0] < slower[1]
+    cpu, gpu = (
+        predict(trellis, workload, cluster, costs).step_s - predict(plain, workload, cluster, costs).step_s
+        for costs in (CPU, GPU)
+    )
+    assert 0 < gpu < cpu / 20
 
 
 def test_means_in_another_codec_count_half_the_bytes_and_a_part_of_the_search() -> None:
