@@ -81,7 +81,7 @@ def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
             "demo": demo.rows(newest("demo", "demo.json")),
         },
         "docs/planning.md": {"predictions": plan.rows(newest("plan", "plan.json"))},
-        "docs/fault_tolerance.md": {
+        "docs/fault-measurements.md": {
             "faults": faults.rows(newest("faults", "faults.json")),
             "starts": faults.starts(newest("preload", "faults.json")),
             "chaos": faults.chaos_rows(newest("chaos", "chaos.json")),
