@@ -96,6 +96,7 @@ def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
             suite.EQUAL_STEPS: suite.equal_steps(learnt),
             suite.BYTES_AND_TIME: suite.bytes_and_time(learnt),
             suite.MISSES: suite.misses(learnt),
+            suite.TARGETS: suite.targets(learnt),
         }
     every_run = [Convergence(path) for path in all_of("convergence", "results.json")]
     parts["docs/algorithms/async.md"]["runs"] = losses.of_runs(every_run, "async")

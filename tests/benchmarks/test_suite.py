@@ -349,9 +349,12 @@ def test_tables_and_figures_of_a_file(tmp_path: Path) -> None:
     assert found.less("gpt", "adamw") == [(0.25, 50.0), (1.0, 0.0)]
     lines = figures.equal_steps(found).splitlines()
     (bytegrad,) = [line for line in lines if line.startswith("| AdamW | bytegrad |")]
-    assert bytegrad.startswith("| AdamW | bytegrad | +2.5 (+5.0), missed | +5.0 | 0.0 |") and "| 2 | 2 % |" in bytegrad
+    assert bytegrad.startswith("| AdamW | bytegrad | +2.5 (+5.0), missed | 0.0 |") and "| 2 | 2 % |" in bytegrad
     assert any("| AdamW | qadam codec=eden | -5.0 (-5.0) |" in line for line in lines)
     assert any("| AdamW | diloco | failed |" in line for line in lines)
+    assert lines[-1].startswith("Ranks' own weights: as the mean, but `bytegrad` on the GPT +5.0")
+    met = figures.targets(found).splitlines()
+    assert "| `bytegrad` |  |  | no, +2.5 |  | 2 % |" in met and not any("qadam codec" in line for line in met)
     assert not any("gradient_allreduce" in line for line in lines)
     (budget,) = [line for line in figures.bytes_and_time(found).splitlines() if "| bytegrad |" in line]
     assert "| 25 | -33.3 |" in budget  # 2.0 of the seed that has such runs, against 3.0
