@@ -75,6 +75,7 @@ def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
         "README.md": first,
         "docs/index.md": first,
         "docs/performance.md": {
+            "speed-ups": table.speedups(),
             "step times": table.grid(times),
             "step times, a tenth": table.grid(tenth),
             "warm-up": table.warm_up(times),
