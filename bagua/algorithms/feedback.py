@@ -27,7 +27,7 @@ def helps_sgd(codec: Codec, optimizers: Sequence[torch.optim.Optimizer]) -> bool
     """Whether error feedback is on by default with an unbiased codec: with less than 8 bits if all optimizers are SGD.
 
     SGD averages the errors over its steps, and feedback takes them back. An Adam would find the noise of feedback in
-    its second moments (docs/codecs.md has both measurements).
+    its second moments (docs/codec-measurements.md has both).
     """
     many = 1 << 20
     small = codec.unbiased and not codec.lossless and codec.wire_bytes(many) < many

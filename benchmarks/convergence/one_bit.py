@@ -46,7 +46,7 @@ def train(job: Job) -> Run:
     options = ROWS[job.row]
     if options is None:
         algorithm = bagua.algorithms.get("gradient_allreduce")
-    else:  # as it was when docs/codecs.md was measured
+    else:  # as it was when docs/codec-measurements.md was measured
         algorithm = bagua.algorithms.get("bytegrad", **options, denoise_second_moment=False)
     result, seconds = train_ranks(job, algorithm)
     loss = held_out_loss(TASKS[job.task], result.models[0])

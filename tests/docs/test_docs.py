@@ -187,3 +187,17 @@ def test_the_fields_of_the_statistics_are_those_of_the_code() -> None:
     for kind in (bagua.Stats, bagua.StepStats):
         names = {field.name for field in fields(kind)} | {n for n, v in vars(kind).items() if isinstance(v, property)}
         assert all(f"`{name}`" in text for name in names), names
+
+
+@pytest.mark.parametrize(("page", "mark"), [("convergence", "suite, targets"), ("performance", "speed-ups")])
+def test_pages_of_results_begin_with_the_short_table(page: str, mark: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    tables = re.findall(r"<!-- (.+): python -m benchmarks\.figures -->", text)
+    assert tables[0] == mark
+    assert text[: text.index(mark)].count("\n") < 30, "the first screen"
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=name_of)
+def test_no_page_says_that_there_was_no_gpu(path: Path) -> None:
+    """There were some: `benchmarks/results/*-gpu`."""
+    assert not re.search(r"\bn(?:o GPU|one) was at hand", path.read_text())
