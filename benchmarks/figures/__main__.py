@@ -70,10 +70,10 @@ def figures(times: Tradeoff, runs: Convergence) -> dict[str, str]:
 def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
     """Return the text of each document that has tables of results."""
     tenth = Tradeoff(all_of("bench", "tenth.json")[-1])
-    learnt = suite.Suite(newest("suite", "suite.json"))
+    measured = suite.Suite(newest("suite", "suite.json"))
     parts: dict[str, dict[str, str]] = {
-        "README.md": {"speed-ups": table.speedups(learnt), "advice": advice.advice(learnt)},
-        "docs/choosing.md": {"advice": advice.advice(learnt, with_reasons=True)},
+        "README.md": {"speed-ups": table.speedups(measured), "advice": advice.advice(measured)},
+        "docs/choosing.md": {"advice": advice.advice(measured, with_reasons=True)},
         "docs/performance.md": {
             "step times": table.grid(times),
             "step times, a tenth": table.grid(tenth),
@@ -90,11 +90,13 @@ def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
         "docs/algorithms.md": {losses.NAME: losses.misses(runs)},
     }
     parts |= {f"docs/algorithms/{name}.md": {losses.NAME: losses.of_algorithm(runs, name)} for name in compared(runs)}
-    parts["docs/convergence.md"] = {
-        suite.EQUAL_STEPS: suite.equal_steps(learnt),
-        suite.BYTES_AND_TIME: suite.bytes_and_time(learnt),
-        suite.MISSES: suite.misses(learnt),
-    }
+    for path in sorted(RESULTS.glob("*-suite/suite.json"))[-1:]:
+        learnt = suite.Suite(path)
+        parts["docs/convergence.md"] = {
+            suite.EQUAL_STEPS: suite.equal_steps(learnt),
+            suite.BYTES_AND_TIME: suite.bytes_and_time(learnt),
+            suite.MISSES: suite.misses(learnt),
+        }
     every_run = [Convergence(path) for path in all_of("convergence", "results.json")]
     parts["docs/algorithms/async.md"]["runs"] = losses.of_runs(every_run, "async")
     made = {}
