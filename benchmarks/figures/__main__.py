@@ -26,7 +26,7 @@ from benchmarks.figures import (
     tradeoff,
 )
 from benchmarks.figures.marks import between
-from benchmarks.figures.results import RESULTS, Convergence, Tradeoff, all_of, newest, newest_complete
+from benchmarks.figures.results import RESULTS, Convergence, Tradeoff, all_of, newest
 from benchmarks.figures.svg import Drawing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,11 +48,11 @@ def drawings(times: Tradeoff, runs: Convergence) -> dict[str, Drawing]:
     for path in sorted(RESULTS.glob("*-suite/suite.json"))[-1:]:
         learnt = suite.Suite(path)
         found |= {"suite-bytes": suite.draw_bytes(learnt), "suite-time": suite.draw_time(learnt)}
+        found["choice"] = charts.draw_choice(learnt)
     return found | {
-        "hero": hero.draw_hero(newest_complete(hero.CONDITION)),
+        "hero": hero.draw_hero(),
         "steps": tradeoff.draw_steps(times),
         "loss-against-time": tradeoff.draw_loss_against_time(times, runs),
-        "choice": charts.draw_choice(times, runs),
         "way": charts.draw_way(),
         "faults": faults.draw_timeline(newest("chaos", "chaos.json")),
         "plan": plan.draw_predictions(newest("plan", "plan.json")),
@@ -70,12 +70,12 @@ def figures(times: Tradeoff, runs: Convergence) -> dict[str, str]:
 def documents(times: Tradeoff, runs: Convergence) -> dict[Path, str]:
     """Return the text of each document that has tables of results."""
     tenth = Tradeoff(all_of("bench", "tenth.json")[-1])
-    first = {"speed-ups": table.speedups(), "advice": advice.advice(runs)}
+    measured = suite.Suite(newest("suite", "suite.json"))
     parts: dict[str, dict[str, str]] = {
-        "README.md": first,
-        "docs/index.md": first,
+        "README.md": {"speed-ups": table.speedups(measured), "advice": advice.advice(measured)},
+        "docs/choosing.md": {"advice": advice.advice(measured, with_reasons=True)},
         "docs/performance.md": {
-            "speed-ups": table.speedups(),
+            "speed-ups": table.speedups(measured),
             "step times": table.grid(times),
             "step times, a tenth": table.grid(tenth),
             "warm-up": table.warm_up(times),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.figures.pairs import CANDIDATES, exact_share, paired
-from benchmarks.figures.results import Convergence, Tradeoff
-from benchmarks.figures.svg import ANSWER, EDGE, GREY, QUESTION, Drawing, percent
+from benchmarks.figures.advice import worst_loss
+from benchmarks.figures.pairs import DILOCO, EDEN, LAMB, LOCAL_SGD, POWER_SGD, SUITE, exact_share
+from benchmarks.figures.results import timed
+from benchmarks.figures.suite import Suite
+from benchmarks.figures.svg import ANSWER, EDGE, GREY, QUESTION, Drawing
 
 __all__ = ["draw_choice", "draw_way"]
 
+_CONDITION = "100mbit/5ms"
 _WIDTH = 480  # on a phone, letters of 12 are 9 pixels high
 
 
@@ -18,21 +21,17 @@ def _box(drawing: Drawing, x: float, y: float, width: float, height: float, line
     drawing.lines_of_text(x + width / 2, y + height / 2, lines, size=12)
 
 
-def draw_choice(results: Tradeoff, convergence: Convergence) -> Drawing:
+def draw_choice(learnt: Suite) -> Drawing:
     """Questions, and for each answer what was measured."""
 
-    condition, same = results.conditions[-1], paired(results, convergence)
-
     def measured(entrant: str) -> str:
-        speedup = results.speedup(condition, entrant, exact_share(entrant))
-        loss = "loss not measured"
-        if entrant in same:
-            loss = f"loss {percent(convergence.row('char_lm', CANDIDATES[entrant])['difference'])}"
-        return (f"{speedup:.1f} x DDP, " if speedup else "") + loss
+        speedup = timed(_CONDITION, entrant).speedup(_CONDITION, entrant, exact_share(entrant))
+        loss = worst_loss(learnt, entrant) if entrant in SUITE else "see its page"
+        return f"{speedup:.1f} x DDP, loss {loss.partition(' (')[0]}"
 
     drawing = Drawing(_WIDTH, 734, "Choosing an algorithm")
     _box(drawing, 12, 12, 300, 44, ["*Train with gradient_allreduce.",
-         "Is exposed_s a large part of the step?"], QUESTION)  # fmt: skip
+         "Does a step wait long for communication?"], QUESTION)  # fmt: skip
     _box(drawing, 352, 12, 116, 44, ["*keep it", "it is exact"], ANSWER)
     drawing.arrow([(312, 34), (352, 34)])
     drawing.text(322, 29, "no")
@@ -47,21 +46,20 @@ def draw_choice(results: Tradeoff, convergence: Convergence) -> Drawing:
 
     left = [
         ("start with", ["*bytegrad", measured("bytegrad")]),
-        ("still waiting", ["*gradient_allreduce", 'codec="int4"', measured("int4")]),
-        ("large matrices", ["*power_sgd", measured("power_sgd")]),
-        ("Adam", ["*qadam", measured("qadam")]),
+        ("still waiting", ["*gradient_allreduce", 'codec="eden:bits=2"', measured(EDEN)]),
+        ("still waiting, CPUs are busy", ["*gradient_allreduce", 'codec="int4"', measured("int4")]),
+        ("large matrices", ["*power_sgd", measured(POWER_SGD)]),
         ("Adam, thousands of steps", ["*qadam", 'codec="sign"', measured("qadam_1bit")]),
-        ("LAMB, large batches", ["*one_bit_lamb", 'codec="sign"', measured("one_bit_lamb")]),
+        ("LAMB, large batches", ["*one_bit_lamb", measured(LAMB)]),
     ]
     right = [
         ("some ranks are slow", ["*async", measured("async")]),
         ("latency is high", ["*decentralized", 'peer_selection_mode="shift_one"',
                                measured("decentralized_shift_one")]),
-        ("many ranks, little bandwidth", ["*low_precision_decentralized", "overlap=True",
-                                              measured("low_precision_decentralized_overlap")]),
+        ("many ranks, little bandwidth", ["*low_precision_decentralized", measured("low_precision_decentralized")]),
         ("Adam, little bandwidth", ["*zero_one_adam", "after its exact steps", measured("zero_one_adam")]),
-        ("a message per step is too much", ["*local_sgd", "every 8 steps", measured("local_sgd")]),
-        ("between sites", ["*diloco", "every 64 steps; long runs", measured("diloco")]),
+        ("a message per step is too much", ["*local_sgd", "every 2 steps, 8 bits", measured(LOCAL_SGD)]),
+        ("between sites", ["*diloco", "every 3 steps, 3 bits", measured(DILOCO)]),
     ]  # fmt: skip
     for x, heading, entries in ((12, "Which case applies?", left), (246, "What limits the step time?", right)):
         _box(drawing, x, 164, 222, 28, [f"*{heading}"], QUESTION)
@@ -69,10 +67,11 @@ def draw_choice(results: Tradeoff, convergence: Convergence) -> Drawing:
             y = 212 + 80 * number
             drawing.text(x + 4, y, when)
             _box(drawing, x, y + 5, 222, 52, lines, ANSWER)
+    first, more = timed(_CONDITION, "ddp"), timed(_CONDITION, DILOCO)
     captions = (
-        f"step time: {condition}, {results.hosts} emulated hosts, {results.date},",
-        "an exact warm-up of 20 % included",
-        f"loss: text task, 160 steps, positive is worse than DDP, {convergence.date}",
+        f"step time: {_CONDITION}, {first.hosts} emulated hosts, {first.date} and {more.date};",
+        "qadam and one_bit_lamb with an exact warm-up of 20 %",
+        f"loss: the suite's worst task, positive is worse than DDP, {learnt.date}",
     )
     for number, words in enumerate(captions):
         drawing.text(12, 694 + 15 * number, words, size=11, colour=GREY)

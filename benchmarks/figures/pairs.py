@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,20 @@ from bagua.codecs import get as get_codec
 from benchmarks.convergence.configurations import make_optimizer as trained_optimizer
 from benchmarks.figures.results import Convergence, Tradeoff
 
-__all__ = ["CANDIDATES", "EXACT_SHARE", "differences", "exact_share", "paired"]
+__all__ = [
+    "CANDIDATES",
+    "DILOCO",
+    "EDEN",
+    "EXACT_SHARE",
+    "LAMB",
+    "LOCAL_SGD",
+    "POWER_SGD",
+    "SUITE",
+    "differences",
+    "exact_share",
+    "paired",
+    "suite_differences",
+]
 
 # The entrant of `bagua bench` and the configuration of the convergence benchmark that might go together.
 CANDIDATES = {
@@ -37,6 +50,35 @@ CANDIDATES = {
     "diloco": "diloco",
     "sparse_loco": "sparse_loco",
 }
+# Algorithms at their defaults, where the entrant of that name has other options; and 2 bits.
+DILOCO = "diloco:communication_interval=3,delay=0,codec=eden:bits=3,outer_lr=1.0,outer_momentum=0.0,nesterov=False"
+EDEN = "bytegrad:codec=eden:bits=2"
+LAMB = "one_bit_lamb:codec=minmax_uint8"
+LOCAL_SGD = "local_sgd:communication_interval=2,codec=minmax_uint8"
+POWER_SGD = "power_sgd:rank=None"
+
+
+class _Learnt(NamedTuple):
+    """Rows of the convergence suite: of which setting, and with which optimizers."""
+
+    setting: str
+    families: tuple[str, ...] = ("sgd", "adamw")
+
+
+# The entrant of `bagua bench`, and where the convergence suite has its loss.
+SUITE = {
+    "bytegrad": _Learnt("bytegrad"),
+    "int4": _Learnt("bytegrad codec=int4"),
+    EDEN: _Learnt("bytegrad codec=eden:bits=2"),
+    POWER_SGD: _Learnt("power_sgd"),
+    "qadam_1bit": _Learnt("qadam codec=sign", ("adamw",)),
+    "zero_one_adam": _Learnt("zero_one_adam", ("adamw",)),
+    LAMB: _Learnt("one_bit_lamb", ("lamb",)),
+    "decentralized_shift_one": _Learnt("decentralized peer_selection_mode=shift_one"),
+    "low_precision_decentralized": _Learnt("low_precision_decentralized"),
+    LOCAL_SGD: _Learnt("local_sgd"),
+    DILOCO: _Learnt("diloco"),
+}
 # Of the steps in the convergence benchmark that QAdam and 1-bit LAMB make in full precision.
 EXACT_SHARE = 0.2
 _WARMED = ("qadam", "one_bit_lamb")
@@ -52,12 +94,7 @@ def exact_share(entrant: str) -> float:
 
 def differences(entrant: str, configuration: str, times: Tradeoff, runs: Convergence) -> list[str]:
     """Return what differs between the setting that was timed and the one that was trained; [] if they are equal."""
-    timed, trained = _timed(entrant), _trained(runs, configuration)
-    found = [
-        f"{name} {timed.get(name)} in the time, {trained.get(name)} in the loss"
-        for name in sorted(timed.keys() | trained.keys())
-        if timed.get(name) != trained.get(name)
-    ]
+    found = _unlike(_timed(entrant), _trained(runs, configuration))
     if not found and entrant == "async":  # rounds follow one another as fast as the network lets them
         every, also = _steps_a_round(times), _trained_steps_a_round(runs)
         if abs(every / also - 1) > 0.1:
@@ -68,6 +105,23 @@ def differences(entrant: str, configuration: str, times: Tradeoff, runs: Converg
 def paired(times: Tradeoff, runs: Convergence) -> dict[str, str]:
     """Return the entrants that were timed and trained with the same settings, with their configurations."""
     return {entrant: name for entrant, name in CANDIDATES.items() if not differences(entrant, name, times, runs)}
+
+
+def suite_differences(entrant: str) -> list[str]:
+    """Return what differs between the setting that was timed and the one of `SUITE`; [] if they are equal."""
+    name, _, words = SUITE[entrant].setting.partition(" ")
+    options = dict(word.split("=", 1) for word in words.split(", ") if word)
+    contender, optimizer = contenders.get(entrant), torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    timed = _resolved(contender.algorithm, contender.options, "sgd", optimizer)
+    return _unlike(timed, _resolved(name, options, "sgd", optimizer))
+
+
+def _unlike(timed: dict[str, Any], trained: dict[str, Any]) -> list[str]:
+    return [
+        f"{name} {timed.get(name)} in the time, {trained.get(name)} in the loss"
+        for name in sorted(timed.keys() | trained.keys())
+        if timed.get(name) != trained.get(name)
+    ]
 
 
 def _timed(entrant: str) -> dict[str, Any]:

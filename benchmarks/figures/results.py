@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "TORCH", "Convergence", "Tradeoff", "all_of", "newest", "newest_complete"]
+__all__ = ["RESULTS", "TORCH", "Convergence", "Tradeoff", "all_of", "newest", "newest_complete", "timed"]
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 _DRAWN = ("1gbit/0ms", "1gbit/5ms")  # on slower links steps are ten times as long: no scale would show both
@@ -52,6 +52,17 @@ def newest_complete(condition: str) -> Tradeoff:
         if all(results.row(condition, name) for name in TORCH):
             return results
     raise FileNotFoundError(f"no run has all of {', '.join(TORCH)} at {condition}")
+
+
+def timed(condition: str, entrant: str) -> Tradeoff:
+    """Return the run that an entrant's speed-up is of.
+
+    That is the newest one with all of torch's hooks, or, for an entrant with options, the newest one of such.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    return Tradeoff(newest("advice", "tradeoff.json")) if ":" in entrant else newest_complete(condition)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,19 @@ class Suite:
         rows.sort(key=lambda row: list(_FAMILIES).index(row["family"]))
         return list(dict.fromkeys(row["configuration"] for row in rows))
 
+    def worst(self, setting: str, families: Iterable[str]) -> tuple[float, int]:
+        """Return the percent of loss above the baseline's where a setting lost most, and of how many tasks.
+
+        Raises:
+            ValueError: it has not run to its end on all tasks of these families.
+        """
+        asked = [(task, family) for family in families for task in _PAIRS[family != "sgd"]]
+        rows = [self.of(task, f"{setting}, {family}") for task, family in asked]
+        behind = [row["behind"] for row in rows if row and row["loss"] is not None]
+        if len(behind) < len(asked):
+            raise ValueError(f"{self.path} lacks runs of {setting} with {', '.join(families)}")
+        return max(behind), len(behind)
+
     def less(self, task: str, family: str) -> list[tuple[float, float]]:
         """Share of the steps, and percent of loss above the whole run of the baseline: means over the seeds."""
         ends: dict[float, dict[int, float]] = {}

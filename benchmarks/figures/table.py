@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.figures.pairs import EXACT_SHARE
-from benchmarks.figures.results import TORCH, Tradeoff, newest_complete
+from benchmarks.figures.advice import worst_loss
+from benchmarks.figures.pairs import DILOCO, EDEN, EXACT_SHARE, LOCAL_SGD, POWER_SGD
+from benchmarks.figures.results import TORCH, Tradeoff, newest_complete, timed
+from benchmarks.figures.suite import Suite
 from benchmarks.figures.tradeoff import STEPS
 
 __all__ = ["NETWORKS", "grid", "speedups", "warm_up"]
@@ -16,12 +18,14 @@ _WARMED = ("qadam", "qadam_1bit", "one_bit_lamb")
 _ROWS = (
     ("bytegrad", "`bytegrad`, 8 bits", False),
     ("int4", '`gradient_allreduce`, `codec="int4"`', False),
-    ("power_sgd", "`power_sgd`, rank 8", False),
+    (EDEN, '`gradient_allreduce`, `codec="eden:bits=2"`', False),
+    (POWER_SGD, "`power_sgd`", False),
     ("qadam_1bit", '`qadam`, `codec="sign"`, after its warm-up', False),
     ("qadam_1bit", "the same with 20 % exact warm-up", True),
-    ("local_sgd", "`local_sgd`, every 8 steps", False),
-    ("diloco", "`diloco`, every 64 steps, fp32", False),
+    (LOCAL_SGD, "`local_sgd`: every 2 steps, 8 bits", False),
+    (DILOCO, "`diloco`: every 3 steps, 3 bits", False),
 )
+_COMPRESSED, _SELDOM = ("bytegrad", "int4", "qadam_1bit", "power_sgd"), ("local_sgd", "diloco")
 _HOOKS = {
     "ddp": "none",
     "ddp_fp16": "fp16",
@@ -31,17 +35,31 @@ _HOOKS = {
 }
 
 
-def speedups() -> str:
-    """Times as fast as DDP on three networks, the best of torch's own hooks first."""
+def speedups(learnt: Suite) -> str:
+    """Times as fast as DDP on three networks and what it costs, the best of torch's own hooks first."""
     runs = {condition: newest_complete(condition) for condition in NETWORKS}
-    lines = ["| | 1 Gbit/s, 5 ms | 250 Mbit/s, 0 ms | 100 Mbit/s, 5 ms |", "|---|---|---|---|"]
-    lines.append(_line("step of DDP", [f"{runs[c].row(c, 'ddp')['step_ms']:.0f} ms" for c in NETWORKS]))  # pyright: ignore[reportOptionalSubscript]
+    heads = ["", "1 Gbit/s, 5 ms", "250 Mbit/s, 0 ms", "100 Mbit/s, 5 ms", "loss, worst task"]
+    lines = [_line(heads[0], heads[1:]), "|---|---|---|---|---|"]
+    lines.append(_line("step of DDP", [*(f"{runs[c].row(c, 'ddp')['step_ms']:.0f} ms" for c in NETWORKS), ""]))  # pyright: ignore[reportOptionalSubscript]
     best = [(c, runs[c].best_of_torch(c)) for c in NETWORKS]
-    lines.append(_line("best hook of torch", [f"{_cell(runs[c], c, name)} ({_HOOKS[name]})" for c, name in best]))
+    hooks = [f"{_cell(runs[c], c, name)} ({_HOOKS[name]})" for c, name in best]
+    lines.append(_line("best hook of torch", [*hooks, "not measured"]))
     for entrant, label, warm in _ROWS:
         share = EXACT_SHARE if warm else 0.0
-        lines.append(_line(label, [_cell(runs[c], c, entrant, share) for c in NETWORKS]))
-    return "\n".join(lines) + "\n"
+        cells = [_cell(timed(c, entrant), c, entrant, share) for c in NETWORKS]
+        lines.append(_line(label, [*cells, worst_loss(learnt, entrant)]))
+    return "\n".join(lines) + f"\n\n{_without_limit()}\n"
+
+
+def _without_limit() -> str:
+    """What is gained where the link is no limit."""
+    condition = "nolimit"
+    results = newest_complete(condition)
+    less, seldom = (max(results.speedup(condition, name) or 0.0 for name in names) for names in (_COMPRESSED, _SELDOM))
+    return (
+        f"Without a bandwidth limit, compression gains {less:.1f}x at most, and exchanges every 8 to 64 steps "
+        f"{seldom:.1f}x."
+    )
 
 
 def grid(results: Tradeoff) -> str:
@@ -78,7 +96,7 @@ def _starred(results: Tradeoff, condition: str) -> str:
 
 
 def _line(label: str, cells: Sequence[str]) -> str:
-    return f"| {label} | {' | '.join(cells)} |"
+    return f"| {label} | {' | '.join(cells)} |".replace("|  |", "| |")
 
 
 def _cell(results: Tradeoff, condition: str, entrant: str, exact_share: float = 0.0) -> str:
