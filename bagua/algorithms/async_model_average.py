@@ -78,8 +78,7 @@ class AsyncModelAverage(Algorithm):
             feeds errors back into the next round, but not with `mean_moments`; with "identity" the weights are
             averaged themselves.
         hierarchical: sum within each node first. None does so where nodes have several ranks and the codec is not
-            linear: their ranks would share the node's link; and where there are
-            sites (BAGUA_SITE).
+            linear: their ranks would share the node's link; and where there are sites (BAGUA_SITE).
         scale_second_moment: correct the second moments of Adam, which come from local gradients, every 8 steps to what
             mean gradients would give. Nothing is exchanged; a copy of the second moments is kept. It helps some models
             and harms others (docs/algorithms/local_sgd.md), so it is off by default. None: with `torch.optim.Adam` and
@@ -139,6 +138,11 @@ class AsyncModelAverage(Algorithm):
     @property
     def _codec(self) -> Codec:
         return codecs.get(_CODEC if self.codec is None else self.codec)
+
+    @property
+    def effective_options(self) -> Mapping[str, object]:
+        """The codec, and the pause between rounds."""
+        return {"codec": self.codec or _CODEC, "sync_interval_ms": self.sync_interval_ms or 0}
 
     @property
     def payload(self) -> Payload:

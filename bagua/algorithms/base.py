@@ -284,6 +284,14 @@ class Algorithm:
         """Why ranks cannot train on different numbers of batches (`bagua.join`), or ""."""
         return ""
 
+    @property
+    def effective_options(self) -> Mapping[str, object]:
+        """Options that were left open (None) and follow from the others, with the values that are used.
+
+        `bagua.stats(module).algorithm` shows them.
+        """
+        return {}
+
     @cached_property
     def exchange(self) -> Exchange:
         """The exchange of the default `setup` and `bytes_per_rank`; for algorithms that have just one."""

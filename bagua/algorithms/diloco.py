@@ -84,8 +84,7 @@ class DiLoCo(Algorithm):
         mixing: a in x = (1 - a) anchor + a x, the share kept of the inner steps made during the delay. None is 0
             without a delay and 0.5 with one, as in the paper.
         hierarchical: sum within each node first. None (default) does so where nodes have several ranks and the codec
-            cannot be summed, as "int4": their ranks would share the node's link; and where there are
-            sites (BAGUA_SITE).
+            cannot be summed, as "int4": their ranks would share the node's link; and between sites (BAGUA_SITE).
         mean_moments: after a round set both moments of Adam to those of the mean gradients, which the average of the
             weights shows. One number for each parameter is exchanged; two tensors of the size of the weights that Adam
             trains are kept. Needs a plain outer step (rate 1, no momentum), one fragment, no delay and no mixing. None

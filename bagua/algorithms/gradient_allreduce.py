@@ -116,6 +116,13 @@ class GradientAllReduce(Algorithm):
         return any(fit_feedback(self.error_feedback, codec) for codec in self._codecs)
 
     @property
+    def effective_options(self) -> Mapping[str, object]:
+        """What depends on the codec; `denoise_second_moment` depends on the weights too, and a notice says so."""
+        codec, feedback = codecs.get(self.codec), self._feedback
+        used = {"error_feedback": feedback, "running_scale": fit_running_scale(self.running_scale, codec, feedback)}
+        return used if isinstance(codec, Eden) and not feedback else {**used, "denoise_second_moment": False}
+
+    @property
     def needs_steps(self) -> bool:
         """No: the second moments that are corrected at a step are those of an optimizer of torch."""
         kind, own = type(self), GradientAllReduce

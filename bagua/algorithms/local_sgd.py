@@ -59,8 +59,7 @@ class LocalSGD(Algorithm):
             32 bits every 8 steps, and the loss is much lower (docs/algorithms/local_sgd.md). If only one is given the
             other is 8 or "identity".
         hierarchical: sum within each node first. None (default) does so where nodes have several ranks and the codec
-            is not linear: their ranks would share the node's link; and where there are
-            sites (BAGUA_SITE).
+            is not linear: their ranks would share the node's link; and where there are sites (BAGUA_SITE).
         mean_moments: after a round set both moments of Adam to those of the mean gradients, which the average of the
             weights shows. One number for each parameter is exchanged; two tensors of the size of the weights that Adam
             trains are kept. None (default): in rounds of up to 4 steps and at least 3 bits, for `torch.optim.Adam` and

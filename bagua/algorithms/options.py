@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import fields
+from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from bagua.codecs import Codec
 
-__all__ = ["check_corrections", "check_keeps_changes", "check_number", "shown"]
+__all__ = ["check_corrections", "check_keeps_changes", "check_number", "describe", "shown"]
 
 _MANY = 1 << 20
 
@@ -60,4 +60,17 @@ def shown(algorithm: Any, unless_open: Collection[str]) -> str:
     names = [each.name for each in fields(algorithm)]
     given = [name for name in names if name not in unless_open or getattr(algorithm, name) is not None]
     options = ", ".join(f"{name}={getattr(algorithm, name)!r}" for name in given)
+    return f"{type(algorithm).__qualname__}({options})"
+
+
+def describe(algorithm: Any) -> str:
+    """Return the algorithm with all options: where one was left open, with the value that is used if it is known."""
+    if not is_dataclass(algorithm):
+        return repr(algorithm)
+    used: Mapping[str, object] = getattr(algorithm, "effective_options", {})
+    options = ", ".join(
+        f"{each.name}={describe(used.get(each.name, getattr(algorithm, each.name)))}"
+        for each in fields(algorithm)
+        if each.repr
+    )
     return f"{type(algorithm).__qualname__}({options})"

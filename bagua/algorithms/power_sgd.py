@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -65,6 +65,11 @@ class PowerSGD(Algorithm):
         _low_rank(self, (TYPICAL,))  # refuse bad options now, not in the middle of a run
         object.__setattr__(self, "min_compression", float(self.min_compression))
 
+    @property
+    def effective_options(self) -> Mapping[str, object]:
+        """The codec, which depends on `rank`."""
+        return {"codec": _codec(self)}
+
     def exchange_for(self, bucket: Bucket) -> Exchange:
         """The exchange that knows the matrices of `bucket`."""
         return self.exchange_of(tuple(matrix_shape(param) for param in bucket.params))
@@ -102,10 +107,13 @@ class PowerSGD(Algorithm):
         ctx.wait()
 
 
+def _codec(algorithm: PowerSGD) -> str | Codec:
+    return ("bf16" if algorithm.rank is None else "identity") if algorithm.codec is None else algorithm.codec
+
+
 def _low_rank(algorithm: PowerSGD, shapes: Sequence[tuple[int, int]]) -> exchanges.PowerSGD:
-    codec = ("bf16" if algorithm.rank is None else "identity") if algorithm.codec is None else algorithm.codec
     rank, feedback, least = algorithm.rank, algorithm.error_feedback, algorithm.min_compression
-    return exchanges.PowerSGD(tuple(shapes), rank, feedback, least, codecs.get(codec))
+    return exchanges.PowerSGD(tuple(shapes), rank, feedback, least, codecs.get(_codec(algorithm)))
 
 
 def _chosen(algorithm: PowerSGD, shapes: Sequence[tuple[int, int]]) -> str:

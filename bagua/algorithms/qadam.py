@@ -51,6 +51,11 @@ class MomentumAverage(Algorithm):
         feedback = fit_momentum_feedback(self.error_feedback, codec)
         return mix("complete", codec, hierarchical=bool(self.hierarchical), error_feedback=feedback)
 
+    @property
+    def effective_options(self) -> Mapping[str, object]:
+        """What depends on the codec."""
+        return {"error_feedback": fit_momentum_feedback(self.error_feedback, codecs.get(self.codec))}
+
     @cached_property
     def exact(self) -> Exchange:
         """That of the warm-up."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bagua.algorithms.base import Algorithm, Exactness, Payload
+from bagua.algorithms.options import describe
 from bagua.autotune import Settings
 from bagua.comm.groups import Groups
 from bagua.comm.team import Team
@@ -190,7 +191,7 @@ class Engine:
         state, tuning, recovery = self.state, self.binding.tuning, self.failures.recovery
         last, total = self._tally.snapshot()
         return Stats(
-            algorithm=repr(state.root),
+            algorithm=describe(state.root),
             steps=state.step,
             num_buckets=len(state.buckets),
             bucket_bytes=tuple(bucket.nbytes for bucket in state.buckets),

@@ -85,7 +85,8 @@ class Stats:
     """Snapshot of a module's communication on this rank, returned by `bagua.stats`.
 
     Attributes:
-        algorithm: the algorithm with all its options.
+        algorithm: the algorithm and its options: those that were given, and those that were decided. `notices` tell of
+            an option that is None and depends on the model, such as `mean_moments`.
         steps: number of completed training steps.
         num_buckets: number of buckets; 0 until the first synchronised backward pass has recorded the gradient order.
         bucket_bytes: size of each bucket in bytes.
