@@ -27,7 +27,9 @@ class StepStats:
         payload_bytes: size in memory of the exchanged tensors.
         dense_bytes: bytes that an uncompressed ring all-reduce of the same tensors would send: 2 (R-1)/R of their size.
         comm_s: seconds during which at least one lane was busy.
-        exposed_s: seconds during which training waited for communication, that is, communication without overlap.
+        exposed_s: seconds during which the training thread waited for communication: with threads (gloo), communication
+            without overlap. With NCCL the CPU only enqueues work, so it is near 0: compare the step time with that on
+            one rank, or take a profile.
         launches: number of exchanges.
     """
 
