@@ -26,9 +26,9 @@ class FaultTolerance:
         open_timeout_s: seconds to open the process groups of a new membership epoch, and for one transfer on them.
         max_blocked_s: seconds to wait for a membership epoch, for example while a minority is cut off. After it the
             rank raises `CommunicationError`.
-        seat: the connection to the agent of this host. Default: to the launcher's.
-        backend: what carries the exchanges of CUDA tensors: "gloo", through host memory, or "nccl", which has not been
-            tried on a GPU yet. Equal on all ranks. What newcomers fetch goes over gloo in any case.
+        seat: internal: the connection to the agent of this host. Default: to the launcher's.
+        backend: what carries the exchanges of CUDA tensors: "gloo", through host memory, or "nccl", which has run on
+            one GPU that three ranks shared. Equal on all ranks. What newcomers fetch goes over gloo in any case.
 
     Raises:
         ValueError: names the option that is not a positive number of seconds, or no such backend.
