@@ -26,7 +26,7 @@ class ByteGrad(GradientAllReduce):
     Args:
         hierarchical: full precision within a node, 8 bit between nodes. None (default) does so where it has an
             effect, that is with several nodes of which one has several ranks, and compresses between all ranks
-            elsewhere. Over sites (BAGUA_SITE) a trial in the first step decides.
+            elsewhere. Between sites (BAGUA_SITE) a start-up benchmark decides.
         average: mean if true, else sum; see `GradientAllReduce` for several backward passes.
         codec: the codec on the wire, "minmax_uint8" with blocks of 1024 elements by default.
         error_feedback: add the compression error of one step to the next; at most 8 bytes of state per element. None
@@ -37,7 +37,7 @@ class ByteGrad(GradientAllReduce):
         denoise_second_moment: take the expected square of the codec's noise out of the second moments of
             `torch.optim.Adam` or `AdamW`; "eden" without error feedback only; 4 bytes of state per element. None
             (default): there, without amsgrad and with weights of at least 32 bits; a notice says so.
-        gather_codec: of the means, which all ranks get from their owners, with more than two ranks; None (default):
+        gather_codec: codec of the all-gather phase, which sends the means, with more than two ranks; None (default):
             `codec`. See `GradientAllReduce`.
 
     Bytes: about 2 (R-1)/R bytes per element sent, a quarter of an all-reduce in fp32.

@@ -40,7 +40,8 @@ class GradientAllReduce(Algorithm):
     Args:
         hierarchical: sum within each node first, then among the nodes' leaders. None (default) does so where nodes have
             several ranks and the codec cannot be summed, as "int4" and "sign": their ranks would share the node's link;
-            and where there are sites (BAGUA_SITE): always if the codec can be summed, else if a trial finds it faster.
+            and where there are sites (BAGUA_SITE): always if the codec can be summed, else if a start-up benchmark
+            finds it faster.
         average: mean if true, else sum. With sums, call backward once per step, or use `bagua.no_sync` for all
             passes but the last: a sum that is summed again counts twice.
         codec: "identity" (exact), "bf16" or "fp16" (summed in that type), or any lossy codec, which is what
@@ -53,7 +54,7 @@ class GradientAllReduce(Algorithm):
         denoise_second_moment: take the expected square of the codec's noise out of the second moments of
             `torch.optim.Adam` or `AdamW`; "eden" without error feedback only; 4 bytes of state per element. None
             (default): there, without amsgrad and with weights of at least 32 bits; a notice says so.
-        gather_codec: of the means, which all ranks get from their owners, with more than two ranks and a codec that is
+        gather_codec: codec of the all-gather phase, which sends the means, with more than two ranks and a codec that is
             not summed. None (default): `codec`. Each rank encodes 1/R of the means, so a codec that takes long, such as
             a trellis, costs little there, and more bits cost half of what they cost in both.
 

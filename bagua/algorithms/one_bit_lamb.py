@@ -24,7 +24,8 @@ class OneBitLamb(MomentumAverage):
 
     Args:
         hierarchical: full precision within a node, quantised between nodes. None (default) does so where it has
-            an effect, that is with several nodes of which one has several ranks; over sites a trial decides.
+            an effect, that is with several nodes of which one has several ranks; between sites a
+            start-up benchmark decides.
         codec: the codec of the momenta: "minmax_uint8" by default, which was level with LAMB wherever it was measured;
             "sign", the paper's, for 1 bit, which was not (docs/algorithms/one_bit_lamb.md).
         error_feedback: add the compression error of one step to the next. None (default) does so for codecs with less

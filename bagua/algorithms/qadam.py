@@ -179,7 +179,8 @@ class QAdam(MomentumAverage):
 
     Args:
         hierarchical: full precision within a node, quantised between nodes. None (default) does so where it has
-            an effect, that is with several nodes of which one has several ranks; over sites a trial decides.
+            an effect, that is with several nodes of which one has several ranks; between sites a
+            start-up benchmark decides.
         codec: the codec of the momenta: "minmax_uint8" by default, "sign" for 1 bit.
         error_feedback: add the compression error of one step to the next. None (default) does so for codecs with less
             than 8 bits per element, which do not converge without: `eden` too, unlike with gradients.

@@ -30,7 +30,8 @@ class ZeroOneAdam(MomentumAverage):
 
     Args:
         hierarchical: full precision within a node, quantised between nodes. None (default) does so where it has
-            an effect, that is with several nodes of which one has several ranks; over sites a trial decides.
+            an effect, that is with several nodes of which one has several ranks; between sites a
+            start-up benchmark decides.
         codec: the codec of momenta and sums; "sign" by default, "minmax_uint8" for 8 bits.
         error_feedback: add the compression error of one exchange to the next. None (default) does so for codecs with
             less than 8 bits per element, which do not converge without: `eden` too, unlike with gradients.

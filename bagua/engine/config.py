@@ -28,7 +28,7 @@ class EngineConfig:
         gradient_as_bucket_view: `.grad` stays a view of its bucket after a backward pass.
         tunes_hierarchy: the lanes have groups for a hierarchy, and the user left it open.
         flat: the algorithm without sums within sites, if that is open; see `site_trial`.
-        tries_sites: a trial decides between the two.
+        tries_sites: a start-up benchmark decides between the two.
     """
 
     bucket_bytes: int

@@ -54,8 +54,8 @@ def mix(
         average: mean if true, else sum (complete topology only).
         running_scale: divide each element by the root of its running mean magnitude before it is encoded (complete
             topology, a codec that is lossy and not linear); see `ScatterGather`.
-        gather_codec: of the means, which more than two ranks get from their owners (as for `running_scale`). None:
-            `codec`.
+        gather_codec: codec of the all-gather phase, which sends the means to more than two ranks (as for
+            `running_scale`). None: `codec`.
 
     Raises:
         ValueError: a name is unknown, or two parts cannot be combined; names both.

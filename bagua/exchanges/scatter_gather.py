@@ -51,7 +51,7 @@ class ScatterGather(Exchange):
         error_feedback: keep both residuals.
         average: mean if true, else sum.
         running_scale: divide each element by its running scale before it is encoded. Not with error feedback.
-        gather_codec: codec of the means, which all ranks get from their owners. None: `codec`. Errors of the ranks
+        gather_codec: codec of the all-gather phase, which sends the means. None: `codec`. Errors of the ranks
             average out where what they encode agrees, that of the mean does not. And a rank encodes one mean of R: a
             codec that takes long, such as a trellis, costs little there. Not used by two ranks, which encode no mean.
 

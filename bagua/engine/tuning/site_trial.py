@@ -1,7 +1,7 @@
-"""Whether the hosts of a site sum first, where the user left it open: both ways are tried before training.
+"""The start-up benchmark between sites: whether the hosts of a site sum first, where the user left it open.
 
 Sums within a site save bytes on the link between sites, and cost bytes, latencies and CPU time within them. Which of
-these limits follows from the links, the cores and the codec, so it is measured, with exchanges of real buckets.
+these limits follows from the links, the cores and the codec, so both ways are measured, with exchanges of real buckets.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Trial:
 
 
 def tries(team: Team, nodes: Sequence[Sequence[int]], device: torch.device) -> bool:
-    """Whether a trial can tell: over gloo, with CPU tensors, where a site has several hosts."""
+    """Whether the benchmark can tell: over gloo, with CPU tensors, where a site has several hosts."""
     return team.backend == "gloo" and device.type == "cpu" and len(team.nodes) > len(nodes)
 
 
