@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Generic, TypeVar
 
@@ -29,11 +30,13 @@ class Registry(Generic[T]):
     Args:
         noun: what an entry is, for messages: "algorithm".
         base: the class that every entry derives from.
+        called: what others call an entry, with what to write here, for messages: {"ddp": "'gradient_allreduce'"}.
     """
 
-    def __init__(self, noun: str, base: type[T]) -> None:
+    def __init__(self, noun: str, base: type[T], called: Mapping[str, str] | None = None) -> None:
         self.noun = noun
         self._base = base
+        self._called = dict(called or {})
         self._classes: dict[str, type[T]] = {}
 
     def register(self, cls: C, *, replace: bool = False) -> C:
@@ -142,12 +145,30 @@ class Registry(Generic[T]):
     def _find(self, name: object) -> type[T]:
         if not isinstance(name, str):
             article = "an" if self._base.__name__[0] in "AEIOU" else "a"
-            raise TypeError(
-                f"{self.noun}: expected a name or {article} {self._base.__name__}, got {type(name).__name__}"
-            )
+            got = type(name).__name__
+            if isinstance(name, type) and issubclass(name, self._base):
+                own = getattr(name, "name", "")
+                got = f"the class {name.__name__}; pass {name.__name__}()" + (f" or {own!r}" if own in self else "")
+            raise TypeError(f"{self.noun}: expected a name or {article} {self._base.__name__}, got {got}")
         if name not in self._classes:
-            raise ValueError(f"{self.noun} {name!r} is unknown; available: {', '.join(self._classes)}")
+            raise ValueError(self.unknown(name))
         return self._classes[name]
+
+    def unknown(self, name: str, *more: str) -> str:
+        """The message about a name that is not registered, with the one that may be meant.
+
+        Args:
+            name: not registered.
+            more: further names that the caller takes.
+        """
+        known = [*more, *self._classes]
+        meant = self._called.get(name.lower())
+        if meant is None:
+            plain = {each.replace("_", ""): each for each in known}  # "powersgd", "Power-SGD"
+            close = get_close_matches(name.lower().replace("_", "").replace("-", ""), plain, n=1, cutoff=0.75)
+            meant = repr(plain[close[0]]) if close else ""
+        hint = f"did you mean {meant}? " if meant else ""
+        return f"{self.noun} {name!r} is unknown; {hint}available: {', '.join(known)}"
 
 
 def _names_of_types(annotation: Any) -> set[str]:

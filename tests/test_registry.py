@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from bagua import algorithms, codecs, topologies
+from bagua.algorithms.auto import get_or_auto
+from bagua.engine.startup.options import check_options
 from bagua.registry import Registry
 
 REGISTRIES: dict[str, tuple[Any, Registry[Any]]] = {
@@ -44,6 +47,63 @@ def test_errors_have_one_form(noun: str) -> None:
         package.get(first, colour=1)
     with pytest.raises(ValueError, match=f"{noun}: got an instance and options colour; pass the options to"):
         package.get(package.get(first), colour=1)
+
+
+@pytest.mark.parametrize(
+    ("noun", "name", "meant"),
+    [
+        ("algorithm", "allreduce", "'gradient_allreduce'"),
+        ("algorithm", "DDP", "'gradient_allreduce'"),
+        ("algorithm", "powersgd", "'power_sgd'"),
+        ("algorithm", "Local-SGD", "'local_sgd'"),
+        ("algorithm", "1bit_adam", "'qadam' with codec='sign'"),
+        ("algorithm", "bytegard", "'bytegrad'"),
+        ("codec", "int8", "'minmax_uint8'"),
+        ("codec", "1bit", "'eden:bits=1'"),
+        ("topology", "rign", "'ring'"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_what_may_be_meant(noun: str, name: str, meant: str) -> None:
+    package, _ = REGISTRIES[noun]
+    with pytest.raises(ValueError, match=re.escape(f"{noun} {name!r} is unknown; did you mean {meant}? available: ")):
+        package.get(name)
+
+
+def test_auto_is_a_name_for_distribute() -> None:
+    for name, hint in (("none such", ""), ("atuo", "did you mean 'auto'? ")):
+        with pytest.raises(ValueError, match=re.escape(f"{hint}available: auto, gradient_allreduce, ")):
+            get_or_auto(algorithms.registry.registry, name, {})
+    with pytest.raises(ValueError, match="available: gradient_allreduce"):
+        algorithms.get("none such")
+
+
+def test_a_class_is_not_an_instance() -> None:
+    with pytest.raises(TypeError, match=re.escape("got the class PowerSGD; pass PowerSGD() or 'power_sgd'")):
+        algorithms.get(algorithms.PowerSGD)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=re.escape("expected a name or a Codec, got type")):
+        codecs.get(int)  # pyright: ignore[reportArgumentType]
+
+
+def test_short_name_of_the_default_codec() -> None:
+    assert codecs.get("uint8") == codecs.get("minmax_uint8") and codecs.get("uint8:block=64").name == "minmax_uint8"
+
+
+def test_numbers_of_ranks_and_elements_are_checked() -> None:
+    for size in (0, -2, True, 2.5):
+        with pytest.raises(ValueError, match="size: expected a number of ranks >= 1, got"):
+            algorithms.available(1, size)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="num_elements: expected a number of elements >= 0, got -1"):
+        algorithms.available(-1)
+    assert all(row.bytes_per_step == 0 for row in algorithms.available(1, 1))
+
+
+def test_errors_of_combinations_say_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"topology 'complete': .*; use topology='ring'.*'local_sgd' with this codec"):
+        algorithms.get("decentralized", codec="int4")
+    with pytest.raises(ValueError, match=r"'identity' is lossless.*leave gather_codec out, or give another lossy"):
+        algorithms.get("bytegrad", gather_codec="identity")
+    with pytest.raises(ValueError, match="no option 'H'; .*did you mean 'communication_interval'"):
+        check_options("local_sgd", {"H": 8})
 
 
 def test_registering(noun: str) -> None:

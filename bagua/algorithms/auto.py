@@ -105,4 +105,6 @@ def get_or_auto(registry: Registry[Algorithm], name_or_instance: str | Algorithm
         TypeError, ValueError: as `Registry.get`.
     """
     chosen = _auto if isinstance(name_or_instance, str) and name_or_instance == Auto.name else registry
+    if isinstance(name_or_instance, str) and name_or_instance not in chosen:
+        raise ValueError(registry.unknown(name_or_instance, Auto.name))
     return chosen.get(name_or_instance, **options)

@@ -124,7 +124,8 @@ class Decentralized(Algorithm):
         chosen, codec = topologies.get(self.topology or "complete"), codecs.get(self.codec)
         if chosen.complete and not codec.linear:
             raise ValueError(
-                f"codec {codec.name!r} cannot be combined with topology {chosen.name!r}: weights would be rounded"
+                f"codec {codec.name!r} cannot be combined with topology {chosen.name!r}: weights would be rounded; "
+                "use topology='ring', which sends differences of weights, or 'local_sgd' with this codec"
             )
         check_corrections(self.mean_moments, self.scale_second_moment)
         if self.mean_moments and not self._shows_mean_steps:

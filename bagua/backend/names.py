@@ -51,7 +51,7 @@ class Backend(str):
 
     def __new__(cls, codec: str | Codec = "uint8", *, min_bytes: int = MIN_BYTES, **options: Any) -> Backend:
         if isinstance(codec, str):
-            codec = codecs.get(_SHORT.get(codec, codec), **options)
+            codec = codecs.get(codec, **options)
         elif options:
             raise ValueError(f"Backend: options {', '.join(options)} go into {codec!r}, not beside it")
         elif not isinstance(codec, Codec):

@@ -20,7 +20,20 @@ from bagua.registry import Registry
 
 __all__ = ["available", "get", "register", "registry"]
 
-registry: Registry[Codec] = Registry("codec", Codec)
+# What others call them.
+_CALLED = {
+    **dict.fromkeys(("fp8", "float8", "int8", "8bit", "8bits", "minmax"), "'minmax_uint8'"),
+    **dict.fromkeys(("fp32", "float32", "none", "exact"), "'identity'"),
+    **dict.fromkeys(("1bit", "1bits", "onebit"), "'eden:bits=1'"),
+    **dict.fromkeys(("2bit", "2bits"), "'eden:bits=2'"),
+    **dict.fromkeys(("uint4", "fp4", "4bit", "4bits"), "'int4'"),
+    **dict.fromkeys(("float16", "half"), "'fp16'"),
+    **dict.fromkeys(("bfloat16",), "'bf16'"),
+    **dict.fromkeys(("topk", "top-k"), "'top_k'"),
+}
+_SHORT = {"uint8": "minmax_uint8"}
+
+registry: Registry[Codec] = Registry("codec", Codec, _CALLED)
 _factories: dict[str, Callable[..., Codec]] = {}  # registered in the deprecated form
 _C = TypeVar("_C", bound=type[Codec])
 
@@ -76,7 +89,8 @@ def get(codec: str | Codec, /, **options: Any) -> Codec:
     """Return the codec of that name with `options`, or `codec` itself.
 
     Args:
-        codec: a codec, a name, or a name with options as `"NAME:OPTION=VALUE"`, with a colon between options.
+        codec: a codec, a name ("uint8" for short), or a name with options as `"NAME:OPTION=VALUE"`, with a colon
+            between options.
         **options: of the named codec.
 
     Raises:
@@ -95,6 +109,8 @@ def get(codec: str | Codec, /, **options: Any) -> Codec:
         options = {**dict(_option(codec, word) for word in words), **options}
     if isinstance(codec, str) and codec in _factories:
         return _factories[codec](**options)
+    if isinstance(codec, str) and codec not in registry:
+        codec = _SHORT.get(codec, codec)
     return registry.get(codec, **options)
 
 

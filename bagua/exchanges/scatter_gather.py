@@ -80,7 +80,10 @@ class ScatterGather(Exchange):
             check_codec("ScatterGather", self.gather_codec, "gather_codec")
             if self.codec.lossless or self.gather_codec.lossless:
                 name = (self.codec if self.codec.lossless else self.gather_codec).name
-                raise ValueError(f"gather_codec: codec {name!r} loses nothing, so both must be the same: leave it out")
+                raise ValueError(
+                    f"gather_codec: codec {name!r} is lossless, and both phases must be lossy or neither; leave "
+                    "gather_codec out, or give another lossy codec"
+                )
         if self.running_scale and (self.error_feedback or self.codec.lossless):
             other = "error_feedback=True" if self.error_feedback else f"codec {self.codec.name!r}, which loses nothing"
             raise ValueError(f"running_scale=True cannot be combined with {other}")

@@ -27,6 +27,13 @@ OWN = (
     "autotune",
     "fault_tolerant",
 )
+# What papers and other libraries call options of algorithms.
+_CALLED = {
+    **dict.fromkeys(("H", "interval", "local_steps", "period", "sync_every", "sync_interval"), "communication_interval"),
+    **dict.fromkeys(("compression", "compressor", "dtype"), "codec"),
+    **dict.fromkeys(("matrix_approximation_rank", "r"), "rank"),
+    "use_error_feedback": "error_feedback",
+}
 _ALREADY_THERE = "leave it out and move the module and its inputs to the device yourself"
 #: Arguments of `DistributedDataParallel`, and what to do instead.
 OF_DDP = {
@@ -72,7 +79,8 @@ def check_options(algorithm: str | Algorithm, options: dict[str, Any]) -> None:
                 f"{option}: an argument of DistributedDataParallel, not of bagua.distribute(); {OF_DDP[option]} "
                 "(docs/from-ddp.md)"
             )
-        close = difflib.get_close_matches(option, [*OWN, *known], 1)
+        called = _CALLED.get(option)
+        close = [called] if called in known else difflib.get_close_matches(option, [*OWN, *known], 1)
         meant = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(
             f"algorithm {cls.name!r} has no option {option!r}; it has: {', '.join(known) or 'none'}; "
