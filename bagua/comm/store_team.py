@@ -137,18 +137,22 @@ class StoreTeam:
         """Check in under `key` and return the ranks that do not within `seconds`. Never raises."""
         return self._find_missing(key, seconds)[0]
 
-    def describe_missing(self, key: str, seconds: float = _GRACE_S, alert: Callable[[], object] | None = None) -> str:
+    def describe_missing(
+        self, key: str, seconds: float = _GRACE_S, alert: Callable[[], object] | None = None, remedy: str = ""
+    ) -> str:
         """The result of `missing_ranks` as the end of an error message; "" if all other ranks are missing, or none.
 
         Args:
             alert: called while ranks are waited for; may raise, as it knows better why they are missing.
+            remedy: what to do if ranks are missing, a sentence.
         """
         gone, problem = self._find_missing(key, seconds, alert)
         if problem is not None:
             return f"; {problem}"
         if not gone or (len(gone) == self.size - 1 and self.size > 2):  # nobody else failed: the fault is here
             return ""
-        return f"; no response from rank {', '.join(map(str, gone))}: it has exited or is late"
+        who = f"; no response from rank {', '.join(map(str, gone))}: it has exited or is late"
+        return f"{who}. {remedy}" if remedy else who
 
     def _find_missing(
         self, key: str, seconds: float, alert: Callable[[], object] | None = None

@@ -229,14 +229,17 @@ class Failures:
         assert error is not None
         cut = recovery is not None and (recovery.severed or recovery.out_of_use)
         self.give_up()
+        what = str(error) if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
+        text = f"{ticket.label}: {what}"
         if recovery is not None:  # the agents of the hosts know who is lost
-            text = f"{ticket.label}: {type(error).__name__}: {error}"
             if cut or isinstance(error, CommunicationError | OSError) or is_loss(error):
                 raise CommunicationError(text) from error
             raise RuntimeError(f"{text}; no lost rank is the cause, so this one ends") from error
         recorded = recorded_collectives() if self._team.backend == "gloo" else None
-        who = self._team.describe_missing(self.key, _SIGN_OF_LIFE_S)
-        failure = CommunicationError(f"rank {self._team.rank}, {ticket.label}: {type(error).__name__}: {error}{who}")
+        join = "" if self._state.algorithm.uneven else "bagua.join(model) or "
+        remedy = f"If it made fewer steps than this rank, use {join}drop_last=True; otherwise read its log"
+        who = self._team.describe_missing(self.key, _SIGN_OF_LIFE_S, remedy=remedy)
+        failure = CommunicationError(f"rank {self._team.rank}, {text}{who}")
         failure.flight_recorder = recorded
         raise failure from error
 

@@ -75,7 +75,7 @@ ssize_t Flow::receive_some(int r, iovec* parts, size_t num) {
   const ssize_t n = recvmsg(mesh_->fds[r], &message, MSG_DONTWAIT);
   if (n < 0 && is_full_or_empty(errno)) return 0;
   if (n < 0) lost(r, strerror(errno));
-  if (n == 0) lost(r, "it has closed the connection");
+  if (n == 0) lost(r, "closed by that rank");
   if (n <= 0) return -1;
   progress();
   impatient_ = false;
