@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train, from where the others are or from the last commit, if there is one."""
     args = build_parser().parse_args(argv)
     torch.set_num_threads(1)
-    fault_tolerant = "BAGUA_SEAT" in os.environ  # of `bagua run --fault-tolerant`, which makes the process groups
+    fault_tolerant = elastic.is_fault_tolerant()  # then `distribute` opens the process groups
     if not fault_tolerant:
         bagua.init_process_group(timeout=timedelta(seconds=args.timeout))
     torch.manual_seed(args.seed)

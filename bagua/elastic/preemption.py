@@ -18,7 +18,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["EXIT_CODE", "PreemptionHandler", "shield"]
+__all__ = ["EXIT_CODE", "PreemptionHandler", "ignore_sigterm", "shield"]
 
 EXIT_CODE = 128 + signal.SIGTERM
 _log = logging.getLogger("bagua")
@@ -111,14 +111,17 @@ def _forget() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def shield(worker_id: int = 0) -> None:
+def ignore_sigterm(worker_id: int = 0) -> None:
     """For `DataLoader(worker_init_fn=...)`: keeps a worker alive after SIGTERM, so that the rank can still commit.
 
-    The launcher sends SIGTERM to a rank's whole process group. A worker that ends takes the rank with it; a shielded
-    one ends when its rank does.
+    The launcher sends SIGTERM to a rank's whole process group. A worker that ends takes the rank with it; one that
+    ignores the signal ends when its rank does.
 
     Examples:
         >>> from torch.utils.data import DataLoader
-        >>> loader = DataLoader(inputs, num_workers=1, worker_init_fn=bagua.elastic.shield)
+        >>> loader = DataLoader(inputs, num_workers=1, worker_init_fn=bagua.elastic.ignore_sigterm)
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+shield = ignore_sigterm  # its name until 2026-11-28

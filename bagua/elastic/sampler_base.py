@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -10,6 +9,7 @@ import torch
 from torch.utils.data import Sampler as _TorchSampler
 
 from bagua.engine.hooks import attachments
+from bagua.engine.recovery.options import is_fault_tolerant
 
 __all__ = ["ElasticSampler", "Follower", "Ranks", "Tracked", "track"]
 
@@ -163,4 +163,4 @@ def track(sampler: Tracked, ranks: Ranks, loader: Iterable[_T]) -> Iterator[_T]:
 
 def _can_follow() -> bool:
     """Whether this process is in a fault-tolerant training, or is going to be."""
-    return bool(os.environ.get("BAGUA_SEAT")) or any(each.before_step is not None for each in attachments.all())
+    return is_fault_tolerant() or any(each.before_step is not None for each in attachments.all())

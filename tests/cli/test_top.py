@@ -32,7 +32,7 @@ RANK = """
 import os, sys, time
 from pathlib import Path
 import torch, bagua
-tolerant = "BAGUA_SEAT" in os.environ
+tolerant = bagua.elastic.is_fault_tolerant()
 if not tolerant:
     bagua.init_process_group()
 torch.manual_seed(0)

@@ -61,10 +61,17 @@ def test_neither_a_bool_nor_options(value: Any, kind: str) -> None:
 
 def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BAGUA_SEAT", raising=False)
+    assert not bagua.elastic.is_fault_tolerant()
     model, optimizer = small()
     for value in (True, bagua.FaultTolerance(max_blocked_s=5.0)):
         with pytest.raises(ValueError, match=r"^fault_tolerant: no launcher tells this rank .*`bagua run --fault-tol"):
             bagua.distribute(model, optimizer, fault_tolerant=value)
+
+
+def test_a_script_can_ask_for_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_SEAT", "/a/socket")
+    assert bagua.elastic.is_fault_tolerant()
+    assert bagua.elastic.shield is bagua.elastic.ignore_sigterm
 
 
 REFUSED: dict[str, Callable[[], dict[str, Any]]] = {

@@ -10,8 +10,9 @@ from typing import Any
 
 from bagua.membership.remote_seat import RemoteSeat
 from bagua.membership.seat import Seat
+from bagua.membership.seat_service import SEAT
 
-__all__ = ["FaultTolerance", "as_fault_tolerance", "seat_of"]
+__all__ = ["FaultTolerance", "as_fault_tolerance", "is_fault_tolerant", "seat_of"]
 
 _BACKENDS = ("gloo", "nccl")
 
@@ -52,6 +53,18 @@ class FaultTolerance:
             raise ValueError(f"backend: expected one of {', '.join(map(repr, _BACKENDS))}, got {self.backend!r}")
 
 
+def is_fault_tolerant() -> bool:
+    """Whether `bagua run --fault-tolerant` started this process. `distribute` opens the process groups then.
+
+    Examples:
+        >>> fault_tolerant = bagua.elastic.is_fault_tolerant()
+        >>> if not fault_tolerant:
+        ...     bagua.init_process_group()
+        >>> model = bagua.distribute(model, optimizer, "bytegrad", fault_tolerant=fault_tolerant)
+    """
+    return bool(os.environ.get(SEAT))
+
+
 def as_fault_tolerance(value: Any) -> FaultTolerance | None:
     """The options in `fault_tolerant`, an argument of `distribute`; None if it is off.
 
@@ -64,7 +77,7 @@ def as_fault_tolerance(value: Any) -> FaultTolerance | None:
     if value is not True and not isinstance(value, FaultTolerance):
         raise TypeError(f"fault_tolerant: expected True, False or bagua.FaultTolerance, got {type(value).__name__}")
     options = FaultTolerance() if value is True else value
-    if options.seat is None and not os.environ.get("BAGUA_SEAT"):
+    if options.seat is None and not is_fault_tolerant():
         raise ValueError(
             "fault_tolerant: no launcher tells this rank who the members are; start with `bagua run --fault-tolerant`"
         )

@@ -29,7 +29,9 @@ OWN = (
 )
 # What papers and other libraries call options of algorithms.
 _CALLED = {
-    **dict.fromkeys(("H", "interval", "local_steps", "period", "sync_every", "sync_interval"), "communication_interval"),
+    **dict.fromkeys(
+        ("H", "interval", "local_steps", "period", "sync_every", "sync_interval"), "communication_interval"
+    ),
     **dict.fromkeys(("compression", "compressor", "dtype"), "codec"),
     **dict.fromkeys(("matrix_approximation_rank", "r"), "rank"),
     "use_error_feedback": "error_feedback",
