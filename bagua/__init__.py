@@ -4,6 +4,19 @@
     bagua.init_process_group()
     model = bagua.distribute(model, optimizer, "bytegrad")
 
+What a training script needs:
+
+    init_process_group      join the job of `bagua run` or torchrun; alone, a job of one rank
+    distribute              from now on backward passes and optimizer steps communicate
+    stats                   the algorithm in use, bytes sent, seconds waited, and notices
+    no_sync                 accumulate gradients without communication
+    join                    train although ranks have different numbers of batches
+    average_parameters      make the weights of all ranks equal, before evaluating or saving
+    checkpoint.save, .load  model, optimizers and what the algorithm keeps, in a directory
+    GradScaler              as torch.amp.GradScaler, also where ranks step with local gradients
+    algorithms.available    names, bytes per step and exactness of the algorithms; codecs.available: of the codecs
+    detach                  stop communicating; the module is as before
+
 Importing makes the backend "bagua" known to `torch.distributed`, and has no other side effects: no threads, no patched
 classes, no environment writes. What needs torch is imported at its first use, so that commands which need none start at
 once.

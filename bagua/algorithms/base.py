@@ -241,7 +241,9 @@ class Context(Protocol):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Base class of algorithms. Override the moments of a step at which yours acts; keep tensors in the context.
+    """Base class of algorithms. Override the methods that the engine calls during a step: `setup`, `on_forward`, ...
+
+    Keep tensors in the context, not in the algorithm.
 
     Attributes:
         name: the registry name.
@@ -267,7 +269,7 @@ class Algorithm:
 
     @property
     def payload(self) -> Payload:
-        """What the buckets are views of."""
+        """Which tensors the buckets hold."""
         return self.payload_kind
 
     @property

@@ -8,7 +8,12 @@ __all__ = ["Exactness", "LostStep", "Payload"]
 
 
 class Payload(Enum):
-    """What the buckets are views of."""
+    """Which tensors a bucket holds.
+
+    Attributes:
+        GRAD: gradients.
+        PARAM: weights; the parameters are views of the bucket.
+    """
 
     GRAD = "grad"
     PARAM = "param"

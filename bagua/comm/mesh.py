@@ -173,7 +173,7 @@ class Mesh:
 
     @property
     def round_trip_s(self) -> float:
-        """Seconds there and back to the rank that is farthest away, without queues; 0 where that is not known."""
+        """Longest round-trip time to another rank in seconds, without queues; 0 where that is not known."""
         return self._library.bagua_mesh_round_trip_us(self._mesh) / 1e6
 
     def exchange(

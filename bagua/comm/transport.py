@@ -42,7 +42,7 @@ NEAR_LANES_OF_SUMS = 1
 _SLOW_BYTES_PER_S = 80e6  # at 1 Gbit/s more lanes were a little faster
 FAST_BYTES_PER_S = 160e6  # more than 1 Gbit/s can carry
 SMALLEST_BYTES = 8 * 2**20  # of a model whose broadcast tells how fast links are; less says more about its start
-FAR_S = 0.004  # there and back, over the native transport
+FAR_S = 0.004  # round-trip time, over the native transport
 _FAR_OVER_GLOO_S = 0.03  # nearer, an exchange's own CPU time is what more lanes would add to
 
 
@@ -127,7 +127,7 @@ def may_fall_back(transport: str | None) -> bool:
 
 
 def lanes_over(team: Team, mesh: Mesh | None, round_trip_s: float, num_lanes: int) -> int:
-    """Return how many lanes keep the links busy: more than `num_lanes` where a rank is far away. Collective.
+    """Return how many lanes keep the links busy: more than `num_lanes` where latency is high. Collective.
 
     Changes only which lanes carry the parts, hence no result. The same answer on all ranks.
 

@@ -97,18 +97,17 @@ def distribute(
         bucket_bytes: bucket size in bytes. Default: BAGUA_DEFAULT_BUCKET_SIZE, or 10 % of the parameter bytes, at least
             1 MiB and at most 10 MiB. Where a bucket of gradients is cut into a compressed chunk for each rank, at least
             256 KiB for each of them, while there are two buckets; not with `fault_tolerant`.
-        num_lanes: number of exchanges in flight on a CPU, each with its own connections. Default: BAGUA_NUM_LANES or 4.
-            Exchanges with 8 bits per element or more use 3, or as many as fill a link with long latency; those with
-            fewer bits 8 where a rank is far away, there and back 30 ms or more (4 over the native transport), without
-            fault tolerance; all-reduces in full precision fewer if the network is faster than the CPU, and one over the
-            native transport if weights of 8 MiB or more came at less than 640 Mbit/s and no rank is far away.
+        num_lanes: number of exchanges in flight at once on a CPU. Each lane is a communication thread with connections
+            of its own (with NCCL, a CUDA stream). Default: BAGUA_NUM_LANES, or 1 to 8 by codec and measured latency
+            (docs/launching.md).
         hierarchical: average exactly within a node and use the algorithm's exchange between nodes. Default: the
             algorithm's own.
         guard: measure the compression error periodically, and fall back if it is too large. Default: neither.
         broadcast_buffers: broadcast rank 0's buffers, such as running statistics, before each forward pass in training
             mode but those after a pass in `no_sync`, as DDP does. All ranks wait for it.
-        static_graph: promise that every step uses the same parameters, each as often as in the first step. Ranks that
-            leave some out then ask the store once only what others used, and reentrant checkpoints may share weights.
+        static_graph: promise that every step uses the same parameters, each as often as in the first step. A rank that
+            leaves some out then asks only once, in torch's `TCPStore`, what the others used; and reentrant checkpoints
+            may share weights.
         gradient_as_bucket_view: True makes `.grad` a view of a bucket, which the next backward pass overwrites. False
             copies the mean to the tensor that was `.grad`, so gradients kept over `zero_grad()` do not change. This
             costs a copy per pass and memory for all gradients. No effect with algorithms that exchange weights.
@@ -124,7 +123,8 @@ def distribute(
             Default: BAGUA_AUTOTUNE, or off.
         fault_tolerant: True or options: if a rank is lost, the others train on in the same processes
             (docs/fault_tolerance.md). Needs `bagua run --fault-tolerant`. Default: off.
-        **algorithm_options: options of the named algorithm.
+        **algorithm_options: options of the named algorithm. See docs/algorithms/NAME.md, or help() of its class:
+            `bagua.algorithms.ByteGrad` for "bytegrad", `AsyncModelAverage` for "async" and so on (docs/algorithms.md).
 
     Returns:
         `module`.

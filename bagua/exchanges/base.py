@@ -16,6 +16,7 @@ from bagua.exchanges.payload_source import PayloadSource
 __all__ = ["Exchange", "State", "check_codec"]
 
 State = dict[str, Tensor]
+"""Tensors that an exchange keeps for one bucket from step to step, by name: a dict."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Dispatcher:
         return max(1, min(self._most_lanes(), pieces))
 
     def _most_lanes(self) -> int:
-        """More than the default only if the algorithm uses them: each takes time to open where ranks are far away."""
+        """More than the default only if the algorithm uses them: each takes time to open where latency is high."""
         pool = self._pool
         try:
             wanted = pool.most_lanes(self._state.algorithm.exchange)
@@ -238,7 +238,7 @@ class Dispatcher:
         # The last of the shared ones has least to do.
         chosen = self._pool.shared[-1] if lane is None else next(each for each in self._pool.extra if each is lane)
         chosen.adopt(x_P)
-        # Rows of all ranks in one latency where they are far away; of a size at which bytes count nowhere.
+        # Rows of all ranks in one latency where it is high; of a size at which bytes count nowhere.
         run = Run(_SMALL_SUM, x_P, {}, chosen.groups, step, idle, None, (0, 0), bool(self._pool.bdp_bytes))
         facts = {"step": step, "bucket": 0, "bytes": x_P.nbytes}
         label = Label(f"{_SMALL_SUM.name} step {step} of {x_P.numel()} numbers", _SMALL_SUM.name, facts)

@@ -29,11 +29,9 @@ OWN = (
 )
 # What papers and other libraries call options of algorithms.
 _CALLED = {
-    **dict.fromkeys(
-        ("H", "interval", "local_steps", "period", "sync_every", "sync_interval"), "communication_interval"
-    ),
-    **dict.fromkeys(("compression", "compressor", "dtype"), "codec"),
-    **dict.fromkeys(("matrix_approximation_rank", "r"), "rank"),
+    **dict.fromkeys(("H", "interval", "local_steps", "period", "sync_every"), "communication_interval"),
+    **dict.fromkeys(("compression", "compressor"), "codec"),
+    "matrix_approximation_rank": "rank",
     "use_error_feedback": "error_feedback",
 }
 _ALREADY_THERE = "leave it out and move the module and its inputs to the device yourself"

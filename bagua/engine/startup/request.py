@@ -179,7 +179,7 @@ class Request:
         """
         assert self.bucket_bytes is not None and self.num_lanes is not None
         lanes_of_sums = links.lanes_of_sums
-        if num_lanes > self.num_lanes:  # far away; only exchanges of few bits gain by more
+        if num_lanes > self.num_lanes:  # high latency; only exchanges of few bits gain by more
             most = min(self.num_lanes, FAR_LANES_OF_SUMS) if native else self.num_lanes
             lanes_of_sums = min(lanes_of_sums or most, most)
         elif native and links.slow and not (self.tolerates_over and links.round_trip_s >= FAR_S):  # no more lanes there
