@@ -72,7 +72,7 @@ def test_an_unknown_name_is_answered_with_what_may_be_meant(noun: str, name: str
 def test_auto_is_a_name_for_distribute() -> None:
     for name, hint in (("none such", ""), ("atuo", "did you mean 'auto'? ")):
         with pytest.raises(ValueError, match=re.escape(f"{hint}available: auto, gradient_allreduce, ")):
-            get_or_auto(algorithms.registry.registry, name, {})
+            get_or_auto(REGISTRIES["algorithm"][1], name, {})
     with pytest.raises(ValueError, match="available: gradient_allreduce"):
         algorithms.get("none such")
 
