@@ -17,6 +17,7 @@ from bagua.comm.team import Team
 from bagua.errors import CommunicationError
 from bagua.interop.agreeing_scaler import agreeing_scaler
 from lightning_bagua.averaged_models import average_models, pause_with_weights
+from lightning_bagua.callbacks import check_callbacks
 from lightning_bagua.options import choose
 from lightning_bagua.rank_state import KEY, gather, put_back
 from lightning_bagua.redirection import call_through_hooks
@@ -96,8 +97,14 @@ class BaguaTraining(_Base):
         """No wrapper."""
 
     def setup(self, trainer: Any) -> None:
-        """Set up as DDP does, up to the optimizers; then distribute. Collective."""
+        """Set up as DDP does, up to the optimizers; then distribute. Collective.
+
+        Raises:
+            ValueError: a callback does not work with the algorithm; names both.
+        """
         self._interrupted = False
+        if trainer.state.fn == "fit":
+            check_callbacks(trainer.callbacks, self._algorithm)
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self._distribute()
