@@ -16,6 +16,8 @@ from bagua.algorithms import Algorithm
 from bagua.comm.team import Team
 from bagua.errors import CommunicationError
 from bagua.interop.agreeing_scaler import agreeing_scaler
+from lightning_bagua.averaged_models import average_models, pause_with_weights
+from lightning_bagua.callbacks import check_callbacks
 from lightning_bagua.options import choose
 from lightning_bagua.rank_state import KEY, gather, put_back
 from lightning_bagua.redirection import call_through_hooks
@@ -95,8 +97,14 @@ class BaguaTraining(_Base):
         """No wrapper."""
 
     def setup(self, trainer: Any) -> None:
-        """Set up as DDP does, up to the optimizers; then distribute. Collective."""
+        """Set up as DDP does, up to the optimizers; then distribute. Collective.
+
+        Raises:
+            ValueError: a callback does not work with the algorithm; names both.
+        """
         self._interrupted = False
+        if trainer.state.fn == "fit":
+            check_callbacks(trainer.callbacks, self._algorithm)
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self._distribute()
@@ -156,7 +164,7 @@ class BaguaTraining(_Base):
         """Where replicas differ, evaluate their mean, and let nothing change it meanwhile. Collective."""
         super().on_validation_start()
         if self._trained is not None:
-            bagua.average_parameters(self._trained)
+            self._average(self._trained)
             bagua.pause(self._trained)
 
     def on_validation_end(self) -> None:
@@ -165,12 +173,17 @@ class BaguaTraining(_Base):
             bagua.resume(self._trained)
         super().on_validation_end()
 
+    def _average(self, module: Any) -> None:
+        """Where replicas differ, make them and the models that callbacks form of them equal. Collective."""
+        bagua.average_parameters(module)
+        average_models(module.trainer.callbacks, module)
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state; where replicas differ they become their mean first. Collective."""
         if self._trained is not None:
-            bagua.average_parameters(self._trained)
+            self._average(self._trained)
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -206,7 +219,8 @@ class BaguaTraining(_Base):
     def on_train_end(self) -> None:
         """Leave all ranks with one model, and keep the algorithm's state for `Trainer.save_checkpoint`. Collective."""
         if self._trained is not None:
-            bagua.average_parameters(self._trained)
+            pause_with_weights(self._trained.trainer.callbacks, self._trained)
+            self._average(self._trained)
             self._last_state = bagua.state_dict(self._trained)
         super().on_train_end()
 

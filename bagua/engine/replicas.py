@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from functools import partial
+
+import torch
+from torch import Tensor
 
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.engine.averaging import mean_optimizers, mean_tensors
+from bagua.engine.inference_mode import outside_inference
 from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.errors import CommunicationError
 from bagua.exchanges import AllReduce
@@ -40,6 +46,20 @@ class Replicas:
             except CommunicationError as error:
                 raise CommunicationError(f"{error}; {_UNLIKE}") from error
             self.exchange()
+
+    @outside_inference
+    def average_copies(self, tensors: Sequence[Tensor]) -> None:
+        """Make `tensors`, which each rank has formed of its weights, equal to their mean if they differ. Collective.
+
+        They may differ where the weights do not, after a switch of the algorithm for example.
+        """
+        if self._team.size == 1:
+            return
+        self._dispatcher.check_alive()
+        found = self._team.all_gather_bytes("mean of averaged models", b"" if self.differ else _digest(tensors))
+        if self.differ or len(set(found)) > 1:
+            with self._dispatcher.side_exchange("mean of averaged models") as group:
+                mean_tensors(tensors, group, self._inventory.device)
 
     def settle(self) -> bool:
         """End background communication before a mean is taken. Whether the ranks may hold different weights."""
@@ -80,3 +100,10 @@ class Replicas:
         dispatcher.wait()
         for key in set(states) - known:
             del states[key]
+
+
+def _digest(tensors: Sequence[Tensor]) -> bytes:
+    made = hashlib.sha256()
+    for tensor in tensors:
+        made.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return made.digest()

@@ -1,6 +1,7 @@
 """Codecs and exchanges within FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-Legend: R = ranks that share one replica, C = elements of one rank's shard, W = bytes of one wire row.
+Legend: R = ranks that share one replica, C = elements of one rank's shard, c = those of one parameter
+in it, W = bytes of one wire row.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from bagua.comm.groups import Group, Groups, Meter
 from bagua.comm.staged import Staged
 from bagua.comm.team import Team
 from bagua.engine.startup.broadcast import replicate_tensors
-from bagua.engine.state_dict import check_layout
-from bagua.exchanges import Exchange, PowerSGD, State
-from bagua.interop.choice import ExchangeFor, choose, open_groups
+from bagua.exchanges import Exchange, PowerSGD
+from bagua.interop.choice import choose, open_groups
+from bagua.interop.fsdp_params import ReducedParams
+from bagua.interop.fsdp_replica import Replica
 
 __all__ = ["CompressedFSDP", "compress_fsdp"]
 
@@ -64,7 +66,7 @@ def compress_fsdp(
         The state of error feedback, and the bytes sent; checkpoints take it as they take an optimizer.
 
     Raises:
-        RuntimeError: this torch has no such hook; names it.
+        RuntimeError: this torch has no such hook, or does not show what FSDP reduces; names it.
         TypeError, ValueError: an argument is wrong.
         CommunicationError: a replica did not come.
 
@@ -76,13 +78,15 @@ def compress_fsdp(
     """
     modules = _sharded(model, {"reduce_scatter": reduce_scatter, "all_gather": all_gather, "replica": replica})
     made = CompressedFSDP()
+    paths = {id(module): path for path, module in model.named_modules()}
     if reduce_scatter is not None:
         codec = codecs.get(reduce_scatter)
         feedback = fit_feedback(error_feedback, codec)
         if feedback and (codec.lossless or codec.linear):
             raise ValueError(f"error_feedback=True cannot be combined with codec {codec.name!r}")
         for path, module in modules.items():
-            made.scatters[path] = _ReduceScatter(codec, feedback, made.meter)
+            params = ReducedParams(module, paths) if feedback else None
+            made.scatters[path] = _ReduceScatter(codec, params, made.meter)
             module.set_custom_reduce_scatter(made.scatters[path])
     elif error_feedback:
         raise ValueError("error_feedback=True needs a lossy codec for reduce_scatter")
@@ -91,7 +95,7 @@ def compress_fsdp(
         for module in modules.values():
             module.set_custom_all_gather(_AllGather(codec, made.meter))
     if replica is not None:
-        _join_replicas(model, modules, made, replica, replica_group)
+        _join_replicas(model, modules, paths, made, replica, replica_group)
     elif replica_group is not None:
         raise ValueError("replica_group is given without replica; pass the exchange that averages the replicas")
     return made
@@ -107,7 +111,7 @@ class CompressedFSDP:
     def __init__(self) -> None:
         self.meter = Meter()
         self.scatters: dict[str, _ReduceScatter] = {}
-        self.replicas: dict[str, _Replica] = {}
+        self.replicas: dict[str, Replica] = {}
         self._groups: Groups | None = None
 
     @property
@@ -116,36 +120,29 @@ class CompressedFSDP:
         return self.meter.sent + sum(meter.sent for meter in (self._groups.meters if self._groups else ()))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Residuals and exchange states by path of the sharded module; copies."""
+        """Residuals by parameter and exchange states by sets of parameters, of each sharded module; copies."""
         return {
             "residuals": {
-                path: {size: tensor.clone() for size, tensor in each.residuals.items()}
+                path: {name: tensor.clone() for name, tensor in each.residuals.items()}
                 for path, each in self.scatters.items()
             },
-            "replicas": {
-                path: {size: _copies(state) for size, state in each.states.items()}
-                for path, each in self.replicas.items()
-            },
+            "replicas": {path: each.state_dict() for path, each in self.replicas.items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Any]]) -> None:
         """Load what `state_dict` returned on this rank.
 
         Raises:
-            ValueError: it was made for other modules or other arguments.
+            ValueError: it was made for other modules or other arguments, or does not say for which parameters.
         """
         for name, mine in (("residuals", self.scatters), ("replicas", self.replicas)):
             saved = state_dict.get(name)
             if saved is None or saved.keys() != mine.keys():
                 raise ValueError(f"state dict: {name} do not match this model and these arguments")
         for path, tensors in state_dict["residuals"].items():
-            self.scatters[path].residuals = {size: tensor.clone() for size, tensor in tensors.items()}
+            self.scatters[path].load(tensors, path)
         for path, states in state_dict["replicas"].items():
-            self.replicas[path].load(states)
-
-
-def _copies(state: Mapping[str, Tensor]) -> State:
-    return {name: tensor.clone() for name, tensor in state.items()}
+            self.replicas[path].load(states, path)
 
 
 def _sharded(model: nn.Module, wanted: Mapping[str, object]) -> dict[str, Any]:
@@ -175,6 +172,7 @@ def _sharded(model: nn.Module, wanted: Mapping[str, object]) -> dict[str, Any]:
 def _join_replicas(
     model: nn.Module,
     modules: Mapping[str, Any],
+    paths: Mapping[int, str],
     made: CompressedFSDP,
     replica: str | Algorithm | Exchange,
     replica_group: Any,
@@ -197,49 +195,8 @@ def _join_replicas(
     made._groups, exchange_for = open_groups(team, chosen, "bagua.interop.compress_fsdp()", device)
     replicate_tensors([param.to_local() for param in params], made._groups.world, device)
     for path, module in modules.items():
-        made.replicas[path] = _Replica(exchange_for, made._groups)
+        made.replicas[path] = Replica(exchange_for, made._groups, ReducedParams(module, paths))
         module.set_all_reduce_hook(made.replicas[path])
-
-
-class _Replica:
-    """The all-reduce hook of one FSDP module: averages what is reduced within a replica with the other replicas."""
-
-    def __init__(self, exchange_for: ExchangeFor, groups: Groups) -> None:
-        self.states: dict[int, State] = {}  # by number of elements: FSDP leaves out parameters without a gradient
-        self._fits: dict[int, tuple[torch.dtype, torch.device]] = {}  # of the gradients that each state was made for
-        self._exchange_for, self._groups, self._step = exchange_for, groups, 0
-
-    def load(self, states: Mapping[int, State]) -> None:
-        """Take states that may have been made for gradients of another dtype, or on another device."""
-        self.states, self._fits = {size: _copies(state) for size, state in states.items()}, {}
-
-    @torch.no_grad()
-    def __call__(self, reduce_output: Tensor) -> None:
-        flat, groups = reduce_output.view(-1), self._groups
-        exchange = self._exchange_for([flat])
-        state = self._state(exchange, flat)
-        if groups.size > 1:
-            exchange.run(flat, state, groups, self._step)
-        self._step += 1
-
-    def _state(self, exchange: Exchange, flat: Tensor) -> State:
-        """The state for gradients like `flat`. Their dtype is FSDP's choice: from torch 2.15 on not `param_dtype`."""
-        size, fits = flat.numel(), (flat.dtype, flat.device)
-        if self._fits.get(size) != fits:
-            fresh = exchange.init(flat, self._groups)
-            kept, where = self.states.get(size, fresh), f"state for gradients of {size} elements"
-            check_layout(exchange, kept, fresh, where)
-            fitted = dict[str, Tensor]()
-            for name, each in kept.items():
-                made = fresh.get(name, flat)
-                same = each.shape == made.shape or name not in fresh
-                found = each if same else exchange.fit(name, each, made, self._groups)
-                if found is None:
-                    raise ValueError(f"{where}: {name} has shape {list(each.shape)}, not {list(made.shape)}")
-                fitted[name] = found.to(made)
-            self.states[size] = fitted
-            self._fits[size] = fits
-        return self.states[size]
 
 
 class _Comm:
@@ -274,10 +231,38 @@ class _Comm:
 class _ReduceScatter(_Comm):
     """Reduce-scatter with a codec: every rank encodes its gradients of each shard; the owner decodes and sums them."""
 
-    def __init__(self, codec: Codec, error_feedback: bool, meter: Meter) -> None:
+    def __init__(self, codec: Codec, params: ReducedParams | None, meter: Meter) -> None:
         super().__init__(codec, meter)
-        self.residuals: dict[int, Tensor] = {}  # by number of elements, as in `_Replica`
-        self._feedback = error_feedback
+        self.residuals: dict[
+            str, Tensor
+        ] = {}  # by parameter, [R c]; of those in `_names` they are columns of `_flat_RC`
+        self._params = params  # None without error feedback
+        self._names: tuple[str, ...] = ()
+        self._flat_RC: Tensor | None = None
+
+    def load(self, saved: Mapping[str, Tensor] | Mapping[int, Tensor], path: str) -> None:
+        """Take copies of residuals.
+
+        Raises:
+            ValueError: they do not fit the module `path`.
+        """
+        residuals: dict[str, Tensor] = {}
+        if self._params is not None:
+            widths = self._params.widths
+            for key, tensor in saved.items():
+                if isinstance(key, str):
+                    self._params.check_names([key], path)
+                    names = (key,)
+                else:  # by number of elements of all ranks' shards, as earlier versions saved it
+                    names = self._params.all_of(key // len(tensor), path)
+                parts = [widths[name] for name in names]
+                if tensor.shape[-1] != sum(parts):
+                    raise ValueError(
+                        f"state dict: the residual of {', '.join(names)} has {tensor.shape[-1]} elements of each "
+                        f"rank's shard, not {sum(parts)}"
+                    )
+                residuals.update(zip(names, (part.clone() for part in tensor.split(parts, dim=1)), strict=True))
+        self.residuals, self._names, self._flat_RC = residuals, (), None
 
     @torch.no_grad()
     def __call__(
@@ -288,18 +273,32 @@ class _ReduceScatter(_Comm):
         size, n = mine.size, output_tensor.numel()
         x_RC = input_tensor.view(size, n)
         wire_RW, peers_RW = self._wire("wire", size, n, x_RC), self._wire("peers", size, n, x_RC)
-        if self._feedback:
-            self.codec.encode_with_feedback(x_RC, self._residual(x_RC), out=wire_RW)
+        if self._params is not None:
+            self.codec.encode_with_feedback(x_RC, self._residual(x_RC, self._params), out=wire_RW)
         else:
             self.codec.encode(x_RC, out=wire_RW)
         all_to_all_rows(mine, peers_RW, wire_RW)
         self.codec.decode_mean(peers_RW, n, out=output_tensor, weight=_weight(op, size))
 
-    def _residual(self, x_RC: Tensor) -> Tensor:
-        kept = self.residuals.get(x_RC.numel())
-        kept = torch.zeros_like(x_RC) if kept is None else kept.to(x_RC.device, x_RC.dtype)
-        self.residuals[x_RC.numel()] = kept
-        return kept
+    def _residual(self, x_RC: Tensor, params: ReducedParams) -> Tensor:
+        """What was lost of the gradients of the parameters in `x_RC`, whichever others were reduced with them then."""
+        names, flat_RC = params.of_shard(x_RC.shape[1]), self._flat_RC
+        same = names == self._names
+        if flat_RC is None or not same or (flat_RC.dtype, flat_RC.device) != (x_RC.dtype, x_RC.device):
+            widths = [params.widths[name] for name in names]
+            kept = zip(names, x_RC.split(widths, dim=1), strict=True)
+            flat_RC = torch.cat(
+                [
+                    self.residuals[name].to(x_Rc) if name in self.residuals else torch.zeros_like(x_Rc)
+                    for name, x_Rc in kept
+                ],
+                dim=1,
+            )
+            for name in set(self._names).difference(names):  # or all of the old tensor would stay in memory
+                self.residuals[name] = self.residuals[name].clone()
+            self.residuals.update(zip(names, flat_RC.split(widths, dim=1), strict=True))
+            self._names, self._flat_RC = names, flat_RC
+        return flat_RC
 
 
 class _AllGather(_Comm):

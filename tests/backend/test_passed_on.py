@@ -108,6 +108,24 @@ def test_other_large_tensors_stay_exact(pool: RankPool) -> None:
     pool.run(2, exact, backend="bagua")
 
 
+def complex_numbers() -> list[int]:
+    """On a rank: compressed operations after complex128, and after complex64, which torch passes on as float32."""
+    group = dist.group.WORLD
+    assert isinstance(group, CompressedProcessGroup)
+    counts = []
+    for dtype in (torch.complex128, torch.complex64):
+        x = torch.randn(10_000, dtype=dtype, generator=torch.Generator().manual_seed(1))
+        reduced = x.clone()
+        dist.all_reduce(reduced)
+        assert torch.allclose(reduced, 2 * x, atol=0.05)
+        counts.append(group.traffic.operations)
+    return counts
+
+
+def test_complex64_is_compressed_as_float32(pool: RankPool) -> None:
+    assert pool.run(2, complex_numbers, backend="bagua") == [[0, 1], [0, 1]]
+
+
 def live() -> list[Any]:
     """On a rank: what the group says of itself, subgroups, meshes, and that groups can be destroyed."""
     world = dist.group.WORLD

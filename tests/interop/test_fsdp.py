@@ -176,8 +176,8 @@ def residuals(policy: Options, saved: Any) -> tuple[Any, bool]:
 
 
 def residual_dtypes(state: Any) -> set[torch.dtype]:
-    scatters = [each for sizes in state["residuals"].values() for each in sizes.values()]
-    replicas = [each["residual"] for sizes in state["replicas"].values() for each in sizes.values()]
+    scatters = [each for params in state["residuals"].values() for each in params.values()]
+    replicas = [each["tensors"]["residual"] for sets in state["replicas"].values() for each in sets]
     assert scatters and replicas
     return {each.dtype for each in (*scatters, *replicas)}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from bagua.codecs import Int4
 from bagua.comm.groups import Groups
 from bagua.exchanges import Exchange, Hierarchical, ScatterGather, State
-from bagua.interop.fsdp import _Replica
+from bagua.interop.fsdp_replica import Replica
 from tests.rank_threads import run_threads
 
 N = 96
@@ -17,16 +19,27 @@ FEEDBACK = ScatterGather(Int4(), error_feedback=True)
 SITES = ["a:0", "a:1", "b:2", "b:3"]
 
 
+class OneParameter:
+    """What `ReducedParams` says of a module with the one parameter "weight"."""
+
+    def of_shard(self, num_elements: int) -> tuple[str, ...]:
+        return ("weight",)
+
+    def check_names(self, names: list[str], path: str) -> None:
+        assert names == ["weight"]
+
+
 def reduce(groups: Groups, exchange: Exchange, saved: list[State]) -> tuple[Tensor, State] | str:
     """The mean of gradients with a state that was loaded, and the state then; or why it was refused."""
-    replica = _Replica(lambda tensors: exchange, groups)
-    replica.load({N: saved[groups.rank]})
+    params: Any = OneParameter()
+    replica = Replica(lambda tensors: exchange, groups, params)
+    replica.load([{"parameters": ["weight"], "tensors": saved[groups.rank]}], "")
     x_N = torch.full((N,), 1.0 + groups.rank)
     try:
         replica(x_N)
     except (ValueError, RuntimeError) as error:  # ranks that have nothing to refuse lose their peers
         return str(error)
-    return x_N, replica.states[N]
+    return x_N, replica.states["weight",]
 
 
 def made(groups: Groups, exchange: Exchange, gathers: bool = False) -> State:

@@ -1,0 +1,163 @@
+"""Error feedback within FSDP2 where a step uses some of a module's parameters only, on gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from bagua.algorithms import ByteGrad
+from bagua.interop import CompressedFSDP, compress_fsdp
+from tests.engine.training import equal
+from tests.rank_pool import RankPool
+
+Options = dict[str, Any]
+TOP_K: Options = {"reduce_scatter": "top_k"}
+REPLICA: Options = {"replica": ByteGrad(codec="sign", error_feedback=True)}
+
+
+class Routed(nn.Module):
+    """Two layers of equal size, one of which a step uses; the trunk is of another size."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 12, bias=False)
+        self.routes = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor, route: int) -> Tensor:
+        return self.routes[route](self.trunk(x).tanh())
+
+
+def make(options: Options, layers: int = 2) -> tuple[nn.Module, CompressedFSDP]:
+    torch.manual_seed(0)
+    model = Routed(layers)
+    given: Options = {}
+    more: Options = {}
+    if "replica" in options:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        given, more = {"mesh": mesh["shard"]}, {"replica_group": mesh["replicate"]}
+    fully_shard(model, **given)
+    return model, compress_fsdp(model, **options, **more)
+
+
+def gradients(model: nn.Module, route: int, scale: float, step: int = 0) -> dict[str, Tensor]:
+    """What a backward pass through one route leaves in the parameters that it uses."""
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    model.zero_grad()
+    (model(x, route).square().sum() * scale).backward()
+    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return {name: grad.full_tensor().clone() for name, grad in found.items()}  # pyright: ignore
+
+
+def turns(options: Options) -> tuple[float, bool]:
+    """The largest gradient of a layer whose own is 0, after another; then, whether the first still has its residual."""
+    model, _ = make(options)
+    alone, _ = make(options, layers=1)
+    first, want = gradients(model, 0, 100.0), gradients(alone, 0, 100.0)
+    assert {*first} == {*want} == {"trunk.weight", "routes.0.weight"}
+    stray = gradients(model, 1, 0.0)["routes.1.weight"]
+    again, want = gradients(model, 0, 1.0, 1), gradients(alone, 0, 1.0, 1)
+    return float(stray.abs().max()), torch.equal(again["routes.0.weight"], want["routes.0.weight"])
+
+
+@pytest.mark.parametrize("options", [TOP_K, REPLICA], ids=["reduce_scatter", "replica"])
+def test_a_residual_stays_with_its_parameter(options: Options, pool: RankPool) -> None:
+    for stray, kept in pool.run(2, turns, options):
+        assert stray == 0
+        assert kept
+
+
+def accumulated(options: Options) -> set[str]:
+    """The parameters that have residuals after a pass that was only accumulated, and one through another route."""
+    model, state = make(options)
+    shards: Any = model
+    shards.set_requires_gradient_sync(False)
+    gradients(model, 0, 1.0)
+    shards.set_requires_gradient_sync(True)
+    model(torch.ones(2, 6), 1).sum().backward()
+    return {*state.state_dict()["residuals"][""]}
+
+
+def test_accumulated_gradients_count(pool: RankPool) -> None:
+    for names in pool.run(2, accumulated, TOP_K):
+        assert names == {"trunk.weight", "routes.0.weight", "routes.1.weight"}
+
+
+def many_routes(options: Options) -> int:
+    model, state = make(options, layers=12)
+    for route in range(12):
+        gradients(model, route, 1.0)
+    return len(state.state_dict()["replicas"][""])
+
+
+def test_a_replica_keeps_a_few_sets_of_parameters(pool: RankPool) -> None:
+    assert pool.run(2, many_routes, REPLICA) == [8, 8]
+
+
+def earlier(options: Options, key: str) -> tuple[bool, str]:
+    """Load what earlier versions saved: by number of elements, of all parameters or of some."""
+    model, state = make(options)
+    for step in range(2):  # of all parameters
+        model.zero_grad()
+        (model(torch.full((2, 6), 1.0 + step), 0).sum() + model(torch.ones(2, 6), 1).square().sum()).backward()
+    saved: Any = state.state_dict()
+    if key == "residuals":
+        names = ["trunk.weight", "routes.0.weight", "routes.1.weight"]
+        whole = torch.cat([saved[key][""][name] for name in names], dim=1)
+        old: Any = {whole.numel(): whole}
+        part: Any = {whole[:, 5:].numel(): whole[:, 5:]}
+    else:
+        (tensors,) = [entry["tensors"] for entry in saved[key][""]]
+        size = sum(param.numel() for param in model.parameters())
+        old, part = {size: tensors}, {size - 144: tensors}
+    state.load_state_dict({**saved, key: {"": old}})
+    reloaded: Any = state.state_dict()[key][""]
+    with pytest.raises(ValueError) as caught:
+        state.load_state_dict({**saved, key: {"": part}})
+    return equal(reloaded, saved[key][""]), str(caught.value)
+
+
+@pytest.mark.parametrize(("options", "key"), [(TOP_K, "residuals"), (REPLICA, "replicas")])
+def test_what_earlier_versions_saved_loads_if_it_is_of_all_parameters(
+    options: Options, key: str, pool: RankPool
+) -> None:
+    for loaded, said in pool.run(2, earlier, options, key):
+        assert loaded
+        assert "an earlier version saved a state" in said and "without the state of compress_fsdp" in said
+
+
+def refuse() -> list[str]:
+    _, state = make(TOP_K)
+    saved: Any = state.state_dict()
+    messages = []
+    for residuals in ({"routes.9.weight": torch.zeros(2, 72)}, {"trunk.weight": torch.zeros(2, 35)}):
+        with pytest.raises(ValueError) as caught:
+            state.load_state_dict({**saved, "residuals": {"": residuals}})
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_residuals_of_other_parameters_are_refused(pool: RankPool) -> None:
+    for unknown, size in pool.run(2, refuse):
+        assert "no parameter 'routes.9.weight'" in unknown
+        assert "trunk.weight has 35 elements" in size and "not 36" in size
+
+
+def without_names() -> str:
+    model: Any = fully_shard(nn.Linear(6, 4))
+    for param in model._get_fsdp_state()._fsdp_param_group.fsdp_params:
+        del param.unsharded_accumulated_grad
+    compress_fsdp(model, reduce_scatter="top_k", error_feedback=False)
+    with pytest.raises(RuntimeError) as caught:
+        compress_fsdp(model, reduce_scatter="top_k")
+    return str(caught.value)
+
+
+def test_a_torch_that_does_not_show_the_parameters_is_an_error(pool: RankPool) -> None:
+    (said,) = pool.run(1, without_names)
+    assert "no unsharded_accumulated_grad" in said and "error_feedback=False" in said and torch.__version__ in said
