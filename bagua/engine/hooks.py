@@ -18,6 +18,7 @@ from bagua.engine.engine import Engine
 from bagua.engine.failures import Failures
 from bagua.engine.module_structure import Structure
 from bagua.engine.optimizer_steps import OptimizerSteps
+from bagua.engine.plain_passes import is_plain_pass
 from bagua.engine.reducer.hook_order import HookOrder
 from bagua.engine.reducer.reducer import Reducer
 from bagua.engine.torch_wrappers import refuse_ddp
@@ -139,13 +140,13 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
         return
     attachment = attachments.get(module)
     if attachment is not None:
-        if attachment.before_step is not None and module.training and not torch.is_inference_mode_enabled():
+        trains = module.training and is_plain_pass()
+        if attachment.before_step is not None and trains:
             attachment.before_step(module)
             attachment = attachments[module]
         engine = attachment.engine
         engine.tracker.hooks_ran = True
-        # No backward pass can follow one in inference mode, and what is made there could not be used outside it.
-        if module.training and not torch.is_inference_mode_enabled():
+        if trains:
             refuse_ddp(module)
             attachment.structure.check(module)
             engine.tracker.forward_begins()

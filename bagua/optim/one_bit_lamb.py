@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bagua.optim.blocked import Batch, Joined, batches, ranges
 from bagua.optim.checks import check_flag, check_number
-from bagua.optim.two_stage import update_moments, with_decay, with_floor
+from bagua.optim.two_stage import bounded, update_moments, with_decay, with_floor
 from bagua.optim.warmed import WarmedUp, end_of, warming
 
 __all__ = ["OneBitLamb"]
@@ -55,8 +55,8 @@ class OneBitLamb(WarmedUp):
         factor_max, factor_min: bounds of f.
         factor_threshold: how far f may move in one step.
         variance_floor: share of its tensor's mean that v has at least when the warm-up ends; with `fixed_scaling` also
-            while it is fixed and followed. Elements that are exactly 0 then never had a gradient and no longer move:
-            see `QAdam`.
+            while it is fixed and followed, and then the share bounds m / (sqrt(V) + eps), too. Elements that are
+            exactly 0 then never had a gradient and no longer move: see `QAdam`.
 
     Raises:
         ValueError: an argument is wrong; the message names it.
@@ -223,7 +223,7 @@ def _fixed_updates(group: dict[str, Any], batch: Batch) -> tuple[list[Tensor], l
     for weights, slopes, firsts, seconds, fresh in ranges(params, grads, *columns):
         update_moments(with_decay(slopes, weights, regular), firsts, fresh, group["betas"])
         roots = _roots(seconds, fixed_at, group)
-        joined.add(_ratios(firsts, roots, slots, group))
+        joined.add(_ratios(firsts, bounded(roots, firsts, group["variance_floor"]), slots, group))
         followed = [each.clamp_min(floor) for each, floor in zip(fresh, floors, strict=True)]
         torch._foreach_div_(roots, _roots(followed, now, group))
         maxima.append(torch.stack([root.nan_to_num_(0.0, 0.0, 0.0).max() for root in roots]))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bagua.optim.blocked import Batch, batches, ranges
-from bagua.optim.two_stage import decay_of, shrink, update_moments, with_decay, with_floor
+from bagua.optim.two_stage import bounded, decay_of, shrink, update_moments, with_decay, with_floor
 from bagua.optim.warmed import WarmedUp, warming
 
 __all__ = ["QAdam"]
@@ -41,7 +41,10 @@ class QAdam(WarmedUp):
             `torch.optim.AdamW`. The ranks do so alike; nothing more is exchanged.
         variance_floor: when v is fixed, elements below this share of their tensor's mean are raised to it. Without,
             a weight that hardly had a gradient until then is thrown far away by its first ordinary one. Elements
-            that are exactly 0 never had a gradient; they no longer move (their v becomes infinite).
+            that are exactly 0 never had a gradient; they no longer move (their v becomes infinite). Once v is
+            fixed, m divided by its divisor is bounded, too, by the larger of 10 and 1 / sqrt(variance_floor). A tensor
+            whose gradients are only rounding errors, such as a bias before a batch norm, has a v near 0, and from a
+            codec of 1 bit it gets an m as large as its neighbours'. 0 turns floor and bound off.
 
     Raises:
         ValueError: an argument is wrong; the message names it.
@@ -50,8 +53,8 @@ class QAdam(WarmedUp):
         algorithm 2.
     Differs: the paper and Bagua 0.9 let 1 - b2^k grow on although v no longer does, so that after a warm-up of
         100 steps with b2 = 0.999 the step size grows by 3.2; here it is fixed together with v. Neither has
-        `variance_floor`; 0 turns it off. Bagua 0.9
-        reused an old m at the step in which the stages change, and left weight decay out of m afterwards.
+        `variance_floor`. Bagua 0.9 reused an old m at the step in which the stages change, and left weight decay out
+        of m afterwards.
 
     Examples:
         >>> optimizer = bagua.optim.QAdam(model.parameters(), lr=1e-3, warmup_steps=200)
@@ -115,4 +118,5 @@ class QAdam(WarmedUp):
             roots = torch._foreach_sqrt(seconds)
             torch._foreach_div_(roots, corrections)
             torch._foreach_add_(roots, group["eps"])
-            torch._foreach_addcdiv_(weights, firsts, roots, sizes)
+            divisors = roots if is_warm else bounded(list(roots), firsts, group["variance_floor"])
+            torch._foreach_addcdiv_(weights, firsts, divisors, sizes)

@@ -176,6 +176,21 @@ def raised(moment: Tensor, least: Tensor) -> Tensor:
     return torch.threshold(moment, 0, torch.inf).clamp_(min=least)  # a mask would cost ten times as much
 
 
+def bounded(divisors: list[Tensor], firsts: list[Tensor], variance_floor: float) -> list[Tensor]:
+    """`divisors`, raised where a momentum would be more than 10 times its own, or 1 / sqrt(variance_floor) times.
+
+    A floor relative to the tensor does not help a tensor whose gradients are all but 0, for instance the rounding
+    errors of a bias before a batch norm: a codec of one bit gives it the magnitude of what shares its block. Where
+    v still learns, a momentum is 7.3 times the divisor at most, with Adam's usual decays.
+    """
+    if not variance_floor:
+        return divisors
+    least = list(torch._foreach_abs(firsts))
+    torch._foreach_mul_(least, min(0.1, variance_floor**0.5))
+    torch._foreach_maximum_(least, divisors)
+    return least
+
+
 def with_decay(grads: list[Tensor], params: list[Tensor], weight_decay: float) -> list[Tensor]:
     """Gradients of the loss and of L2 regularisation; the gradients themselves where there is none."""
     return list(torch._foreach_add(grads, params, alpha=weight_decay)) if weight_decay else grads

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bagua.optim.blocked import Batch, batches, ranges
 from bagua.optim.checks import check_steps
-from bagua.optim.two_stage import TwoStage, decay_of, raised, shrink, update_moments, with_decay
+from bagua.optim.two_stage import TwoStage, bounded, decay_of, raised, shrink, update_moments, with_decay
 
 __all__ = ["StepKind", "ZeroOneAdam"]
 
@@ -52,8 +52,9 @@ class ZeroOneAdam(TwoStage):
 
         x = S (x_0 - L M / D)
 
-    which is exactly where one rank alone would be. At a synchronisation weight decay counts for every step of the
-    interval, for parameters too that had a gradient in some of them only.
+    which is exactly where one rank alone would be, unless some m / D reaches its bound (see `variance_floor`). At a
+    synchronisation weight decay counts for every step of the interval, for parameters too that had a gradient in
+    some of them only.
 
     Gradients within an interval are local:
     use no `GradScaler` there, whose decision to skip a step differs by rank. Checkpoints within an interval
@@ -72,7 +73,8 @@ class ZeroOneAdam(TwoStage):
         local_step_scaler: steps after which the interval doubles; the paper's policy is the number of steps in
             which the learning rate halves.
         local_step_clipper: the longest interval, a power of two; 1 for no local steps.
-        variance_floor: D is made with v raised to at least this share of its tensor's mean; see `QAdam`.
+        variance_floor: D is made with v raised to at least this share of its tensor's mean; in every step m / D and
+            M / D are bounded, by the larger of 10 and 1 / sqrt(variance_floor). See `QAdam`.
 
     Raises:
         ValueError: an argument is wrong; the message names it.
@@ -221,6 +223,7 @@ class ZeroOneAdam(TwoStage):
                     weights[0].copy_(begun[0])
                     firsts[0].copy_(means_[0])
                     divisors = _divisors(seconds, [slot], [floor], group)
+                    divisors = bounded(divisors, means_, group["variance_floor"])
                     torch._foreach_addcdiv_(weights, means_, divisors, -group["drift_size"])
                     shrink(weights, left)
 
@@ -252,7 +255,8 @@ class ZeroOneAdam(TwoStage):
                 torch._foreach_lerp_(firsts, total, 1 - group["betas"][0])
             if is_local:
                 torch._foreach_add_(drifts[0], firsts, alpha=drift)
-            torch._foreach_addcdiv_(weights, firsts, _divisors(seconds, slots, floors, group), -size)
+            divisors = bounded(_divisors(seconds, slots, floors, group), firsts, group["variance_floor"])
+            torch._foreach_addcdiv_(weights, firsts, divisors, -size)
 
 
 def _divisors(

@@ -42,6 +42,13 @@ def sparse_embedding() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def with_expanded_buffer(module: nn.Module) -> nn.Module:
+    """Dimensions of size 1 that are expanded, as of Hugging Face's position ids, share nothing."""
+    module.register_buffer("positions", torch.arange(3).expand(1, -1))
+    module.register_buffer("table", torch.randn(1, 3).expand(2, 3))
+    return module
+
+
 CASES: dict[str, tuple[Any, str]] = {
     "algorithm": (
         lambda m, o: bagua.distribute(m, o, "gradient_alreduce"),
@@ -87,6 +94,10 @@ CASES: dict[str, tuple[Any, str]] = {
         "ValueError: .*Net has no parameter that requires a gradient",
     ),
     "meta": (lambda m, o: bagua.distribute(m.to("meta"), o), "ValueError: parameter 'scale' is on the meta device"),
+    "expanded buffer": (
+        lambda m, o: bagua.distribute(with_expanded_buffer(m), o),
+        "ValueError: buffer 'table' is an expanded view",
+    ),
     "lazy": (lambda m, o: bagua.distribute(nn.LazyLinear(2), o), "ValueError: parameter 'weight' is not initialised"),
     "complex": (lambda m, o: bagua.distribute(Complex(), o), "ValueError: parameter 'phase' is torch.complex64"),
     "sparse": (
