@@ -78,7 +78,7 @@ def save(
         directory: of this training alone; seen by all ranks; made if it is not there.
         objects: by name: modules (of a distributed one the algorithm's state is saved too), optimizers, anything
             with `state_dict` and `load_state_dict`, and plain data.
-        step: training steps made so far.
+        step: training steps made so far; the same on all ranks.
         keep: remove all but the last so many checkpoints once this one is complete; None keeps all.
         process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`; None for all ranks.
 
@@ -103,7 +103,7 @@ def save(
             raise ValueError(f"keep: expected an integer >= 1 or None, got {keep!r}")
 
     team = team_of(process_group)
-    agree_on(team, f"saving to {os.fspath(directory)}", check)
+    agree_on(team, f"saving to {os.fspath(directory)}", check, {"step": repr(step)})
     return save_items(directory, lambda: collect(objects), step=step, keep=keep, process_group=team)
 
 
@@ -259,7 +259,7 @@ def load(
     Args:
         directory: as in `save`.
         objects: as in `save`, or some of them; what is plain data there is ignored here and returned.
-        step: step to load; default the last. Of several with that step, the one saved last.
+        step: step to load, the same on all ranks; default the last. Of several with that step, the one saved last.
         rng: restore torch's random state too, if the number of ranks is the same.
         process_group: as in `save`.
 
@@ -283,7 +283,7 @@ def load(
         (100, 3)
     """
     team, folder, what = team_of(process_group), Path(directory), f"loading from {os.fspath(directory)}"
-    agree_on(team, what, lambda: check_objects(objects))
+    agree_on(team, what, lambda: check_objects(objects), {"step": repr(step)})
     read = _agree_on(folder, step, lambda kinds, where: wanted(kinds, objects, where), team, what)
     if read is None:
         return None

@@ -226,6 +226,26 @@ def test_a_wrong_argument_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None
     assert all("rank 1 of 2: " in said for said in others)
 
 
+def test_ranks_that_want_other_steps_are_told(tmp_path: Path) -> None:
+    def rank_main(team: Team) -> list[str]:
+        said: list[str] = []
+        for number in (1, 3):
+            save(tmp_path, {"epoch": 1}, step=number, process_group=team)
+        for call in (
+            lambda: save(tmp_path, {"epoch": 1}, step=3 + team.rank, process_group=team),
+            lambda: load(tmp_path, {}, step=1 if team.rank else None, process_group=team),
+        ):
+            with pytest.raises(CheckpointError) as caught:
+                call()
+            said.append(str(caught.value))
+        return said
+
+    for saving, loading in run_teams(2, rank_main):
+        assert saving == f"saving to {tmp_path}: step is 3 on rank 0 and 4 on rank 1"
+        assert loading == f"loading from {tmp_path}: step is None on rank 0 and 1 on rank 1"
+    assert steps(tmp_path) == (1, 3)
+
+
 class Broken:
     """Something with a state, which cannot be had on rank 1."""
 
