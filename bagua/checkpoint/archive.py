@@ -12,6 +12,7 @@ from typing import Any
 from bagua.checkpoint.agree import agree, agree_on, share, team_of
 from bagua.checkpoint.directory import (
     Manifest,
+    check_not_removed,
     discard_old,
     find,
     publish,
@@ -234,7 +235,13 @@ def _write(path: Path, content: _Content, team: Team) -> tuple[dict[str, tuple[i
                 file = _file(name, team.rank)
                 sums[file] = write(path / file)
         sync_directory(path)
+    except CheckpointError as error:
+        return {}, error
     except Exception as error:
+        try:
+            check_not_removed(path)
+        except CheckpointError as removed:
+            return {}, removed
         return {}, error
     return sums, None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import bagua
 from bagua.checkpoint import CheckpointError, archive, load, save, steps
 from bagua.checkpoint.archive import read_last, save_packed
+from bagua.checkpoint.directory import reserve
 from bagua.comm.team import Team
 from tests.checkpoint.kill_points import sweep
 from tests.rank_pool import RankPool
@@ -180,6 +182,30 @@ def test_a_full_disk_is_named_and_does_not_stay_full(
     monkeypatch.undo()
     save(tmp_path, {"epoch": 2, "full": torch.ones(length)}, step=2)
     assert steps(tmp_path) == (1, 2)
+
+
+def test_a_file_that_cannot_be_read_back_is_no_problem_of_the_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_of_torch(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(torch, "load", load_of_torch)
+    with pytest.raises(CheckpointError, match=r"rank 0 of 1: OSError: \[Errno 5\] Input/output error"):
+        save(tmp_path, {"epoch": 1}, step=1)
+
+
+@pytest.mark.parametrize("when", ["written", "published"])
+def test_another_job_in_the_same_directory_is_named(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(archive, {"written": "write_file", "published": "publish"}[when])
+
+    def at_the_same_time(path: Path, *args: Any, **kwargs: Any) -> Any:
+        reserve(tmp_path)
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(archive, original.__name__, at_the_same_time)
+    with pytest.raises(CheckpointError, match=f"another job saves in {tmp_path}; each training needs a directory"):
+        save(tmp_path, {"epoch": 1}, step=1)
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------
