@@ -62,7 +62,7 @@ def _read(path: Path) -> dict[str, Any]:
         )
     try:
         content = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"autotune: file {str(path)!r} is not valid JSON: {error}") from None
     good = isinstance(content, dict) and content.get("version") == _VERSION and isinstance(content.get("results"), dict)
     if not good:

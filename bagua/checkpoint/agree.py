@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -54,11 +54,14 @@ def agree(team: Team, what: str, report: Any, problem: BaseException | None) -> 
     return [message["report"] for message in messages]
 
 
-def agree_on(team: Team, what: str, work: Callable[[], T]) -> T:
+def agree_on(team: Team, what: str, work: Callable[[], T], alike: Mapping[str, str] | None = None) -> T:
     """Do `work()` on each rank; all ranks raise if it failed on one of them. Collective.
 
+    Args:
+        alike: arguments that must be the same on all ranks, as text, by name.
+
     Raises:
-        CheckpointError: another rank failed; names it.
+        CheckpointError: another rank failed, or has been given other arguments; names it.
         CommunicationError: a rank did not arrive within the timeout.
         whatever `work` raises, on the rank where it does.
     """
@@ -69,11 +72,15 @@ def agree_on(team: Team, what: str, work: Callable[[], T]) -> T:
     except Exception as error:  # the other ranks must hear of it
         problem = error
     try:
-        agree(team, what, None, problem)
+        reports = agree(team, what, dict(alike or {}), problem)
     except CheckpointError:
         if problem is None:
             raise
         raise problem from None
+    for rank, report in enumerate(reports):
+        for name, value in report.items():
+            if value != reports[0].get(name):
+                raise CheckpointError(f"{what}: {name} is {reports[0].get(name)} on rank 0 and {value} on rank {rank}")
     return result
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from bagua.checkpoint.agree import agree, agree_on, share, team_of
 from bagua.checkpoint.directory import (
     Manifest,
+    check_not_removed,
     discard_old,
     find,
     publish,
@@ -26,6 +27,12 @@ from bagua.checkpoint.directory import (
 from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.items import Item, check_objects, collect
 from bagua.checkpoint.restore import Found, restore, wanted
+from bagua.checkpoint.tolerant import (
+    LOAD_BEFORE,
+    check_nobody_is_left_out,
+    refuse_fault_tolerant,
+    with_those_left,
+)
 from bagua.comm.store_team import decode, encode
 from bagua.comm.team import Team
 
@@ -72,13 +79,14 @@ def save(
     """Write a checkpoint atomically. Collective: call it on all ranks, between steps.
 
     If a process is killed, earlier checkpoints stay intact. Items that are equal on all ranks are written once. torch's
-    random state is saved too.
+    random state is saved too. Of a module distributed with `fault_tolerant` the ranks that are left make one
+    checkpoint, without random state (docs/fault_tolerance.md).
 
     Args:
         directory: of this training alone; seen by all ranks; made if it is not there.
         objects: by name: modules (of a distributed one the algorithm's state is saved too), optimizers, anything
             with `state_dict` and `load_state_dict`, and plain data.
-        step: training steps made so far.
+        step: training steps made so far; the same on all ranks.
         keep: remove all but the last so many checkpoints once this one is complete; None keeps all.
         process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`; None for all ranks.
 
@@ -102,8 +110,29 @@ def save(
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep: expected an integer >= 1 or None, got {keep!r}")
 
+    what = f"saving to {os.fspath(directory)}"
+
+    def with_survivors(team: Team, moved: int) -> Path:
+        agree_on(team, what, check)
+        made = max(agree(team, what, step + moved, None))  # a rank that has moved is where the others are now
+        return save_items(
+            directory, lambda: collect(objects, rng=False), step=made, keep=keep, process_group=team, first_counts=True
+        )
+
+    def without_this_rank() -> Path:
+        places = find(Path(directory))
+        if not places:
+            raise CheckpointError(f"{what}: the other ranks have saved without this one, and nothing is there")
+        return places[-1].path
+
+    if process_group is None and isinstance(objects, Mapping):
+        tolerantly = with_those_left(objects, what, with_survivors, without_this_rank)
+        if tolerantly is not None:
+            return tolerantly()
+        check_nobody_is_left_out(process_group, what)
+    refuse_fault_tolerant(objects, what, "leave process_group out: the ranks that are left save")
     team = team_of(process_group)
-    agree_on(team, f"saving to {os.fspath(directory)}", check)
+    agree_on(team, what, check, {"step": repr(step)})
     return save_items(directory, lambda: collect(objects), step=step, keep=keep, process_group=team)
 
 
@@ -115,6 +144,7 @@ def save_items(
     keep: int | None,
     process_group: Any = None,
     only_if_different: Collection[str] = (),
+    first_counts: bool = False,
 ) -> Path:
     """`save` of the items that `make` returns. Collective.
 
@@ -122,6 +152,7 @@ def save_items(
         directory, step, keep, process_group: as in `save`.
         make: its errors are raised on all ranks.
         only_if_different: names of items that are left out if all ranks hold the same.
+        first_counts: of plain data and objects other than modules and optimizers take those of rank 0.
 
     Raises:
         CheckpointError, CommunicationError: as `save`.
@@ -139,6 +170,9 @@ def save_items(
     with removed_on_failure(path):
         owners = share(team, what, items, problem)
         owners = {name: ranks for name, ranks in owners.items() if name not in only_if_different or any(ranks)}
+        if first_counts:
+            of_one = {name for name in owners if items[name].kind in ("data", "stateful")}
+            owners = {name: [0] * team.size if name in of_one else ranks for name, ranks in owners.items()}
         number, name = decode(team.broadcast_bytes(what, None if path is None else encode([number, path.name])))
         writers = {name: partial(write_file, value=items[name].value) for name in owners}
         content = _Content(writers, {name: items[name].kind for name in owners}, owners)
@@ -234,7 +268,13 @@ def _write(path: Path, content: _Content, team: Team) -> tuple[dict[str, tuple[i
                 file = _file(name, team.rank)
                 sums[file] = write(path / file)
         sync_directory(path)
+    except CheckpointError as error:
+        return {}, error
     except Exception as error:
+        try:
+            check_not_removed(path)
+        except CheckpointError as removed:
+            return {}, removed
         return {}, error
     return sums, None
 
@@ -253,13 +293,15 @@ def load(
 ) -> Loaded | None:
     """Load the last complete checkpoint into `objects`. Collective, like `save`; call it after `bagua.distribute`.
 
+    With `fault_tolerant` call it before, where each rank loads by itself.
+
     With the same number of ranks, training continues with the same bits as without a stop. Another number of ranks
     works where the algorithm's state can be converted; see docs/checkpointing.md.
 
     Args:
         directory: as in `save`.
         objects: as in `save`, or some of them; what is plain data there is ignored here and returned.
-        step: step to load; default the last. Of several with that step, the one saved last.
+        step: step to load, the same on all ranks; default the last. Of several with that step, the one saved last.
         rng: restore torch's random state too, if the number of ranks is the same.
         process_group: as in `save`.
 
@@ -282,8 +324,10 @@ def load(
         >>> loaded.step, loaded.data["epoch"]
         (100, 3)
     """
-    team, folder, what = team_of(process_group), Path(directory), f"loading from {os.fspath(directory)}"
-    agree_on(team, what, lambda: check_objects(objects))
+    folder, what = Path(directory), f"loading from {os.fspath(directory)}"
+    refuse_fault_tolerant(objects, what, LOAD_BEFORE)
+    team = team_of(process_group)
+    agree_on(team, what, lambda: check_objects(objects), {"step": repr(step)})
     read = _agree_on(folder, step, lambda kinds, where: wanted(kinds, objects, where), team, what)
     if read is None:
         return None

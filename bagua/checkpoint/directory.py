@@ -30,6 +30,7 @@ from bagua.checkpoint.errors import CheckpointError
 __all__ = [
     "Manifest",
     "Place",
+    "check_not_removed",
     "discard_old",
     "find",
     "publish",
@@ -180,6 +181,8 @@ def write_file(path: Path, value: Any) -> tuple[int, int]:
             raise writer.problem
     try:  # now, not when it is needed: what was pickled must come back without unpickling arbitrary classes
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{path.name}: holds something that is neither a tensor nor plain data ({str(error).splitlines()[0]})"
@@ -198,12 +201,27 @@ def write_bytes(path: Path, data: bytes) -> tuple[int, int]:
     return len(data), zlib.crc32(data)
 
 
+def check_not_removed(path: Path) -> None:
+    """Of a directory that is being written.
+
+    Raises:
+        CheckpointError: `reserve` of somebody else has removed it.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} was removed while it was written: another job saves in {path.parent}; each training needs a "
+            "directory of its own"
+        )
+
+
 def publish(path: Path, number: int, manifest: Manifest) -> Path:
     """Give the complete directory `path` its name, after which it counts.
 
     Raises:
-        CheckpointError: a file of another rank is not there, or not whole: ranks do not share the directory.
+        CheckpointError: a file of another rank is not there, or not whole: ranks do not share the directory. Or
+            `path` has been removed.
     """
+    check_not_removed(path)
     for name, (nbytes, _) in manifest.sums.items():
         have = (path / name).stat().st_size if (path / name).exists() else None
         if have != nbytes:

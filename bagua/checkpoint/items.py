@@ -71,8 +71,8 @@ def check_objects(objects: object) -> Mapping[str, Any]:
     return objects
 
 
-def collect(objects: Mapping[str, Any]) -> dict[str, Item]:
-    """Return the items of `objects`, and this process's random state.
+def collect(objects: Mapping[str, Any], *, rng: bool = True) -> dict[str, Item]:
+    """Return the items of `objects`, and with `rng` this process's random state.
 
     Raises:
         CheckpointError: something in them is a tensor subclass that cannot be saved, such as DTensor.
@@ -85,7 +85,8 @@ def collect(objects: Mapping[str, Any]) -> dict[str, Item]:
         if isinstance(value, nn.Module) and value in attachments:
             state = attachments[value].engine.state_dict()
             items[algorithm_item(name)] = Item("algorithm", _plain(state, algorithm_item(name)))
-    items[RNG] = Item("rng", random_state())
+    if rng:
+        items[RNG] = Item("rng", random_state())
     return items
 
 

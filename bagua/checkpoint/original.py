@@ -26,6 +26,7 @@ from bagua.checkpoint.archive import load, save
 from bagua.checkpoint.directory import find, sync_directory, write_file
 from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.experts import split_experts, to_local, with_number
+from bagua.checkpoint.tolerant import LOAD_BEFORE, SAVE_TOGETHER, refuse_fault_tolerant
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -58,9 +59,11 @@ def save_checkpoint(
     """
     if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
         raise ValueError(f"iteration: expected an integer >= 0, got {iteration!r}")
-    team, root = team_of(None), Path(checkpoints_path)
-    folder, what = root / f"iter_{iteration:07d}", f"saving iteration {iteration} to {checkpoints_path}"
     objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+    what = f"saving iteration {iteration} to {checkpoints_path}"
+    refuse_fault_tolerant(objects, what, SAVE_TOGETHER)
+    team, root = team_of(None), Path(checkpoints_path)
+    folder = root / f"iter_{iteration:07d}"
     given = {name: value for name, value in objects.items() if value is not None}
     save(folder / _OURS, given, step=iteration, keep=1)
     problem: BaseException | None = None
@@ -110,7 +113,9 @@ def load_checkpoint(
         >>> bagua.checkpoint.load_checkpoint(path, model, optimizer)
         100
     """
-    team, root, what = team_of(None), Path(checkpoints_path), f"loading from {checkpoints_path}"
+    what = f"loading from {checkpoints_path}"
+    refuse_fault_tolerant({"model": model}, what, LOAD_BEFORE)
+    team, root = team_of(None), Path(checkpoints_path)
     latest: tuple[int, str, bool] | None = None
     problem: BaseException | None = None
     try:

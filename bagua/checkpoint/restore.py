@@ -19,6 +19,7 @@ from bagua.checkpoint.reshard import (
     mean_module,
     mean_optimizer,
 )
+from bagua.checkpoint.tolerant import LOAD_BEFORE, refuse_fault_tolerant
 from bagua.comm.team import Team
 from bagua.engine.hooks import attachments
 from bagua.engine.startup.rank_local import rank_local_names
@@ -69,7 +70,7 @@ def wanted(kinds: Mapping[str, str], objects: Mapping[str, Any], where: str) -> 
                     "load it before bagua.distribute()"
                 )
             names.append(algorithm_item(name))
-    return [*names, RNG]
+    return [*names, RNG] if RNG in kinds else names
 
 
 def restore(found: Found, objects: Mapping[str, Any], team: Team, *, rng: bool) -> dict[str, Any]:
@@ -139,7 +140,9 @@ def _check_algorithms(found: Found, objects: Mapping[str, Any]) -> None:
 
     Raises:
         MisfitError: names both.
+        CheckpointError: a module is fault-tolerant.
     """
+    refuse_fault_tolerant(objects, found.where, LOAD_BEFORE)
     for name, module in _of_kind(objects, "module"):
         if module in attachments:
             engine, saved = attachments[module].engine, found.parts[algorithm_item(name)][0]

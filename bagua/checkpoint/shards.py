@@ -15,6 +15,7 @@ from bagua.checkpoint.agree import share, team_of
 from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.items import Item, check_objects, collect
 from bagua.checkpoint.restore import Found, restore, wanted
+from bagua.checkpoint.tolerant import SAVE_TOGETHER, refuse_fault_tolerant
 
 __all__ = ["Shards"]
 
@@ -103,6 +104,8 @@ class Shards:
         self.data = restore(found, self._objects, team, rng=self._rng)
 
     def _entries_to_save(self) -> dict[str, Tensor]:
+        what = "saving through torch.distributed.checkpoint"
+        refuse_fault_tolerant(self._objects, what, SAVE_TOGETHER)
         team = team_of(self._process_group)
         items: dict[str, Item] = {}
         problem: BaseException | None = None
@@ -112,7 +115,7 @@ class Shards:
                 _check_plain(item)
         except Exception as error:  # the other ranks must hear of it
             problem = error
-        owners = share(team, "saving through torch.distributed.checkpoint", items, problem)
+        owners = share(team, what, items, problem)
         return {
             f"@{name}@{team.size}@{owners[name][team.rank]}@{index}": tensor
             for name, item in items.items()

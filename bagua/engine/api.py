@@ -311,9 +311,9 @@ def _make_engine(
     tries_sites = flat is not None and tries(team, agreement.nodes, inventory.device)
     config = request.config(num_lanes, links, tunes_hierarchy, team.size, mesh is not None, flat, tries_sites)
     notices = tuple(each for each in (remark, line) if each)
-    tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM
     with unless_it_fails(inventory.trainable.values(), lane, remember=in_buckets):
+        tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
         return Engine(
             config,
             chosen,

@@ -47,6 +47,7 @@ class Attachment:
         replaced: optimizers in whose place others step now.
         before_step: called before a forward pass in training mode; it may put another attachment in place of this one.
         average: called in place of `Replicas.average`; it may, too.
+        work_together: see `bagua.engine.recovery.together`; it may, too. None: no rank may be lost.
     """
 
     count: ClassVar[int] = 0
@@ -64,6 +65,7 @@ class Attachment:
         self.stepped = (held & self.trained) or self.trained
         self.before_step: Callable[[nn.Module], None] | None = None
         self.average: Callable[[nn.Module], None] | None = None
+        self.work_together: Callable[..., Any] | None = None
         Attachment.count += 1
         self.leaves = WeakIdKeyDictionary()  # hooks of outputs that live on
 

@@ -22,14 +22,17 @@ SOCKET = "status"  # in the launcher's directory
 _RANK_S = 1.0  # for a rank to answer
 _OBSERVER_S = 2.0
 _PAUSE_S = 0.1
+_MAX_STRANGERS = 32  # connections over TCP that are heard at once
 
 
 class HostStatus:
-    """Answers observers in a thread: this user's over a UNIX socket, those of other hosts if they know the token.
+    """Answers observers in threads: this user's over a UNIX socket, those of other hosts if they know the token.
+
+    A connection that stays silent holds nobody up. If there are too many, the oldest one of another host is closed.
 
     Args:
         directory: the launcher's own, of mode 0700.
-        describe: plain data for JSON about the launcher; called in the thread. The ranks are added to it.
+        describe: plain data for JSON about the launcher; called in one thread at a time. The ranks are added to it.
         listener: a listening socket on the interface of the job, closed by this object; None: this host answers
             observers on this machine only.
         token: of the job. Needed with `listener`.
@@ -61,6 +64,9 @@ class HostStatus:
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
         self._closing = False
+        self._heard: dict[socket.socket, threading.Thread] = {}  # the oldest first
+        self._lock = threading.Lock()  # of `_heard`
+        self._describing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="bagua-status", daemon=True)
         self._thread.start()
 
@@ -69,6 +75,12 @@ class HostStatus:
         self._closing = True
         self._wake_write.send(b"x")
         self._thread.join()
+        with self._lock:
+            heard = dict(self._heard)
+            for sock in heard:
+                _end(sock)
+        for thread in heard.values():
+            thread.join()
         for sock in (*self._listeners, self._wake_read, self._wake_write):
             sock.close()
         self._selector.close()
@@ -87,16 +99,33 @@ class HostStatus:
         except OSError:  # too many open files
             time.sleep(_PAUSE_S)
             return
-        with sock, contextlib.suppress(OSError, StatusError):
+        thread = threading.Thread(target=self._hear, args=(sock,), name="bagua-observer", daemon=True)
+        with self._lock:
+            strangers = [each for each in self._heard if each.family != socket.AF_UNIX]
+            if len(strangers) >= _MAX_STRANGERS and sock.family != socket.AF_UNIX:
+                _end(strangers[0])
+                del self._heard[strangers[0]]
+            self._heard[sock] = thread
+        thread.start()
+
+    def _hear(self, sock: socket.socket) -> None:
+        try:
             deadline = time.monotonic() + _OBSERVER_S
             sock.settimeout(_OBSERVER_S)
-            if listener.family != socket.AF_UNIX:
+            if sock.family != socket.AF_UNIX:
                 answer(sock, self._status, self._token, deadline)
             elif is_own_user(sock):
                 send(sock, self._status())
+        except (OSError, StatusError):
+            pass  # the observer says why
+        finally:
+            with self._lock:
+                self._heard.pop(sock, None)
+                sock.close()
 
     def _status(self) -> dict[str, Any]:
-        return {**self._describe(), "ranks": self._ask_ranks()}
+        with self._describing:
+            return {**self._describe(), "ranks": self._ask_ranks()}
 
     def _ask_ranks(self) -> list[Any]:
         """At the same time: one that is stopped holds nobody up but itself."""
@@ -119,6 +148,12 @@ class HostStatus:
         for thread in threads:
             thread.join()
         return sorted(found, key=lambda each: (each.get("rank", 1 << 30), each.get("pid", 0)))
+
+
+def _end(sock: socket.socket) -> None:
+    """What its thread waits for fails. That thread closes it."""
+    with contextlib.suppress(OSError):  # the peer has ended it
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def ask_socket(path: Path, deadline: float) -> Any:

@@ -111,12 +111,28 @@ def refused(team: Any, *arguments: Any) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_a_spoilt_file_is_told_to_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["{", 10**5 * "["])
+def test_a_spoilt_file_is_told_to_all_ranks(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tuned.json"
-    path.write_text("{")
+    path.write_text(content)
     first, second = run_teams(2, refused, str(path), str(path))
     assert first.startswith("ValueError: autotune: file")
     assert second.startswith("RankMismatchError: rank 0 cannot distribute its module: ValueError: autotune: file")
+
+
+def test_a_spoilt_result_is_told_to_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is sound but for the entry of this job."""
+    pretend(monkeypatch, small_buckets_are_fast)
+    path = tmp_path / "tuned.json"
+    run_teams(2, with_file, str(path), 24)
+    content = json.loads(path.read_text())
+    next(iter(content["results"].values()))["settings"]["num_lanes"] = 100000
+    path.write_text(json.dumps(content))
+    first, second = run_teams(2, refused, str(path), str(path))
+    problem = "settings: 100000 is not a valid value of num_lanes"
+    assert first.startswith("ValueError: autotune: file") and first.endswith(problem)
+    assert second.startswith("RankMismatchError: rank 0 cannot distribute its module: ValueError: autotune: file")
+    assert second.endswith(problem)
 
 
 def test_a_file_cannot_smuggle_in_what_changes_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

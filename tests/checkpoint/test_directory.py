@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import bagua
 from bagua.checkpoint import CheckpointError, archive, load, save, steps
 from bagua.checkpoint.archive import read_last, save_packed
+from bagua.checkpoint.directory import reserve
 from bagua.comm.team import Team
 from tests.checkpoint.kill_points import sweep
 from tests.rank_pool import RankPool
@@ -182,6 +184,30 @@ def test_a_full_disk_is_named_and_does_not_stay_full(
     assert steps(tmp_path) == (1, 2)
 
 
+def test_a_file_that_cannot_be_read_back_is_no_problem_of_the_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_of_torch(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(torch, "load", load_of_torch)
+    with pytest.raises(CheckpointError, match=r"rank 0 of 1: OSError: \[Errno 5\] Input/output error"):
+        save(tmp_path, {"epoch": 1}, step=1)
+
+
+@pytest.mark.parametrize("when", ["written", "published"])
+def test_another_job_in_the_same_directory_is_named(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(archive, {"written": "write_file", "published": "publish"}[when])
+
+    def at_the_same_time(path: Path, *args: Any, **kwargs: Any) -> Any:
+        reserve(tmp_path)
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(archive, original.__name__, at_the_same_time)
+    with pytest.raises(CheckpointError, match=f"another job saves in {tmp_path}; each training needs a directory"):
+        save(tmp_path, {"epoch": 1}, step=1)
+
+
 # -- several ranks -----------------------------------------------------------------------------------------------
 
 
@@ -224,6 +250,26 @@ def test_a_wrong_argument_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None
 
     others, _ = run_teams(2, rank_main, timeout_s=8)
     assert all("rank 1 of 2: " in said for said in others)
+
+
+def test_ranks_that_want_other_steps_are_told(tmp_path: Path) -> None:
+    def rank_main(team: Team) -> list[str]:
+        said: list[str] = []
+        for number in (1, 3):
+            save(tmp_path, {"epoch": 1}, step=number, process_group=team)
+        for call in (
+            lambda: save(tmp_path, {"epoch": 1}, step=3 + team.rank, process_group=team),
+            lambda: load(tmp_path, {}, step=1 if team.rank else None, process_group=team),
+        ):
+            with pytest.raises(CheckpointError) as caught:
+                call()
+            said.append(str(caught.value))
+        return said
+
+    for saving, loading in run_teams(2, rank_main):
+        assert saving == f"saving to {tmp_path}: step is 3 on rank 0 and 4 on rank 1"
+        assert loading == f"loading from {tmp_path}: step is None on rank 0 and 1 on rank 1"
+    assert steps(tmp_path) == (1, 3)
 
 
 class Broken:

@@ -229,6 +229,24 @@ def test_a_process_that_trains_nothing_yet_and_one_that_has_ended(
     status.close()
 
 
+def test_connections_that_say_nothing_hold_nobody_up(tmp_path: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    address = listener.getsockname()
+    status = HostStatus(tmp_path, lambda: {"job": "j"}, listener, TOKEN)
+    began = time.monotonic()
+    idle = [socket.create_connection(address) for _ in range(100)]
+    assert ask_socket(tmp_path / SOCKET, soon())["job"] == "j"
+    with socket.create_connection(address) as sock:
+        assert ask(sock, TOKEN, soon())["job"] == "j"
+    assert time.monotonic() - began < 60  # one after the other they take 200 s
+    for each in idle:
+        each.close()
+    status.close()
+    while any(thread.name == "bagua-observer" for thread in threading.enumerate()):
+        assert time.monotonic() - began < LIMIT_S
+        time.sleep(0.01)
+
+
 def exchange(serve: Callable[[socket.socket], None], call: Callable[[socket.socket], Any]) -> Any:
     """`call` at one end of a connection, `serve` at the other, which is closed then."""
     ours, theirs = socket.socketpair()

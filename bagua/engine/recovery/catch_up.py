@@ -32,6 +32,7 @@ def position_of(manager: RecoveryManager, engine: Engine) -> dict[str, Any]:
 
     Keys: "round": exchanges that count; "step": steps completed; "ending": the optimizers have made one more, whose
     exchange is to be repeated; "attempts": steps begun; "means", "newcomer", "replicated": see `RecoveryManager`;
+    "met": see `Meetings.last`;
     "lost_step": the rule of the algorithm in force; "loss_scale": see `LossScale`; "kept": name, bucket, shape and type
     of each of `kept_tensors`.
     """
@@ -42,6 +43,7 @@ def position_of(manager: RecoveryManager, engine: Engine) -> dict[str, Any]:
         "ending": engine.tracker.ending,
         "attempts": manager.attempts,
         "means": manager.means,
+        "met": list(manager.meetings.last),
         "newcomer": manager.newcomer,
         "replicated": manager.replicated,
         "lost_step": None if rule is None else rule.value,

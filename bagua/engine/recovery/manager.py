@@ -19,6 +19,7 @@ from bagua.engine.recovery.change import MembershipChange
 from bagua.engine.recovery.epoch_team import team_of_epoch
 from bagua.engine.recovery.failure_streak import FailureStreak
 from bagua.engine.recovery.loss_scale import LossScale
+from bagua.engine.recovery.meetings import Meetings
 from bagua.engine.recovery.opening import Opening
 from bagua.engine.recovery.options import FaultTolerance
 from bagua.engine.recovery.progress import Progress
@@ -58,6 +59,7 @@ class RecoveryManager:
         to_skip: steps that this rank skips because others have already begun as many more.
         means: of the replicas, that this rank has taken between two steps; a newcomer as many as the others.
         means_of_others: the most of any rank, itself included, when groups were opened last.
+        meetings: of the ranks between two steps.
         newcomer: this rank has no weights of the job: it has just started, or was left out of an epoch.
         replicated: this rank holds the weights that the job begins with, or later ones; while False it has its own.
         changes: of the membership, newest last.
@@ -79,6 +81,7 @@ class RecoveryManager:
         self.dropped = False
         self.round = self.attempts = self.to_skip = 0
         self.means = self.means_of_others = 0
+        self.meetings = Meetings()
         self.newcomer = False
         self.replicated = True
         self.changes: tuple[MembershipChange, ...] = ()

@@ -88,6 +88,7 @@ def agree_on_groups(
     ranks: list[dict[str, Any]] = [decode(each) for each in messages]
     source, behind, without = who_leads(ranks)
     manager.hear_of_means([each["means"] for each in ranks])
+    manager.meetings.hear([each["met"] for each in ranks])
     if mine["fingerprint"] != ranks[source]["fingerprint"]:
         raise RankMismatchError(f"this rank trains another module than rank {source}, or with other options")
     for rank, each in enumerate(ranks):

@@ -21,6 +21,7 @@ from bagua.engine.recovery.mean import average_replicas
 from bagua.engine.recovery.old_keys import delete_old_groups
 from bagua.engine.recovery.opened_groups import AtRest, OpenedGroups, agree_on_groups, install_engine
 from bagua.engine.recovery.opening import Opening
+from bagua.engine.recovery.together import work_together
 from bagua.engine.recovery.transfer import Arrivals, fetch_weights
 from bagua.errors import CommunicationError, RankMismatchError
 from bagua.membership.seat import View
@@ -38,7 +39,9 @@ def follow_membership(module: nn.Module, attachment: Attachment, manager: Recove
     """From now on each step of `module` begins with the agreement of the host's agent, or with new groups."""
     arrivals = Arrivals(manager)
     attachment.before_step = partial(_before_step, manager, arrivals)
-    attachment.average = partial(average_replicas, manager, partial(_await_groups, manager, arrivals))
+    await_groups = partial(_await_groups, manager, arrivals)
+    attachment.average = partial(average_replicas, manager, await_groups)
+    attachment.work_together = partial(work_together, manager, await_groups)
     manager.recover = partial(_recover_within_step, manager, weakref.ref(module))
     weakref.finalize(module, _module_is_gone, weakref.ref(manager)).atexit = False
 
@@ -88,7 +91,9 @@ def _before_step(manager: RecoveryManager, arrivals: Arrivals, module: nn.Module
             _before_free_step(manager, arrivals, module)
             return
         if not (manager.lost or manager.severed) and manager.may_begin(manager.round):
-            arrivals.serve(attachments[module].engine)
+            engine = attachments[module].engine
+            arrivals.serve(engine)
+            manager.meetings.begins(engine.team, manager.group, engine.step)
             return
         _recover(manager, module)
 
@@ -215,6 +220,7 @@ def _put_in_place(manager: RecoveryManager, module: nn.Module, engine: Engine, b
     attachments[module] = attach(module, engine, (), attachment.process_group, instead_of=attachment)
     attachments[module].before_step = attachment.before_step  # hosts that join are being served meanwhile
     attachments[module].average = attachment.average
+    attachments[module].work_together = attachment.work_together
     attachment.engine.pool.forget_background()
     attachment.engine.close()
     manager.watch(engine.pool)

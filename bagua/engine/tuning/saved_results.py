@@ -14,6 +14,7 @@ from bagua.autotune.saved import load
 from bagua.comm.store_team import decode, encode
 from bagua.comm.team import Team
 from bagua.engine.tuning.session import TuningSession
+from bagua.errors import RankMismatchError
 
 __all__ = ["check_files", "session_of"]
 
@@ -40,7 +41,11 @@ def session_of(
     signature: list[list[str]],
     nodes: Sequence[Sequence[int]],
 ) -> TuningSession | None:
-    """Make what `options` ask for. Collective if they name a file of results."""
+    """Make what `options` ask for. Collective if they name a file of results.
+
+    Raises:
+        ValueError: rank 0 has found something else in the file. On the other ranks it is a `RankMismatchError`.
+    """
     if options is None:
         return None
     if options.file is None:
@@ -49,7 +54,18 @@ def session_of(
     digest = hashlib.sha256(encode(facts)).hexdigest()[:16]
     ranks = f"{team.size} ranks on {len(nodes)} nodes"
     key = f"{type(module).__name__}, {algorithm.name}, {ranks}, {team.backend}, {digest}"
-    found = load(options.file, key) if team.rank == 0 else None
-    payload = encode(found.as_json() if found is not None else None) if team.rank == 0 else None
-    content = decode(team.broadcast_bytes("saved results of tuning", payload))
+    payload, problem = None, None
+    if team.rank == 0:
+        content = None
+        try:
+            found = load(options.file, key)
+            content = None if found is None else found.as_json()
+        except ValueError as error:  # the other ranks must hear of it
+            problem = error
+        payload = encode([content, None if problem is None else f"{type(problem).__name__}: {problem}"])
+    content, said = decode(team.broadcast_bytes("saved results of tuning", payload))
+    if problem is not None:
+        raise problem
+    if said is not None:
+        raise RankMismatchError(f"rank 0 cannot distribute its module: {said}")
     return TuningSession(options, key, None if content is None else Settings.from_json(content))
