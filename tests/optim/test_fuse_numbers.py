@@ -84,6 +84,26 @@ def test_fused_in_the_middle(name: str) -> None:
     assert_same(train(CASES[name], False), train(CASES[name], False, each=late))
 
 
+@pytest.mark.parametrize("name", ["amsgrad", "adadelta"])
+def test_fused_when_resumed_with_parameters_of_several_dtypes(name: str) -> None:
+    def run(fused: bool) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        dtypes = (torch.float32, torch.bfloat16, torch.float64) * 2
+        params = [nn.Parameter(torch.randn(5, 5, generator=generator).to(dtype)) for dtype in dtypes]
+        optimizer = CASES[name](params)
+        for step in range(6):
+            for param in params:
+                param.grad = torch.randn(5, 5, generator=generator).to(param.dtype)
+            optimizer.step()
+            if step == 2:
+                resumed = CASES[name](params)
+                resumed.load_state_dict(optimizer.state_dict())
+                optimizer = fuse(resumed) if fused else resumed
+        return [param.detach() for param in params]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
 def test_schedulers_and_groups() -> None:
     def run(fused: bool) -> tuple[Model, optim.Optimizer]:
         schedulers: list[optim.lr_scheduler.LRScheduler] = []

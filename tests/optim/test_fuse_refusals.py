@@ -48,6 +48,17 @@ def test_muon() -> None:
         fuse(optim.Muon(params(matrices_only=True)))
 
 
+def test_every_dtype_of_groups_with_equal_options_is_tried() -> None:
+    class LambOfDoubles(Lamb):
+        def scale(self, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+            return super().scale(p, update) if p.dtype == torch.float64 else torch.ones(())
+
+    doubles = [nn.Parameter(param.detach().double()) for param in params()]
+    with pytest.raises(NotElementwiseError):
+        fuse(LambOfDoubles([{"params": params()}, {"params": doubles}]))
+    fuse(LambOfDoubles([{"params": params()}, {"params": params()}]))
+
+
 def test_the_reason_names_the_state() -> None:
     class RowMean(Lamb):
         @torch.no_grad()

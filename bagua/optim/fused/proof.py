@@ -71,10 +71,11 @@ def find_difference(
 
 
 def _distinct(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups that differ in more than their parameters and learning rate."""
+    """Groups that differ in their options; those that differ in parameters and learning rate only are one."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
-        found.setdefault(repr(_options(group)), group)
+        one = found.setdefault(repr(_options(group)), {**group, "params": []})
+        one["params"] += group["params"]
     return list(found.values())
 
 
@@ -124,11 +125,15 @@ def _copy(optimizer: torch.optim.Optimizer, params: Sequence[list[nn.Parameter]]
 def _give_state(optimizer: torch.optim.Optimizer, *copies: torch.optim.Optimizer) -> str | None:
     """Give the copies' parameters a state like that of real ones, where these have one already."""
     for group, *own in zip(_distinct(optimizer.param_groups), *(each.param_groups for each in copies), strict=True):
-        examples = [p for p in group["params"] if optimizer.state.get(p) and p.numel() > 1]
+        examples: dict[Any, list[Tensor]] = {}
+        for param in group["params"]:
+            if optimizer.state.get(param) and param.numel() > 1:
+                examples.setdefault((param.dtype, param.device), []).append(param)
         for number, params in enumerate(zip(*(each["params"] for each in own), strict=True)):
-            if not examples:
-                break
-            example = examples[number % len(examples)]
+            alike = examples.get((params[0].dtype, params[0].device))
+            if not alike:
+                continue
+            example = alike[number % len(alike)]
             slot = optimizer.state[example]
             for key, value in slot.items():
                 if not fits({key: value}, example):
