@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bagua.optim.fused.memory import is_bound
+from bagua.optim.fused.memory import have_equal_order, is_bound
 from bagua.optim.fused.slots import Slot, is_scalar, same_scalars
 from bagua.optim.fused.unit import Unit, cut
 
@@ -34,6 +34,7 @@ class Arena:
             "mirrored": gradients lie in somebody else's flat tensor in the same order, `grads` are the views;
             "direct": one parameter, whose gradient is taken as it is.
         chunk: how many elements the optimizer sees as one parameter; None: all.
+        place_counts: whether results depend on strides, so that gradients must have those of the parameters.
         state: flat tensors [N] by key.
     """
 
@@ -48,9 +49,11 @@ class Arena:
         kind: Kind,
         chunk: int | None,
         grads: Sequence[Tensor] = (),
+        place_counts: bool = False,
     ) -> None:
         self.params, self.positions, self.group = list(params), list(positions), group
         self.flat, self.moved, self.offsets, self.kind, self.chunk = flat, moved, list(offsets), kind, chunk
+        self._place_counts = place_counts
         self.numels = [param.numel() for param in params]
         self.state: dict[Any, Tensor] = {}
         self.units: list[Unit] = []
@@ -124,6 +127,10 @@ class Arena:
             return False
         fresh = [grad for grad in now if grad is not None]
         _check_layouts(fresh)
+        if set(map(operator.attrgetter("dtype"), fresh)) != {self.flat.dtype}:
+            return False  # a copy would round them before the optimizer computes
+        if self._place_counts and not all(map(have_equal_order, fresh, params)):
+            return False
         torch._foreach_copy_(views, fresh)
         kept = self._before is not None and self._before() is fresh[0]
         if adopt and kept and not any(map(is_bound, fresh)):

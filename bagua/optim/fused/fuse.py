@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from bagua.optim.fused.layout import Limits
+from bagua.optim.fused.layout import LimitsFor, limits_for
 from bagua.optim.fused.proof import NotElementwiseError, find_difference
 from bagua.optim.fused.stepper import Stepper
 from bagua.optim.two_stage import TwoStage
@@ -86,7 +86,7 @@ def num_flat_groups(optimizer: torch.optim.Optimizer) -> int:
     return 0 if stepper is None else len({arena.group for arena in stepper.arenas})
 
 
-def attach(optimizer: torch.optim.Optimizer, limits: Limits | None = None, move: bool = True) -> Stepper:
+def attach(optimizer: torch.optim.Optimizer, limits: LimitsFor = limits_for, move: bool = True) -> Stepper:
     """Replace `optimizer.step` by the flat one."""
     stepper = Stepper(optimizer, limits, move)
     inner = own_step(optimizer)

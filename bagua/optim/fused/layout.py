@@ -10,7 +10,7 @@ A parameter that lies in memory of its own may be moved, one that is part of som
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from bagua.optim.fused.arena import Arena, Kind
-from bagua.optim.fused.memory import dense_view, is_dense
-from bagua.optim.fused.slots import fits
+from bagua.optim.fused.memory import dense_view, have_equal_order, is_dense
+from bagua.optim.fused.slots import fits, is_elementwise
 
-__all__ = ["Limits", "Place", "can_be_flat", "lay_out", "limits_for"]
+__all__ = ["Limits", "LimitsFor", "Place", "can_be_flat", "lay_out", "limits_for"]
 
 _SMALL = 32768  # elements; copying a gradient of so many costs about as much as a step's operations on it do to start
 _SMALL_CUDA = 1 << 20
 # Elements of one thread's share. What a step reads and writes of them, temporaries included, stays in the cache, the
 # allocator has memory for the temporaries at hand, and the operations hardly notice how often they start.
 _PER_THREAD = 1 << 18
-_VECTOR_BYTES = 64  # the longest vector there is; torch's kernels give each thread a multiple of it
+_VECTOR_BYTES = 64  # the longest vector there is; torch's kernels of a whole step give each thread a multiple of it
+_LOOP_BYTES = 2 * _VECTOR_BYTES  # what torch's other CPU kernels take at once; they compute the rest one by one
+_SERIAL = 32768  # elements; torch's CPU kernels give more than that to several threads, each with a rest of its own
+_PLACELESS = torch.float32, torch.float64  # torch's optimizers give them equal bits in vectors and one by one
 _ALIGN_BYTES = 16  # vector loads of the kernels that use the parameters
 _SHORT_RUN = 4  # parameters; shorter runs on average are not worth following somebody else's order
 
@@ -41,25 +44,43 @@ class Limits:
         small: parameters of up to so many elements are moved together.
         chunk: how many elements the optimizer sees as one parameter; None: any number.
         multiple_bytes: parameters of a size that this does not divide are left as they are.
+        longest: parameters of more elements are left as they are; None: of no number.
     """
 
     small: int
     chunk: int | None
     multiple_bytes: int = 1
+    longest: int | None = None
+
+    def include(self, param: Tensor) -> bool:
+        """Whether the parameter may be part of a flat one."""
+        return param.nbytes % self.multiple_bytes == 0 and (self.longest is None or param.numel() <= self.longest)
+
+    @property
+    def place_counts(self) -> bool:
+        """Whether an element's bits depend on whether it lies within a tensor or at its end, and on strides."""
+        return self.multiple_bytes > 1
 
 
-def limits_for(device: torch.device, group: Mapping[str, Any]) -> Limits:
-    """Limits for parameters of a group on a device.
+LimitsFor = Callable[[torch.dtype, torch.device, Mapping[str, Any]], Limits]
+
+
+def limits_for(dtype: torch.dtype, device: torch.device, group: Mapping[str, Any]) -> Limits:
+    """Limits for parameters of a group of this dtype on a device.
 
     On a CPU the operations of a step, one after the other, are bound by memory unless each works on a range that
     stays in the cache. Where an operation runs over all pieces before the next begins (`foreach=True`), or one kernel
     does the whole step (`fused=True`), that is of no use. And such a kernel rounds the elements that fill no vector at
-    a tensor's end otherwise than the others.
+    a tensor's end otherwise than the others. So do some kernels of half-precision and complex numbers (`add` with
+    `alpha`; complex products): flat parameters and pieces of these begin and end where a vector does, and no kernel
+    cuts them for threads, however many there will be.
     """
     if device.type != "cpu":
         return Limits(_SMALL_CUDA, None)
     if group.get("fused"):
         return Limits(_SMALL, None, _VECTOR_BYTES)
+    if dtype not in _PLACELESS:
+        return Limits(_SMALL, _SERIAL, _LOOP_BYTES, _SERIAL)
     return Limits(_SMALL, None if group.get("foreach") else _PER_THREAD * torch.get_num_threads())
 
 
@@ -85,25 +106,27 @@ def can_be_flat(param: Tensor, slot: Mapping[Any, Any] | None) -> bool:
         return False
     if param.device.type == "cpu" and param.is_shared():
         return False  # other processes look at that memory
-    return is_dense(param) and (not slot or fits(slot, param))
+    if not slot:
+        return is_dense(param)
+    return is_dense(param) and fits(slot, param) and (param.dtype in _PLACELESS or _lies_like(slot, param))
 
 
-def lay_out(group: int, options: Mapping[str, Any], places: Sequence[Place], limits: Limits | None) -> list[Arena]:
-    """Arenas for the parameters of a group; those in none of them are left as they are.
+def _lies_like(slot: Mapping[Any, Any], param: Tensor) -> bool:
+    """Whether a kernel runs through parameter and state as through vectors."""
+    return all(have_equal_order(value, param) for value in slot.values() if is_elementwise(value, param))
 
-    Args:
-        limits: None takes those of the device.
-    """
+
+def lay_out(group: int, options: Mapping[str, Any], places: Sequence[Place], limits: LimitsFor) -> list[Arena]:
+    """Arenas for the parameters of a group; those in none of them are left as they are."""
     kinds: dict[Any, list[Place]] = {}
     for place in places:
         param = place.param
         attributes = tuple(sorted((name, _token(value)) for name, value in vars(param).items()))
         kinds.setdefault((param.dtype, param.device, attributes), []).append(place)
     arenas: list[Arena] = []
-    for (_, device, _), alike in kinds.items():
-        within = limits or limits_for(device, options)
-        whole = [place for place in alike if place.param.nbytes % within.multiple_bytes == 0]
-        arenas += _lay_out_alike(group, whole, within)
+    for (dtype, device, _), alike in kinds.items():
+        within = limits(dtype, device, options)
+        arenas += _lay_out_alike(group, [place for place in alike if within.include(place.param)], within)
     return arenas
 
 
@@ -162,7 +185,7 @@ def _arena(group: int, places: Sequence[Place], kind: Kind, limits: Limits) -> A
     grads = [place.grad for place in places if place.grad is not None] if kind == "mirrored" else ()
     moved = kind != "direct" and not places[0].fixed
     positions = [place.position for place in places]
-    return Arena(params, positions, group, flat, moved, offsets, kind, limits.chunk, grads)
+    return Arena(params, positions, group, flat, moved, offsets, kind, limits.chunk, grads, limits.place_counts)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bagua.held import is_held
 
-__all__ = ["dense_view", "is_bound", "is_dense", "is_part"]
+__all__ = ["dense_view", "have_equal_order", "is_bound", "is_dense", "is_part"]
 
 
 def is_part(tensor: Tensor) -> bool:
@@ -22,6 +22,12 @@ def is_bound(tensor: Tensor) -> bool:
 def dense_view(param: Tensor) -> Tensor:
     """All elements of a dense tensor as a vector, in the order in which they lie in memory."""
     return param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
+
+
+def have_equal_order(one: Tensor, other: Tensor) -> bool:
+    """Whether the elements of two dense tensors of equal shape lie in memory in the same order."""
+    strides = zip(one.stride(), other.stride(), one.size(), strict=True)
+    return all(a == b or size == 1 for a, b, size in strides)
 
 
 def is_dense(param: Tensor) -> bool:

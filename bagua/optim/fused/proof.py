@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bagua.optim.fused.layout import Limits
+from bagua.optim.fused.layout import Limits, limits_for
 from bagua.optim.fused.slots import fits, is_elementwise, same_value
 
 __all__ = ["NotElementwiseError", "find_difference"]
@@ -18,12 +19,13 @@ __all__ = ["NotElementwiseError", "find_difference"]
 _NUM_STEPS = 8
 _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
     0: ((), ()),
-    1: ((7,), (33,), (2,), (16,), (64,), (80,)),
+    1: ((7,), (33,), (2,), (16,), (64,), (80,), (192,)),
     2: ((5, 3), (3, 12), (8, 8), (4, 32)),
     3: ((3, 2, 5), (2, 4, 3), (4, 4, 4), (2, 8, 4)),
     4: ((4, 3, 3, 3), (2, 2, 5, 1), (4, 2, 2, 4), (2, 2, 8, 2)),
 }
 _CHUNK = 48  # elements; so that pieces begin and end within parameters
+_WHOLE_CHUNK = 64  # elements, where a piece has to begin and end where a vector does
 
 
 class NotElementwiseError(ValueError):
@@ -49,8 +51,7 @@ def find_difference(
         fault = _give_state(optimizer, plain, fused)
         if fault:
             return fault
-        one_kernel = any(group.get("fused") for group in fused.param_groups)
-        attach(fused, None if one_kernel else Limits(small=1 << 30, chunk=_CHUNK))
+        attach(fused, _limits)
         generator = torch.Generator().manual_seed(0)
         for step in range(_NUM_STEPS):
             _set_gradients(plain, fused, step, generator)
@@ -70,6 +71,14 @@ def find_difference(
     return None
 
 
+def _limits(dtype: torch.dtype, device: torch.device, group: Mapping[str, Any]) -> Limits:
+    """The limits of the device, with short pieces."""
+    real = limits_for(dtype, device, group)
+    if group.get("fused") or real.place_counts:
+        return replace(real, chunk=None if real.chunk is None else _WHOLE_CHUNK)
+    return Limits(small=1 << 30, chunk=_CHUNK)
+
+
 def _distinct(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Groups that differ in their options; those that differ in parameters and learning rate only are one."""
     found: dict[str, dict[str, Any]] = {}
@@ -86,7 +95,7 @@ def _small_params(group: dict[str, Any]) -> list[nn.Parameter]:
     made = []
     for dtype, device, ndim, single in sorted(kinds, key=str):
         for number, shape in enumerate(_SHAPES[ndim] if not single else [(1,) * ndim] * 2):
-            values = torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0 ** (number - 1)
+            values = torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0 ** (number % 6 - 1)
             made.append(nn.Parameter(values.to(device=device, dtype=dtype)))
     return made
 
@@ -184,7 +193,8 @@ def _compare(plain: torch.optim.Optimizer, fused: torch.optim.Optimizer) -> str 
             if key not in a or key not in b or not _equal(a[key], b[key]):
                 return f"state {key!r} of a {what} differs from the unfused one"
         if not same_value(one.detach(), other.detach()):
-            return f"a {what} differs from the unfused one by up to {(one - other).abs().max().item():.2g}"
+            most = (one - other).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
+            return f"a {what} differs from the unfused one by up to {most:.2g}"
     for one, other in zip(plain.param_groups, fused.param_groups, strict=True):
         for key in {**one, **other}:
             if key != "params" and not _equal(one.get(key), other.get(key)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bagua.optim.fused.arena import Arena
-from bagua.optim.fused.layout import Limits, Place, can_be_flat, lay_out
+from bagua.optim.fused.layout import LimitsFor, Place, can_be_flat, lay_out, limits_for
 from bagua.optim.fused.memory import is_bound, is_part
 from bagua.optim.fused.parts import PartWatch
 from bagua.optim.fused.slots import Slot, is_elementwise, same_value
@@ -29,11 +29,11 @@ class Stepper:
 
     Args:
         optimizer: its `state` becomes a `StateView`. It is not held.
-        limits: for tests; None takes those of each device.
+        limits: what may be flat, by dtype, device and options.
         move: whether parameters may be given other memory.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, limits: Limits | None = None, move: bool = True) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, limits: LimitsFor = limits_for, move: bool = True) -> None:
         self.state = StateView(self._refresh)
         self.arenas: list[Arena] = []
         self._old_arenas: list[Arena] = []
@@ -90,7 +90,8 @@ class Stepper:
                 return False
         for arena in self.arenas:
             if not arena.collect(grads, self._move):
-                self._parts.lost()
+                if arena.kind == "mirrored":
+                    self._parts.lost()
                 self._forget_layout(optimizer)
                 return False
         return True
