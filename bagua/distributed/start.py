@@ -37,8 +37,8 @@ def start(args: Namespace, prog: str) -> int:
     """Launch what `args` describe and wait for it.
 
     Returns:
-        0 when all ranks exited with 0, 128 + n when signal n ended the launch, else 1. With `--fault-tolerant`: the
-        exit code of the rank, 128 + n if signal n killed it.
+        0 when all ranks exited with 0, 2 for a wrong flag, 128 + n when signal n ended the launch, else 1. With
+        `--fault-tolerant`: the exit code of the rank, 128 + n if signal n killed it.
     """
     with ExitStack() as kept:
         # Before anything else: what is forked later could have threads, and could have asked CUDA for its devices.
@@ -58,6 +58,7 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
     _silence_numpy()
     tolerant: fault_tolerant.Settings | None = None
     try:
+        num_ranks = _num_ranks(args)
         if args.preload:
             check_preload(args)
         if args.fault_tolerant:
@@ -67,7 +68,7 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    _set_threads(args, prog)
+    _set_threads(num_ranks, prog)
     nested = "TORCHELASTIC_ERROR_FILE" in os.environ
     if forks is not None:
         try:
@@ -84,7 +85,7 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
     else:
         # Tracebacks are there, which `record` reads after the end of the ranks.
         launch = partial(fault_tolerant.run, tolerant, prog, kept.enter_context(run_directory()), forks)
-    held = _hold_memory(args)
+    held = _hold_memory(num_ranks)
     try:
         # A launcher that was itself launched passes on, through `record`, the failure that came first.
         # A fault-tolerant launcher waits in Python, and takes its time to leave the job.
@@ -108,6 +109,22 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
             del os.environ[memory.VARIABLE]
             held.close()
     return 0
+
+
+def _num_ranks(args: Namespace) -> int:
+    """Number of ranks on this host.
+
+    Raises:
+        ValueError: it is none.
+    """
+    expected = "expected a number of at least 1, auto, cpu, gpu or xpu"
+    try:
+        number = determine_local_world_size(args.nproc_per_node)
+    except ValueError as error:
+        raise ValueError(f"--nproc-per-node {args.nproc_per_node}: {error} ({expected})") from None
+    if number < 1:
+        raise ValueError(f"--nproc-per-node {args.nproc_per_node}: {number} ranks ({expected})")
+    return number
 
 
 def _say(prog: str, text: str) -> None:
@@ -160,26 +177,16 @@ def _silence_numpy() -> None:
             os.environ["PYTHONWARNINGS"] = f"{rule},{given}" if given else rule
 
 
-def _set_threads(args: Namespace, prog: str) -> None:
+def _set_threads(num_ranks: int, prog: str) -> None:
     """torchrun's own default, one thread a rank where there are several, said in one line instead of six."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return
-    try:
-        several = determine_local_world_size(args.nproc_per_node) > 1
-    except ValueError:
-        return  # torchrun says what is wrong with it
-    if several:
+    if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
         print(f"{prog}: each rank uses one CPU thread; set OMP_NUM_THREADS for more", file=sys.stderr)
 
 
-def _hold_memory(args: Namespace) -> memory.Memory | None:
+def _hold_memory(num_ranks: int) -> memory.Memory | None:
     """Memory for commits of `bagua.elastic`, for the ranks to find; it costs nothing until they write to it."""
     os.environ.pop(memory.VARIABLE, None)
-    try:
-        num_ranks = determine_local_world_size(args.nproc_per_node)
-    except ValueError:
-        return None  # torchrun says what is wrong with it
     try:
         held = memory.Memory(num_ranks)
     except (OSError, ValueError) as error:

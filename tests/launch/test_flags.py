@@ -154,6 +154,18 @@ def test_refusals(module: object, words: list[str], message: str, capsys: pytest
     assert dict(os.environ) == before
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+@pytest.mark.parametrize("more", [[], ["--fault-tolerant"]])
+def test_no_number_of_ranks(
+    number: str, more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert run_module.main(["--nproc-per-node", number, *more, "x.py"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"bagua run: --nproc-per-node {number}: ") and err.count("\n") == 1
+    assert "expected a number of at least 1, auto, cpu, gpu or xpu" in err
+
+
 def test_tuning_flags_at_level_0_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
