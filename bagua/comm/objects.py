@@ -131,7 +131,11 @@ def _outline(value: Any, blobs: list[bytes], where: str) -> Any:
                 len(blobs[-1]),
             ]
         }
-    if _is_plain_numpy(value):
+    if _is_numpy(value):
+        if value.dtype.kind not in _ARRAY_KINDS:
+            raise TypeError(
+                f"{where}: a numpy array of dtype {value.dtype} cannot be sent, only of numbers, text and times"
+            )
         blobs.append(value.tobytes())
         return {
             "scalar" if kind.__name__ != "ndarray" else "array": [
@@ -146,12 +150,10 @@ def _outline(value: Any, blobs: list[bytes], where: str) -> Any:
     raise TypeError(f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be sent; supported types: {_ACCEPTED}")
 
 
-def _is_plain_numpy(value: Any) -> bool:
-    """An array (no subclass of it) or a scalar of numpy, of a dtype that holds numbers, text or times."""
+def _is_numpy(value: Any) -> bool:
+    """An array (no subclass of it) or a scalar of numpy."""
     numpy = sys.modules.get("numpy")  # whoever holds one has imported it; Bagua does not need it
-    if numpy is None or not (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
-        return False
-    return value.dtype.kind in _ARRAY_KINDS and value.dtype.names is None
+    return numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
 
 
 class _Reader:

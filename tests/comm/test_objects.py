@@ -65,6 +65,12 @@ def test_other_objects_are_refused(bad: Any) -> None:
         pack({"a": bad})
 
 
+def test_numpy_arrays_of_objects_are_refused_by_dtype() -> None:
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(TypeError, match="a numpy array of dtype object cannot be sent, only of numbers"):
+        pack({"a": numpy.array([None])})
+
+
 def test_a_peer_cannot_name_what_is_run() -> None:
     """Classes are looked up among imported modules, are not called, and must be what was said."""
 

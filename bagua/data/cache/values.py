@@ -35,9 +35,10 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "size": torch.Size,
 }
 _NAMES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
+_WAY_OUT = 'convert it, or choose serializer="pickle" if you trust everyone who can write to the store'
 _ACCEPTED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, dict, CPU tensors, numpy arrays and PIL images, "
-    'nested at will; convert it, or choose serializer="pickle" if you trust everyone who can write to the store'
+    "nested at will"
 )
 
 
@@ -114,7 +115,12 @@ class _Writer:
     def _array(self, value: Any, where: str) -> Any:
         if type(value) is Tensor:
             return {"tensor": self._tensor(value, where)}
-        if _is_plain_numpy(value):
+        if _is_numpy(value):
+            if value.dtype.kind not in _ARRAY_KINDS:
+                raise TypeError(
+                    f"{where}: a numpy array of dtype {value.dtype} cannot be cached, only of numbers, text and times; "
+                    f"{_WAY_OUT}"
+                )
             name = "array" if type(value).__name__ == "ndarray" else "scalar"
             return {name: [value.dtype.str, list(value.shape), self._numpy(value)]}
         image = sys.modules.get("PIL.Image")  # whoever holds one has imported it; Bagua does not need it
@@ -123,7 +129,8 @@ class _Writer:
             return {"image": [value.mode, list(value.size), palette, self._raw(value.tobytes())]}
         kind = type(value)
         raise TypeError(
-            f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be cached; supported types: {_ACCEPTED}"
+            f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be cached; supported types: {_ACCEPTED}; "
+            f"{_WAY_OUT}"
         )
 
     def _tensor(self, tensor: Tensor, where: str) -> list[Any]:
@@ -164,12 +171,10 @@ class _Writer:
         return [offset, nbytes]
 
 
-def _is_plain_numpy(value: Any) -> bool:
-    """An array (no subclass of it) or a scalar of numpy, of a dtype that holds numbers, text or times."""
+def _is_numpy(value: Any) -> bool:
+    """An array (no subclass of it) or a scalar of numpy."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
-        return False
-    return value.dtype.kind in _ARRAY_KINDS and value.dtype.names is None
+    return numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
 
 
 class _Reader:
