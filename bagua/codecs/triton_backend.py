@@ -247,7 +247,8 @@ class _EdenKernels(TritonKernels):
     def _scratch(self, numel: int, wire: _Wire) -> tuple[Tensor, Tensor]:
         if self._trellis is None:
             return wire.floats, wire.floats
-        return torch.empty((2, numel), dtype=torch.int32, device=wire.bytes.device).unbind()
+        units, decisions = torch.empty((2, numel), dtype=torch.int32, device=wire.bytes.device)
+        return units, decisions
 
 
 class TritonRunningScale:

@@ -370,7 +370,7 @@ def encode(
         tl.store(to8 + to_KH, byte_KH.to(tl.uint8), in_KH)
     if FEEDBACK:
         if STATES == 1:
-            magnitude_KP = _magnitude(level_KP, BITS)
+            magnitude_KP = _magnitude(code_KP >> 1, BITS)
             y_KP = tl.where((code_KP & 1) != 0, magnitude_KP * -1.0, magnitude_KP)
             y_KP = tl.where(in_KP, y_KP, 0.0)
         else:
