@@ -166,9 +166,11 @@ def _ddp(self: nn.Module) -> BaguaDistributedDataParallel | None:
 def patch() -> None:
     """Put `with_bagua` and the properties `bagua_...` on `nn.Module`."""
     module: Any = nn.Module
+    # TorchScript would compile the getters with every module that is scripted or traced.
+    unused = torch.jit.unused
     module.with_bagua = with_bagua
-    module.bagua_module_name = property(_module_name, _set_module_name)
-    module.bagua_algorithm = property(_algorithm)
-    module.bagua_optimizers = property(_optimizers)
-    module.bagua_buckets = property(_buckets)
-    module.bagua_ddp = property(_ddp)
+    module.bagua_module_name = property(unused(_module_name), _set_module_name)
+    module.bagua_algorithm = property(unused(_algorithm))
+    module.bagua_optimizers = property(unused(_optimizers))
+    module.bagua_buckets = property(unused(_buckets))
+    module.bagua_ddp = property(unused(_ddp))

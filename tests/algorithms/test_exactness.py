@@ -49,7 +49,7 @@ def test_replicas_are_equal_when_the_class_says_so(name: str) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_page_of_an_algorithm_names_its_class(name: str) -> None:
     text = (ROOT / "docs" / "algorithms" / f"{name}.md").read_text()
-    said = re.search(rf'`bagua\.distribute\(model, optimizer, "{name}"\)`; ([^`]*?)\n\n', text)
+    said = re.search(rf'^Name `"{name}"`, class `bagua\.algorithms\.\w+`; ([^`]*?)\n\n', text, re.MULTILINE)
     assert said is not None and CLASSES[name].value in said[1]
 
 

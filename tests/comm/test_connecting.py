@@ -87,7 +87,7 @@ def test_a_loss_may_be_noticed_later_than_by_its_connections(noticed: bool, monk
             raise CommunicationError("rank 1 is lost")
 
     monkeypatch.setattr("bagua.comm.team.connect_gloo", fail)
-    monkeypatch.setattr(Team.describe_missing, "__defaults__", (0.3, None))
+    monkeypatch.setattr(Team.describe_missing, "__defaults__", (0.3, None, ""))
     team = Team(0, 2, dist.HashStore(), timedelta(seconds=LIMIT_S), "gloo", "team", "", alert=alert)
     told = (
         "rank 1 is lost" if noticed else "Connection closed by peer; no response from rank 1: it has exited or is late"

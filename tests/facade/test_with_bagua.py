@@ -252,3 +252,14 @@ def _compiled_beside_the_patch() -> None:
 
 def test_modules_that_are_not_distributed_can_be_compiled(pool: RankPool) -> None:
     pool.run(1, _compiled_beside_the_patch)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_modules_can_be_scripted_and_traced_beside_the_patch() -> None:
+    """TorchScript compiles the properties of modules."""
+    import bagua.torch_api as api
+
+    model, x = nn.Linear(3, 2), torch.ones(4, 3)
+    assert hasattr(model, "with_bagua") and api.__name__ == "bagua.torch_api"
+    for made in (torch.jit.script(model), torch.jit.trace(model, x)):
+        assert torch.equal(made(x), model(x))
