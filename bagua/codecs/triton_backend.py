@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,6 +34,24 @@ _AT_ONCE = 2048  # elements of a tile
 def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter, where they take CPU tensors."""
     return not isinstance(triton_sign.decode, triton.JITFunction)
+
+
+class _Shape(NamedTuple):
+    """What a kernel is told of rows and tiles.
+
+    Attributes:
+        grid: number of programs.
+        sizes: of blocks.
+        tile: constants, K first where there is nothing else.
+        scratch: of encoding.
+        block: the size of a block as a constant, if it is one.
+    """
+
+    grid: tuple[int, int, int]
+    sizes: tuple[Any, ...]
+    tile: tuple[int, ...]
+    scratch: tuple[Tensor, ...] = ()
+    block: tuple[int, ...] = ()
 
 
 class TritonKernels:
@@ -127,16 +145,16 @@ class TritonKernels:
         wire = _Wire(wire_RW)
         source = wire if from_RW is None else _Wire(from_RW)
         x, residual = (wire.floats if t is None else t for t in (x_RN, residual_RN))  # any: it is not read
-        num_blocks, grid, tile = self._tiles(n, block, wire_RW.shape[0])
+        shape = self._shape(n, block, wire, wire_RW.shape[0], encodes=True)
         self._encode(
             wire_RW.device,
-            grid,
-            (x, residual, source.bytes, source.floats, wire.bytes, wire.floats),
+            shape.grid,
+            (x, residual, source.bytes, source.floats, wire.bytes, wire.floats, *shape.scratch),
             (
                 *(x, x.stride(0), residual, residual.stride(0)),
                 *(source.bytes, source.floats, source.stride, source.rows, weight),
-                *(wire.bytes, wire.floats, wire.stride, head, codes, n, block, num_blocks),
-                *(from_RW is not None, residual_RN is not None, *tile),
+                *(wire.bytes, wire.floats, wire.stride, head, codes, n, *shape.sizes, *shape.scratch, *shape.block),
+                *(from_RW is not None, residual_RN is not None, *shape.tile),
             ),
         )
 
@@ -144,23 +162,21 @@ class TritonKernels:
         self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_RN: Tensor, mean: bool
     ) -> None:
         wire, (rows, n) = _Wire(wire_RW), out_RN.shape
-        num_blocks, grid, tile = self._tiles(n, block, rows)
+        shape = self._shape(n, block, wire, rows, encodes=False)
         self._decode(
             wire_RW.device,
-            grid,
+            shape.grid,
             (wire.bytes, wire.floats, out_RN),
             (
                 *(wire.bytes, wire.floats, wire.stride, wire.rows, weight),
-                *(out_RN, out_RN.stride(0), head, codes, n, block, num_blocks),
-                *(mean, *tile),
+                *(out_RN, out_RN.stride(0), head, codes, n, *shape.sizes, *shape.block, mean, *shape.tile),
             ),
         )
 
-    def _tiles(self, n: int, block: int, rows: int) -> tuple[int, tuple[int, int, int], tuple[int, int]]:
-        """Number of blocks, grid, and the kernel's K and B."""
+    def _shape(self, n: int, block: int, wire: _Wire, rows: int, encodes: bool) -> _Shape:
         num_blocks = -(-n // block)
         at_once, columns = self._tile(min(block, n))
-        return num_blocks, (-(-num_blocks // at_once), rows, 1), (at_once, columns)
+        return _Shape((-(-num_blocks // at_once), rows, 1), (block, num_blocks), (at_once, columns))
 
 
 class _EdenKernels(TritonKernels):
@@ -177,63 +193,20 @@ class _EdenKernels(TritonKernels):
         self._least = eden_torch.layout_of(bits, states, 1).least
         self._tables: dict[torch.device, Tensor] = {}
 
-    def _run_encode(
-        self,
-        x_RN: Tensor | None,
-        residual_RN: Tensor | None,
-        from_RW: Tensor | None,
-        weight: float,
-        wire_RW: Tensor,
-        head: int,
-        codes: int,
-        block: int,
-        n: int,
-    ) -> None:
-        wire, device = _Wire(wire_RW), wire_RW.device
-        source = wire if from_RW is None else _Wire(from_RW)
-        x, residual = (wire.floats if t is None else t for t in (x_RN, residual_RN))  # any: it is not read
-        num_blocks, grid, tile, sizes = self._sizes(n, block, wire_RW.shape[0])
-        units, decisions = self._scratch(wire_RW.shape[0] * num_blocks * tile[1], wire)
-        self._encode(
-            device,
-            grid,
-            (x, residual, source.bytes, source.floats, wire.bytes, wire.floats, units, decisions),
-            (
-                *(x, x.stride(0), residual, residual.stride(0)),
-                *(source.bytes, source.floats, source.stride, source.rows, weight),
-                *(wire.bytes, wire.floats, wire.stride, head, codes, n, num_blocks, *sizes),
-                *(self._table(wire), units, decisions, block, from_RW is not None, residual_RN is not None),
-                *(self._bits, self._states, *tile),
-            ),
-        )
-
-    def _run_decode(
-        self, wire_RW: Tensor, head: int, codes: int, block: int, weight: float, out_RN: Tensor, mean: bool
-    ) -> None:
-        wire, (rows, n) = _Wire(wire_RW), out_RN.shape
-        num_blocks, grid, tile, sizes = self._sizes(n, block, rows)
-        self._decode(
-            wire_RW.device,
-            grid,
-            (wire.bytes, wire.floats, out_RN),
-            (
-                *(wire.bytes, wire.floats, wire.stride, wire.rows, weight),
-                *(out_RN, out_RN.stride(0), head, codes, n, num_blocks, *sizes),
-                *(self._table(wire), block, mean, self._bits, self._states, *tile),
-            ),
-        )
-
-    def _sizes(
-        self, n: int, block: int, rows: int
-    ) -> tuple[int, tuple[int, int, int], tuple[int, int, int], tuple[int, float, float]]:
-        """Number of blocks, grid, the kernel's K, P and STAGES; the size of the ragged block and both factors."""
+    def _shape(self, n: int, block: int, wire: _Wire, rows: int, encodes: bool) -> _Shape:
         rest = eden_torch.padded(n % block, self._least) if n % block else 0
-        longest = max(block if n >= block else rest, 8)  # a byte of codes at least
+        whole = block if n >= block else rest
+        longest = max(whole, 8)  # a byte of codes at least
         num_blocks = -(-n // block)
         at_once = max(1, min(_AT_ONCE // longest, triton.next_power_of_2(num_blocks)))
-        factors = (eden_torch.factor(block if n >= block else rest), eden_torch.factor(max(rest, 1)))
-        tile = (at_once, longest, longest.bit_length() - 1)
-        return num_blocks, (-(-num_blocks // at_once), rows, 1), tile, (rest, *factors)
+        factors = eden_torch.factor(whole), eden_torch.factor(max(rest, 1))
+        return _Shape(
+            (-(-num_blocks // at_once), rows, 1),
+            (num_blocks, rest, *factors, self._table(wire)),
+            (self._bits, self._states, at_once, longest, longest.bit_length() - 1),
+            self._scratch(rows * num_blocks * longest, wire) if encodes else (),
+            (block,),
+        )
 
     def _table(self, wire: _Wire) -> Tensor:
         """The centroids of a trellis, int32."""

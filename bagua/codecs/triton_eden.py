@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from bagua.codecs.triton_common import INFINITY_BITS, is_finite, rounded
+from bagua.codecs.triton_rotation import flip, hadamard, mix
+from bagua.codecs.triton_trellis import search
 
 __all__ = ["decode", "encode"]
 
@@ -18,44 +20,6 @@ _L = tl.constexpr(64)  # partial sums
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _SEED = tl.constexpr(0xFFF)
 _UNIT = tl.constexpr(1 / 2048)  # of the centroids of a trellis
-_UNREACHED = tl.constexpr(12000)  # cost of all states but the first, before a block
-
-
-@triton.jit
-def _mix(h):
-    """A hash of uint32."""
-    h = (h ^ (h >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
-    h = (h ^ (h >> 15)) * tl.full([], 0x5E8B4D35, tl.uint32)
-    return h ^ (h >> 16)
-
-
-@triton.jit
-def _flip(x_KP, seed_K, at_P):
-    """The random signs of a seed, given as uint32."""
-    at_1P = at_P[None, :].to(tl.uint32)
-    word_KP = _mix((seed_K[:, None] << 16) | (at_1P >> 5))
-    negative_KP = ((word_KP >> (at_1P & 31)) & 1) << 31
-    return (x_KP.to(tl.uint32, bitcast=True) ^ negative_KP).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _butterfly(x_KP, size_K, K: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr):
-    """Sums and differences of elements HALF apart, in blocks that are longer."""
-    word_KG2H = tl.reshape(x_KP, (K, P // (2 * HALF), 2, HALF)).to(tl.int32, bitcast=True)
-    second = (tl.arange(0, 2) == 1)[None, None, :, None]
-    # As integers, whose sum with 0 keeps the sign of -0.
-    a = tl.sum(tl.where(second, 0, word_KG2H), 2, keep_dims=True).to(tl.float32, bitcast=True)
-    b = tl.sum(tl.where(second, word_KG2H, 0), 2, keep_dims=True).to(tl.float32, bitcast=True)
-    active = size_K[:, None] >= 2 * HALF
-    return tl.where(active, tl.reshape(tl.where(second, a - b, a + b), (K, P)), x_KP)
-
-
-@triton.jit
-def _hadamard(x_KP, size_K, factor_K, K: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr):
-    """Times the orthonormal Hadamard matrix of the padded size."""
-    for stage in tl.static_range(STAGES):
-        x_KP = _butterfly(x_KP, size_K, K, P, P >> (stage + 1))
-    return x_KP * factor_K[:, None]
 
 
 @triton.jit
@@ -171,9 +135,9 @@ def _row(
     """[K, P]: decoded blocks of one row."""
     word_K = tl.load(from32 + head_K, mask_K, 0.0).to(tl.int32, bitcast=True)
     z_KP = _centroid(from8, codes_K, stride_K, size_K, at_P, table, BITS, STATES)
-    z_KP = _hadamard(z_KP, size_K, factor_K, K, P, STAGES)
+    z_KP = hadamard(z_KP, size_K, factor_K, K, P, STAGES)
     scale_K = (word_K & ~_SEED).to(tl.float32, bitcast=True)
-    return _flip(z_KP * scale_K[:, None], (word_K & _SEED).to(tl.uint32), at_P)
+    return flip(z_KP * scale_K[:, None], (word_K & _SEED).to(tl.uint32), at_P)
 
 
 @triton.jit
@@ -206,59 +170,6 @@ def _mean(
         from8 += stride
         from32 += stride // 4
     return sum_KP * weight
-
-
-@triton.jit
-def _search(
-    units,
-    decisions,
-    at_K,
-    size_K,
-    to8,
-    stride_K,
-    lost_K,
-    mask_K,
-    table,
-    BITS: tl.constexpr,
-    STATES: tl.constexpr,
-    K: tl.constexpr,
-):
-    """Write the codes of the best paths (Viterbi). `units` and `decisions` hold a number for each element of blocks."""
-    CODES: tl.constexpr = 1 << BITS
-    from_F = tl.arange(0, CODES)[:, None]
-    state_S = tl.arange(0, STATES)
-    centroid_FS = tl.load(table + from_F * STATES + state_S[None, :])
-    energy_FS = (centroid_FS * centroid_FS + 0x8000) >> 16
-    cost_KS = tl.zeros((K, STATES), tl.int32) + tl.where(state_S == 0, 0, _UNREACHED)[None, :]
-    most = tl.max(size_K, axis=0)
-    for i in range(most):
-        x_K = tl.load(units + at_K + i, mask_K & (i < size_K), 0)
-        branch_KFS = energy_FS[None, :, :] - ((x_K[:, None, None] * centroid_FS[None, :, :]) >> 16)
-        # The state before a window is its upper bits.
-        before_KSF = tl.broadcast_to(cost_KS[:, :, None], (K, STATES, CODES))
-        before_KFS = tl.reshape(before_KSF, (K, CODES, STATES))
-        # With the first of several that are equally good.
-        best_KS = tl.min((before_KFS + branch_KFS) * CODES + from_F[None, :, :], axis=1)
-        went_K = tl.sum((best_KS & (CODES - 1)) << (state_S * BITS)[None, :], axis=1)
-        tl.store(decisions + at_K + i, went_K, mask_K & (i < size_K))
-        cost_KS = tl.where((i < size_K)[:, None], best_KS >> BITS, cost_KS)
-    tl.debug_barrier()  # what other threads wrote is read
-    state_K = tl.min(cost_KS * STATES + state_S[None, :], axis=1) & (STATES - 1)
-    for group in range(most // 8):
-        first_K = size_K - 8 * (group + 1)
-        in_K = mask_K & (first_K >= 0)
-        a_K, b_K = tl.zeros_like(state_K), tl.zeros_like(state_K)  # bytes of the planes
-        for back in tl.static_range(8):
-            went_K = tl.load(decisions + at_K + first_K + (7 - back), in_K, 0)
-            a_K |= (state_K & 1) << (7 - back)
-            if BITS == 2:
-                b_K |= ((state_K >> 1) & 1) << (7 - back)
-            went_K = (went_K >> (state_K * BITS)) & (CODES - 1)
-            state_K = tl.where(in_K, (went_K * STATES | state_K) >> BITS, state_K)
-        tl.store(to8 + first_K // 8, tl.where(lost_K, 0, a_K).to(tl.uint8), in_K)
-        if BITS == 2:
-            tl.store(to8 + stride_K + first_K // 8, tl.where(lost_K, 0, b_K).to(tl.uint8), in_K)
-    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["from_stride", "from_rows", "wire_stride", "head", "codes", "n", "num_blocks", "rest"])
@@ -324,10 +235,10 @@ def encode(
     most_K = tl.max(bits_KP & _MAGNITUDE, axis=1)
     lost_K = most_K >= INFINITY_BITS
     exponent_K = tl.minimum(tl.maximum((most_K >> 23) - 127, -100), 120)
-    seed_K = _mix(tl.sum(bits_KP.to(tl.uint32, bitcast=True), axis=1).to(tl.uint32)) >> 20
+    seed_K = mix(tl.sum(bits_KP.to(tl.uint32, bitcast=True), axis=1).to(tl.uint32)) >> 20
     down_K = ((127 - exponent_K) << 23).to(tl.float32, bitcast=True)
-    z_KP = tl.where(mask_KP, _flip(e_KP * down_K[:, None], seed_K, at_P), 0.0)
-    z_KP = _hadamard(z_KP, size_K, factor_K, K, P, STAGES)
+    z_KP = tl.where(mask_KP, flip(e_KP * down_K[:, None], seed_K, at_P), 0.0)
+    z_KP = hadamard(z_KP, size_K, factor_K, K, P, STAGES)
     in_KP = at_P[None, :] < size_K[:, None]
     z_KP = tl.where(in_KP, z_KP, 0.0)
     square_KP = z_KP * z_KP
@@ -347,7 +258,7 @@ def encode(
         x_KP = rounded(tl.minimum(tl.maximum(x_KP, -16384.0), 16383.0))
         tl.store(units + scratch_K[:, None] + at_P[None, :], x_KP, mask_K[:, None])
         tl.debug_barrier()  # other threads read it
-        _search(*(units, decisions, scratch_K, size_K, to8 + codes_K, stride_K, lost_K, mask_K, table, BITS, STATES, K))
+        search(*(units, decisions, scratch_K, size_K, to8 + codes_K, stride_K, lost_K, mask_K, table, BITS, STATES, K))
         product_KP = z_KP * _centroid(to8, codes_K, stride_K, size_K, at_P, table, BITS, STATES)
         code_KP = tl.zeros((K, P), tl.int32)
     scale_K = tl.div_rn(energy_K, _lane_sum(product_KP, K, P))
@@ -375,8 +286,8 @@ def encode(
             y_KP = tl.where(in_KP, y_KP, 0.0)
         else:
             y_KP = _centroid(to8, codes_K, stride_K, size_K, at_P, table, BITS, STATES)
-        y_KP = _hadamard(y_KP, size_K, factor_K, K, P, STAGES)
-        y_KP = _flip(y_KP * rounded_K.to(tl.float32, bitcast=True)[:, None], seed_K, at_P)
+        y_KP = hadamard(y_KP, size_K, factor_K, K, P, STAGES)
+        y_KP = flip(y_KP * rounded_K.to(tl.float32, bitcast=True)[:, None], seed_K, at_P)
         left_KP = e_KP - y_KP
         tl.store(residual + at_KP, tl.where(is_finite(left_KP) & ~lost_K[:, None], left_KP, 0.0), mask_KP)
 

@@ -34,7 +34,9 @@ def _through_zero(lo_K, hi_K):
     moved_K = (lo_K < 0) & (hi_K >= 0) & (range_K >= DOWN) & (range_K < HUGE)
     bits_K = tl.div_rn(tl.where(moved_K, range_K, 1.0), 254.0).to(tl.int32, bitcast=True)
     step_K = ((bits_K + 255) & -256).to(tl.float32, bitcast=True)
-    below_K = tl.ceil(tl.div_rn(-lo_K, step_K))
+    exact_K = tl.div_rn(-lo_K, step_K)
+    below_K = rounded(exact_K).to(tl.float32)
+    below_K += tl.where(below_K < exact_K, 1.0, 0.0)  # up; tl.ceil takes a denormal number for 0 on a GPU
     return tl.where(moved_K, -(below_K * step_K), lo_K), tl.where(moved_K, (255.0 - below_K) * step_K, hi_K)
 
 

@@ -91,6 +91,9 @@ def _layouts(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple
     special[0, n // 2], special[1, n // 3] = float("nan"), float("inf")
     yield _BAD, special
     yield "tiny", plain * 2.0**-120
+    hardly = plain.abs()
+    hardly[:, n // 2] = -1e-40
+    yield "hardly negative", hardly
     yield "zero", torch.zeros_like(plain)
 
 

@@ -158,6 +158,12 @@ def test_a_fused_optimizer_on_buckets(pool: RankPool, device: torch.device) -> N
     assert all(torch.equal(a, b) for a, b in zip(plain, fused, strict=True))
 
 
+def moments_and_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """First moments of Adam, second ones, and weights, on the CPU."""
+    states = [optimizer.state[param] for param in model.parameters()]
+    return [each[name].cpu() for name in ("exp_avg", "exp_avg_sq") for each in states] + values(model)
+
+
 def corrected(algorithm: Any, device: torch.device) -> list[Tensor]:
     """On a rank: weights and moments of AdamW after eight steps."""
     model = model_on(device)
@@ -167,8 +173,7 @@ def corrected(algorithm: Any, device: torch.device) -> list[Tensor]:
         optimizer.zero_grad()
         model(batch(step, device)).square().mean().backward()
         optimizer.step()
-    states = [optimizer.state[param] for param in model.parameters()]
-    found = [each[name].cpu() for name in ("exp_avg", "exp_avg_sq") for each in states] + values(model)
+    found = moments_and_values(model, optimizer)
     bagua.detach(model)
     return found
 
@@ -215,8 +220,7 @@ def used_by_some(algorithm: Any, device: torch.device) -> list[Tensor]:
         optimizer.zero_grad()
         model(batch(step, device), skip=dist.get_rank() == 1 and step % 3 == 2).square().mean().backward()
         optimizer.step()
-    states = [optimizer.state[param] for param in model.parameters()]
-    found = [each[name].cpu() for name in ("exp_avg", "exp_avg_sq") for each in states] + values(model)
+    found = moments_and_values(model, optimizer)
     bagua.detach(model)
     return found
 
@@ -268,9 +272,8 @@ def encoded_means(name: str, device: torch.device) -> list[Tensor]:
         optimizer.zero_grad()
         model(step).backward()
         optimizer.step()
-    states = [optimizer.state[param] for param in model.parameters()]
     found = [each.grad.cpu() for each in model.parameters() if each.grad is not None]
-    found += [each[key].cpu() for key in ("exp_avg", "exp_avg_sq") for each in states] + values(model)
+    found += moments_and_values(model, optimizer)
     bagua.detach(model)
     return found
 
