@@ -43,72 +43,134 @@ inline uint32_t mix(uint32_t h) {
   return h ^ h >> 16;
 }
 
-// v with the random signs of a seed.
-void flip(float* v, int64_t n, int32_t seed) {
+// out = v * factor with the random signs of a seed.
+void flip(const float* v, int64_t n, int32_t seed, float factor, float* out) {
   uint32_t words[kLongest / 32];
   for (int64_t w = 0; w * 32 < n; ++w) words[w] = mix((uint32_t)seed << 16 | (uint32_t)w);
-  const uint8_t* const bits = (const uint8_t*)words;
   int64_t i = 0;
-  for (; i + W <= n; i += W) {
-    const VF a = load(v + i);
-    store(v + i, choose(bits_at(bits, i), a, -a));
+  if constexpr (W >= 8) {  // a shift by lane moves each bit to the sign; without such shifts a comparison is faster
+    VI up;
+    for (int k = 0; k < W; ++k) up[k] = 31 - k;
+    for (; i + 32 <= n; i += 32) {
+      const VI word = (int32_t)words[i / 32] - VI{};
+#pragma GCC unroll 4
+      for (int j = 0; j < 32 / W; ++j) {
+        const VI sign = (word << (up - j * W)) & ~kMagnitude;
+        store(out + i + j * W, (VF)((VI)(load(v + i + j * W) * factor) ^ sign));
+      }
+    }
   }
-  for (; i < n; ++i) v[i] = words[i / 32] >> (i % 32) & 1 ? -v[i] : v[i];
+  const uint8_t* const bits = (const uint8_t*)words;
+  for (; i + W <= n; i += W) {
+    const VF a = load(v + i) * factor;
+    store(out + i, choose(bits_at(bits, i), a, -a));
+  }
+  for (; i < n; ++i) out[i] = words[i / 32] >> (i % 32) & 1 ? -(v[i] * factor) : v[i] * factor;
+}
+
+// Whether a look-up of one of `count` numbers, in the lanes of a vector, takes one instruction, and saves some.
+constexpr bool by_lane(int count) { return W >= 8 && count > 2 && count <= W; }
+
+// Lane `index` of the table, lane by lane.
+inline VF lanes_of(VF table, VI index) {
+#if defined(__AVX512F__)
+  return (VF)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
+#elif defined(__AVX2__)
+  return (VF)_mm256_permutevar8x32_ps((__m256)table, (__m256i)index);
+#else
+  VF found;
+  for (int i = 0; i < W; ++i) found[i] = table[index[i]];
+  return found;
+#endif
+}
+
+// Lane i ^ k at lane i.
+template <int k>
+inline VF swapped(VF v) {
+#if defined(__AVX512F__)
+  if constexpr (k == 8) return (VF)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0x4e);
+  if constexpr (k == 4) return (VF)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0xb1);
+  if constexpr (k <= 2) return (VF)_mm512_permute_ps((__m512)v, k == 2 ? 0x4e : 0xb1);
+#elif defined(__AVX2__)
+  if constexpr (k == 4) return (VF)_mm256_permute2f128_ps((__m256)v, (__m256)v, 1);
+  if constexpr (k <= 2) return (VF)_mm256_permute_ps((__m256)v, k == 2 ? 0x4e : 0xb1);
+#else
+  VF other;
+  for (int i = 0; i < W; ++i) other[i] = v[i ^ k];
+  return other;
+#endif
 }
 
 // Lane i of v and lane i ^ k: their sum where i has not the bit k, their difference where it has.
 template <int k>
 inline VF across(VF v) {
-  VI lanes, negate;
-  for (int i = 0; i < W; ++i) {
-    lanes[i] = i ^ k;
-    negate[i] = i & k ? ~kMagnitude : 0;
+  VI negate;
+  for (int i = 0; i < W; ++i) negate[i] = i & k ? ~kMagnitude : 0;
+  return swapped<k>(v) + (VF)((VI)v ^ negate);
+}
+
+// Sums and differences within v, of lanes W / 2, ..., 1 apart.
+inline VF within(VF v) {
+  if constexpr (W > 8) v = across<8>(v);
+  if constexpr (W > 4) v = across<4>(v);
+  return across<1>(across<2>(v));
+}
+
+// Sums and differences of kMany vectors, kMany / 2, ..., 1 apart.
+template <int kMany>
+inline void butterflies(VF (&v)[kMany]) {
+#pragma GCC unroll 8
+  for (int half = kMany / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+    for (int k = 0; k < kMany; ++k)
+      if (!(k & half)) {
+        const VF a = v[k], b = v[k + half];
+        v[k] = a + b;
+        v[k + half] = a - b;
+      }
+}
+
+// The sums and differences of `span` elements whose distances are span / 2, ..., span / kMany.
+template <int kMany>
+inline void pass(float* v, int64_t n, int64_t span) {
+  const int64_t distance = span / kMany;
+  for (int64_t first = 0; first < n; first += span)
+    for (int64_t i = first; i < first + distance; i += W) {
+      VF part[kMany];
+#pragma GCC unroll 8
+      for (int k = 0; k < kMany; ++k) part[k] = load(v + i + k * distance);
+      butterflies(part);
+#pragma GCC unroll 8
+      for (int k = 0; k < kMany; ++k) store(v + i + k * distance, part[k]);
+    }
+}
+
+// The same for spans of kMany vectors, down to a distance of one element, times `factor`.
+template <int kMany>
+inline void last_pass(float* v, int64_t n, float factor) {
+  for (int64_t i = 0; i < n; i += kMany * W) {
+    VF part[kMany];
+#pragma GCC unroll 8
+    for (int k = 0; k < kMany; ++k) part[k] = load(v + i + k * W);
+    butterflies(part);
+#pragma GCC unroll 8
+    for (int k = 0; k < kMany; ++k) store(v + i + k * W, within(part[k]) * factor);
   }
-#if defined(__AVX512F__)
-  const VF other = (VF)_mm512_permutexvar_ps((__m512i)lanes, (__m512)v);
-#elif defined(__AVX2__)
-  const VF other = (VF)_mm256_permutevar8x32_ps((__m256)v, (__m256i)lanes);
-#else
-  VF other;
-  for (int i = 0; i < W; ++i) other[i] = v[i ^ k];
-#endif
-  return other + (VF)((VI)v ^ negate);
 }
 
 // Sums and differences of elements n / 2, ..., 1 apart, times `factor`; n is a power of two.
 void hadamard(float* v, int64_t n, float factor) {
-  int64_t half = n / 2;
-  for (; half / 2 >= W; half /= 4) {  // two distances at once
-    const int64_t quarter = half / 2;
-    for (int64_t first = 0; first < n; first += 2 * half)
-      for (int64_t i = first; i < first + quarter; i += W) {
-        const VF a = load(v + i), b = load(v + i + quarter), c = load(v + i + half),
-                 d = load(v + i + half + quarter);
-        const VF p = a + c, q = b + d, r = a - c, s = b - d;
-        store(v + i, p + q);
-        store(v + i + quarter, p - q);
-        store(v + i + half, r + s);
-        store(v + i + half + quarter, r - s);
-      }
+  if (n >= 8 * W) {  // three distances at once, so that vectors are loaded and stored seldom
+    int64_t span = n;
+    for (; span >= 64 * W; span /= 8) pass<8>(v, n, span);
+    if (span == 32 * W) pass<4>(v, n, span);
+    if (span == 16 * W) pass<2>(v, n, span);
+    return last_pass<8>(v, n, factor);
   }
-  for (; half >= W; half /= 2)
-    for (int64_t first = 0; first < n; first += 2 * half)
-      for (int64_t i = first; i < first + half; i += W) {
-        const VF a = load(v + i), b = load(v + i + half);
-        store(v + i, a + b);
-        store(v + i + half, a - b);
-      }
-  if (n >= W) {
-    for (int64_t i = 0; i < n; i += W) {
-      VF a = load(v + i);
-      if (W > 8) a = across<W / 2>(a);
-      if (W > 4) a = across<4>(a);
-      a = across<1>(across<2>(a));
-      store(v + i, a * factor);
-    }
-    return;
-  }
-  for (; half > 0; half /= 2)
+  if (n == 4 * W) return last_pass<4>(v, n, factor);
+  if (n == 2 * W) return last_pass<2>(v, n, factor);
+  if (n == W) return last_pass<1>(v, n, factor);
+  for (int64_t half = n / 2; half > 0; half /= 2)
     for (int64_t first = 0; first < n; first += 2 * half)
       for (int64_t i = first; i < first + half; ++i) {
         const float a = v[i], b = v[i + half];
@@ -165,7 +227,9 @@ struct Eden {
     const int64_t stride = (n + 7) / 8;
     float boundaries[kLevels];
     for (int t = 0; t + 1 < kLevels; ++t) boundaries[t] = mean_square * L::kBoundaries[t];
-    memset(codes, 0, (size_t)(kBits * stride));
+    if (W < 8 || n % kLanes) memset(codes, 0, (size_t)(kBits * stride));
+    VF table = {};  // of the centroids
+    for (int t = 0; t < (kLevels < W ? kLevels : W); ++t) table[t] = L::kCentroids[t];
     const auto vector = [&](int64_t i) {
       const VF v = load(z + i), square = v * v;
       VI level = {};
@@ -173,11 +237,16 @@ struct Eden {
       for (int t = 0; t + 1 < kLevels; ++t) {
         const VI above = square > splat(boundaries[t]);
         level = level - above;
-        magnitude = above ? splat(L::kCentroids[t + 1]) : magnitude;
+        if constexpr (!by_lane(kLevels)) magnitude = above ? splat(L::kCentroids[t + 1]) : magnitude;
       }
+      if constexpr (by_lane(kLevels)) magnitude = lanes_of(table, level);
       for (int p = 0; p < kBits; ++p) {
-        const uint32_t bits = sign_bits(p == 0 ? v : (VF)(level << (32 - p))) << (i % 8);
-        for (int byte = 0; byte < (W + 7) / 8; ++byte) codes[p * stride + i / 8 + byte] |= (uint8_t)(bits >> 8 * byte);
+        const uint32_t bits = sign_bits(p == 0 ? v : (VF)(level << (32 - p)));
+        uint8_t* const to = codes + p * stride + i / 8;
+        if constexpr (W < 8)
+          *to |= (uint8_t)(bits << (i % 8));
+        else
+          for (int byte = 0; byte < W / 8; ++byte) to[byte] = (uint8_t)(bits >> 8 * byte);
       }
       return (VF)((VI)v & kMagnitude) * magnitude;
     };
@@ -224,10 +293,8 @@ struct Eden {
     exponent = exponent < -100 ? -100 : exponent > 120 ? 120 : exponent;
     const float down = float_of((127 - exponent) << 23), up = float_of((127 + exponent) << 23);
     const int32_t seed = (int32_t)(mix(sum) >> 20);
-    for (i = 0; i + W <= n; i += W) store(z + i, load(z + i) * down);
-    for (; i < n; ++i) z[i] = z[i] * down;
-    for (; i < size; ++i) z[i] = 0.0f;
-    flip(z, n, seed);
+    flip(z, n, seed, down, z);
+    for (i = n; i < size; ++i) z[i] = 0.0f;
     rotate(z, size);
     const float energy = lane_sum(
         size,
@@ -316,11 +383,7 @@ struct Eden {
     else
       nearest(codes, size, stride, z);
     rotate(z, size);
-    const float scale = float_of(header & ~kSeed);
-    int64_t i = 0;
-    for (; i + W <= n; i += W) store(out + i, load(z + i) * scale);
-    for (; i < n; ++i) out[i] = z[i] * scale;
-    flip(out, n, header & kSeed);
+    flip(z, n, header & kSeed, float_of(header & ~kSeed), out);
   }
 
   // The centroids of `quantise`.
