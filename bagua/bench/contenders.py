@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -82,14 +83,13 @@ def _mean(bits: float, moment: Moment = Moment.GRADIENT, every: int = 1) -> Amou
 
 
 _CODECS = {"codec", "gather_codec"}
+_OF_DISTRIBUTE = {"bucket_bytes", "num_lanes", "hierarchical", "rank_order", "transport"}
 _MANY, _RANKS = 1 << 20, 4  # elements, and ranks among which they are divided
 
 
 def _unknown(algorithm: str, options: Mapping[str, Any]) -> str:
     known = {each.name for each in fields(bagua.algorithms.get(algorithm))}
-    known |= {"bucket_bytes", "num_lanes", "hierarchical", "rank_order", "transport"} & set(
-        inspect.signature(bagua.distribute).parameters
-    )
+    known |= _OF_DISTRIBUTE & set(inspect.signature(bagua.distribute).parameters)
     unknown = sorted(set(options) - known)
     return f"algorithm {algorithm!r} has no option {', '.join(unknown)}" if unknown else ""
 
@@ -216,10 +216,50 @@ def get(text: str) -> Contender:
     problem = _unknown(contender.algorithm, options)
     if problem:
         raise ValueError(f"contender {text!r}: {problem}")
-    traffic = contender.traffic
-    if options.keys() & _CODECS and bagua.algorithms.get(contender.algorithm).payload is bagua.algorithms.Payload.GRAD:
-        traffic = _mean(_bits(contender.algorithm, options))
-    return replace(contender, name=text, options=options, traffic=traffic)
+    return _with_options(replace(contender, name=text, options=options))
+
+
+def _with_options(contender: Contender) -> Contender:
+    """With the bytes and the period that follow from its options."""
+    algorithm, options = contender.algorithm, contender.options
+    if algorithm == "power_sgd":
+        return replace(contender, traffic=partial(_low_rank, options))
+    interval = int(options.get("communication_interval", 0))
+    if interval > 0:
+        steps = math.ceil(contender.period / interval) * interval
+        return replace(
+            contender, traffic=partial(_rounds, algorithm, options, interval), warmup_steps=steps, period=steps
+        )
+    if options.keys() & _CODECS and bagua.algorithms.get(algorithm).payload is bagua.algorithms.Payload.GRAD:
+        return replace(contender, traffic=_mean(_bits(algorithm, options)))
+    return contender
+
+
+def _low_rank(options: Mapping[str, Any], model: Model, ranks: int) -> Traffic:
+    """Factors by the shapes of the model, for `rank=None` too."""
+    made = bagua.algorithms.PowerSGD(**_own(options))
+
+    def sent(shapes: Sequence[Sequence[int]]) -> float:
+        matrices = [(each[0], math.prod(each[1:])) if len(each) > 1 else (1, math.prod(each)) for each in shapes]
+        elements = sum(n * m for n, m in matrices)
+        return made.exchange_of(tuple(matrices)).bytes_per_rank(elements, ranks)
+
+    hops = 4 if ranks > 1 else 0
+    layers = tuple(sent(layer.shapes) for layer in model.layers)
+    return Traffic(sent(model.shapes), hops, Moment.GRADIENT, layer_bytes=layers)
+
+
+def _rounds(algorithm: str, options: Mapping[str, Any], interval: int, model: Model, ranks: int) -> Traffic:
+    """One round every `interval` steps, after the step or, with a delay, beside the next ones."""
+    made = bagua.algorithms.get(algorithm, **_own(options))
+    moment = Moment.PARAMETER if getattr(made, "delay", 0) else Moment.AFTER
+    sent = made.bytes_per_rank(model.num_elements, ranks) * interval
+    return Traffic(sent, 2 if ranks > 1 else 0, moment, interval)
+
+
+def _own(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the algorithm takes, and not `bagua.distribute`."""
+    return {key: value for key, value in options.items() if key not in _OF_DISTRIBUTE}
 
 
 def _bits(algorithm: str, options: Mapping[str, Any]) -> float:
