@@ -46,8 +46,8 @@ class Candidate:
 
         Examples:
             >>> from bagua.auto.candidates import Candidate
-            >>> Candidate("bytegrad", "lossy", "bytegrad int4 + feedback", {"codec": "int4"}).name
-            'bytegrad:codec=int4'
+            >>> Candidate("bytegrad", "lossy", "bytegrad eden 4 bits", {"codec": "eden:bits=4"}).name
+            'bytegrad:codec=eden:bits=4'
         """
         return self.algorithm + "".join(
             f"{',' if position else ':'}{key}={value}" for position, (key, value) in enumerate(self.options.items())
@@ -77,6 +77,10 @@ def _bits(bits: int, codec: str, row: str) -> Candidate:
     return Candidate("bytegrad", "lossy", row, options, feedback=bits < 8, ladder="bits", rung=bits)
 
 
+def _biased(codec: str) -> Candidate:
+    return Candidate("bytegrad", "lossy", f"bytegrad {codec} + feedback", {"codec": codec}, feedback=True)
+
+
 def _low_rank(rank: int) -> Candidate:
     # The tasks of the benchmark have matrices so small that rank 16 leaves most of them whole: rank 4 bounds it.
     return Candidate("power_sgd", "lossy", "power_sgd", {"rank": rank}, feedback=True, ladder="rank", rung=rank)
@@ -91,11 +95,10 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("gradient_allreduce", "exact", "gradient_allreduce", {"hierarchical": True}),
     Candidate("gradient_allreduce", "lossy", "gradient_allreduce bf16", {"codec": "bf16"}, rung=16),
     _bits(8, "", "bytegrad"),
-    _bits(4, "int4", "bytegrad int4 + feedback"),
+    _bits(4, "eden:bits=4", "bytegrad eden 4 bits"),
     _bits(2, "eden:bits=2", "bytegrad eden 2 bits"),
     _bits(1, "eden:bits=1", "bytegrad eden 1 bit"),
-    Candidate("bytegrad", "lossy", "bytegrad sign + feedback", {"codec": "sign"}, feedback=True),
-    Candidate("bytegrad", "lossy", "bytegrad top_k + feedback", {"codec": "top_k"}, feedback=True),
+    *(_biased(codec) for codec in ("int4", "sign", "top_k")),
     *(_low_rank(rank) for rank in (4, 16, 64)),
     _local("local_sgd", "local_sgd", 2),
     _local("local_sgd", "local_sgd", 4),

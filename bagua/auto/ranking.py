@@ -80,8 +80,16 @@ class Ranking:
         return sorted(alike, key=lambda each: (*self.learns(each[1]), each[0])) + found[len(alike) :]
 
     def learns(self, position: int) -> tuple[float, int]:
-        """Lower is better: the loss gap, of which less than 0.1 % is noise, then the precision."""
-        return round(self.gaps[position] or 0.0, 3), -self.facts.candidates[position].rung
+        """Lower is better: the loss gap, of which less than 0.1 % is noise, then the precision.
+
+        On a ladder a finer setting learns no worse than a coarser one: where the measured gap is larger, that is noise.
+        """
+        here = self.facts.candidates[position]
+        gaps = [self.gaps[position]]
+        for other, each in enumerate(self.facts.candidates):
+            if here.ladder and each.ladder == here.ladder and each.rung < here.rung:
+                gaps.append(self.gaps[other])
+        return round(min((each for each in gaps if each is not None), default=0.0), 3), -here.rung
 
     def varied(self, positions: Sequence[int]) -> list[int]:
         """Without the third of a ladder and those after it."""

@@ -18,7 +18,7 @@ from tests.auto.test_adapting import World, pretend, run
 from tests.auto.test_judge import COMPUTE_S, facts
 from tests.rank_threads import run_teams
 
-RUNGS = [f"bytegrad:codec=eden:bits={bits}" for bits in (1, 2)] + ["bytegrad:codec=int4", "bytegrad"]
+RUNGS = [f"bytegrad:codec=eden:bits={bits}" for bits in (1, 2, 4)] + ["bytegrad"]
 
 
 def fed(drift: Drift, *runs: tuple[float, int]) -> Drift:
@@ -68,16 +68,16 @@ def test_bits_follow_the_rate_one_rung_at_a_time_within_the_loss_limit() -> None
     judge, _ = settled(8e8)
     assert judge.explanation.chosen == "bytegrad"
     judge.refine(1.5, 100, 0.3)
-    assert judge.explanation.chosen == "bytegrad:codec=int4"
+    assert judge.explanation.chosen == "bytegrad:codec=eden:bits=4"
     assert judge.explanation.reason == (
-        "bytegrad:codec=int4 instead of bytegrad, a fine step: exchanges take 1.50 times as long."
+        "bytegrad:codec=eden:bits=4 instead of bytegrad, a fine step: exchanges take 1.50 times as long."
     )
     assert {row.name: row.verdict for row in judge.explanation.rows}["bytegrad"] == "ran before"
     judge.refine(2.0, 200, 0.2)
     assert judge.explanation.chosen == "bytegrad:codec=eden:bits=2"
     judge.refine(2.0, 300, 0.2)
     assert judge.explanation.chosen == "bytegrad:codec=eden:bits=2"  # 1 bit learns worse than the limit with Adam
-    for step, name in ((400, "bytegrad:codec=int4"), (500, "bytegrad"), (600, "bytegrad")):
+    for step, name in ((400, "bytegrad:codec=eden:bits=4"), (500, "bytegrad"), (600, "bytegrad")):
         judge.refine(0.4, step, 0.1)
         assert judge.explanation.chosen == name
     assert judge.explanation.step == 500
@@ -103,7 +103,7 @@ def test_a_fine_step_is_not_taken_back_because_links_became_slower_still() -> No
     judge, _ = settled(8e8)
     judge.refine(1.5, 100, 0.30)
     judge.refine(1.3, 140, 0.33)
-    assert judge.explanation.chosen == "bytegrad:codec=int4"
+    assert judge.explanation.chosen == "bytegrad:codec=eden:bits=4"
 
 
 @pytest.mark.parametrize("period", [8, 25, 60, 150, 400])

@@ -15,6 +15,7 @@ from bagua.auto.explanation import Explanation
 from bagua.auto.facts import Facts, StepTimes
 from bagua.auto.judge import Judge, Order, Outcome
 from bagua.auto.links import Link, Links
+from bagua.auto.ranking import Ranking
 from bagua.engine import Quality
 from bagua.plan import CPU, Workload, predict
 
@@ -98,8 +99,11 @@ def test_a_faster_setting_that_learns_worse_is_named_and_not_chosen() -> None:
 
 
 def test_the_users_limit_counts() -> None:
-    assert decide(facts(5e7, gap=0.0))[0].chosen == "bytegrad:codec=eden:bits=1"
-    assert {"bytegrad:codec=sign", "bytegrad:codec=top_k"} & set(decide(facts(5e7, gap=1.0))[2])
+    assert decide(facts(5e7))[0].chosen == "bytegrad:codec=eden:bits=1"
+    assert decide(facts(5e7, gap=0.01))[0].chosen == "bytegrad:codec=eden:bits=2"
+    assert decide(facts(5e7, gap=0.0))[0].chosen == "gradient_allreduce:codec=bf16"
+    assert decide(facts(5e7, gap=0.03))[0].chosen == "power_sgd:rank=4"
+    assert {"bytegrad:codec=sign", "bytegrad:codec=top_k"} & set(decide(facts(5e7, gap=10.0))[2])
 
 
 def test_settings_whose_loss_was_not_measured_with_the_optimizer_are_left_out() -> None:
@@ -126,7 +130,7 @@ def test_of_settings_that_are_equally_fast_the_one_that_learns_best_stays() -> N
         known = {"gradient_allreduce": 1.0, "power_sgd:rank=4": 0.2, "bytegrad:codec=eden:bits=1": 0.204}
         return {**known, "bytegrad:codec=eden:bits=2": 0.205}.get(name, 0.5)
 
-    found, _, tried = decide(facts(2e8), seconds)
+    found, _, tried = decide(facts(2e8, gap=0.03), seconds)
     assert set(tried) == {"gradient_allreduce", "power_sgd:rank=4", *known_bits(1, 2)}
     assert found.chosen == "bytegrad:codec=eden:bits=2"
 
@@ -136,8 +140,8 @@ def known_bits(*bits: int) -> list[str]:
 
 
 def test_of_predictions_that_are_equally_fast_the_most_precise_is_tried_first_and_no_third_of_its_kind() -> None:
-    _, _, tried = decide(facts(1.3e9))
-    assert tried == ["gradient_allreduce", "bytegrad", "bytegrad:codec=int4", "power_sgd:rank=4"]
+    _, _, tried = decide(facts(1.3e9, gap=0.023))
+    assert tried == ["gradient_allreduce", "bytegrad", "bytegrad:codec=eden:bits=4", "power_sgd:rank=4"]
 
 
 def test_ways_between_sites_count_and_not_the_hosts_links() -> None:
@@ -157,9 +161,21 @@ def test_ways_between_sites_count_and_not_the_hosts_links() -> None:
     assert decide(given)[0].chosen != "gradient_allreduce"
 
 
+def test_a_finer_setting_of_a_ladder_learns_no_worse_than_a_coarser_one() -> None:
+    given = facts(1e9)
+    ranking = Ranking(given)
+    fine, coarse = (
+        [each.name for each in given.candidates].index(f"bytegrad:codec=eden:bits={bits}") for bits in (4, 2)
+    )
+    ranking.gaps[fine], ranking.gaps[coarse] = 0.014, 0.002
+    assert ranking.learns(fine) < ranking.learns(coarse)
+    ranking.gaps[fine], ranking.gaps[coarse] = 0.002, 0.014
+    assert ranking.learns(fine) < ranking.learns(coarse)
+
+
 def noisy(fast: str, slow: str) -> tuple[Explanation, list[str], int]:
     """The first trial of `fast` is disturbed in most of its steps, so that its median is above that of `slow`."""
-    given = facts(1.3e9)
+    given = facts(1.3e9, gap=0.03)
     judge = Judge(given)
     order, tried, steps = judge.begin(), [], 1
     while order.count:
@@ -175,12 +191,12 @@ def noisy(fast: str, slow: str) -> tuple[Explanation, list[str], int]:
 
 
 def test_trials_that_overlap_are_run_again() -> None:
-    found, tried, steps = noisy("bytegrad:codec=int4", "bytegrad")
-    assert tried[-2:] == ["bytegrad:codec=int4", "bytegrad"]
+    found, tried, steps = noisy("bytegrad:codec=eden:bits=4", "bytegrad")
+    assert tried[-2:] == ["bytegrad:codec=eden:bits=4", "bytegrad"]
     assert len(tried) == 6
     assert steps < 40
-    assert {row.name: row.measured_s for row in found.rows}["bytegrad:codec=int4"] == pytest.approx(0.15)
-    assert found.chosen == "bytegrad:codec=int4"
+    assert {row.name: row.measured_s for row in found.rows}["bytegrad:codec=eden:bits=4"] == pytest.approx(0.15)
+    assert found.chosen == "bytegrad:codec=eden:bits=4"
 
 
 def test_full_precision_that_overlaps_is_run_again() -> None:
@@ -198,7 +214,7 @@ def test_full_precision_that_overlaps_is_run_again() -> None:
     ],
 )
 def test_what_the_guard_measures_counts(quality: Quality, verdict: str) -> None:
-    found, _, tried = decide(facts(1e8), quality=quality)
+    found, _, tried = decide(facts(1e8, gap=0.03), quality=quality)
     assert found.chosen == "gradient_allreduce"
     assert verdict in {row.verdict for row in found.rows if row.name in tried}
 
