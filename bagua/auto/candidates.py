@@ -53,6 +53,18 @@ class Candidate:
             f"{',' if position else ':'}{key}={value}" for position, (key, value) in enumerate(self.options.items())
         )
 
+    @property
+    def alike(self) -> str:
+        """Equal for settings whose steps cost a CPU about the same; "" for one without such others.
+
+        Examples:
+            >>> from bagua.auto.candidates import CANDIDATES
+            >>> sorted({each.alike for each in CANDIDATES})
+            ['', 'bits', 'bits eden', 'rank']
+        """
+        codec = str(self.options.get("codec", "")).partition(":")[0]
+        return f"{self.ladder} {codec}".strip() if self.ladder else ""
+
     def make(self, nodes: tuple[tuple[int, ...], ...], optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
         """The algorithm, fitted to the job's nodes and optimizers as `distribute` does."""
         return get(self.algorithm, **self.options).for_optimizers(optimizers).for_nodes(nodes)[0]

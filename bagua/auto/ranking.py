@@ -14,7 +14,7 @@ __all__ = ["ALIKE", "MARGIN", "Ranking"]
 
 MARGIN = 0.05  # by which a setting must beat full precision, predicted and measured
 ALIKE = 0.03  # settings within this of the fastest count as equally fast: the one that learns best is taken
-_OF_A_LADDER = 2  # among those tried: a third one would differ least
+_OF_A_KIND = 2  # settings that differ in bits or rank alone, among those tried
 
 
 class Ranking:
@@ -92,12 +92,12 @@ class Ranking:
         return round(min((each for each in gaps if each is not None), default=0.0), 3), -here.rung
 
     def varied(self, positions: Sequence[int]) -> list[int]:
-        """Without the third of a ladder and those after it."""
-        ladders = [self.facts.candidates[position].ladder for position in positions]
+        """Without the third of a kind and those after it: they would differ least."""
+        kinds = [self.facts.candidates[position].alike for position in positions]
         return [
             position
             for number, position in enumerate(positions)
-            if not ladders[number] or ladders[:number].count(ladders[number]) < _OF_A_LADDER
+            if not kinds[number] or kinds[:number].count(kinds[number]) < _OF_A_KIND
         ]
 
     def neighbours(self, position: int) -> tuple[int | None, int | None]:
