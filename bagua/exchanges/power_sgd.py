@@ -15,6 +15,8 @@ from bagua.exchanges.low_rank import Factored, LowRank
 
 __all__ = ["PowerSGD", "rank_for_shape"]
 
+_LARGE = 2.0**32
+
 
 @dataclass(frozen=True)
 class PowerSGD(LowRank):
@@ -27,7 +29,8 @@ class PowerSGD(LowRank):
 
     The work is done in fp32 (fp64 for fp64 payloads). Vectors, and matrices for which
     `min_compression * r * (n + m) > n * m`, are averaged exactly. Householder QR yields orthonormal columns for
-    any P, so a zero or rank-deficient gradient cannot leave dead columns behind.
+    any P, so a zero or rank-deficient gradient cannot leave dead columns behind. A Q with elements beyond 2^32 is kept
+    times a power of two that makes them small, so that squares of large gradients do not overflow.
 
     Args:
         shapes: (n, m) of each parameter, in the order of the bucket; (1, n) for a vector.
@@ -105,6 +108,16 @@ class PowerSGD(LowRank):
     def _finish(self, factored: Sequence[Factored], old_Q: Tensor, new_Q: Tensor) -> None:
         """The next step starts from here."""
         old_Q.copy_(torch.where(new_Q.isfinite(), new_Q, old_Q))
+        if old_Q.device.type == "cpu" and float(torch.linalg.vector_norm(old_Q, math.inf)) <= _LARGE:
+            return
+        # Q has the size of M: their product overflows where the square of M does. Only the directions of Q matter.
+        places = [each.place for each in factored]
+        rights = [old_Q[each.right : each.right + each.m * each.r] for each in places]
+        norms = torch.stack(torch._foreach_norm(rights, math.inf))
+        powers = (torch.frexp(norms).mantissa / norms).clamp_(min=torch.finfo(norms.dtype).tiny)
+        scales = torch.where(norms > _LARGE, powers, 1.0)
+        for right, scale in zip(rights, scales.unbind(), strict=True):
+            right.mul_(scale)
 
 
 def rank_for_shape(n: int, m: int) -> int:

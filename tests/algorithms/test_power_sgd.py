@@ -234,6 +234,39 @@ def test_overflow_is_seen_and_forgotten(error_feedback: bool, bad: float) -> Non
         assert all(tensor.isfinite().all() for tensor in state.values())
 
 
+@pytest.mark.parametrize("error_feedback", [True, False])
+@pytest.mark.parametrize("large", [1e30, 1e38, 3e38])
+def test_a_large_gradient_is_forgotten(error_feedback: bool, large: float) -> None:
+    """Its square overflows, but neither it nor the products with the first Q do."""
+
+    def give(rank: int, step: int) -> np.ndarray:
+        x = gradient(rank, step)
+        if step == 2 and rank == 0:
+            x[5] = large
+        return x
+
+    exchange = exchanges.PowerSGD(SHAPES, 2, error_feedback, min_compression=1.0)
+    for seen, state, _ in run_threads(2, partial(drive, give=give), exchange, 6):
+        assert all(x.isfinite().all() for x in seen)
+        assert all(tensor.isfinite().all() for tensor in state.values())
+        assert all(float(x.abs().max()) < 10 for x in seen[4:])
+
+
+@pytest.mark.parametrize("large", [2.0**40, 2.0**116])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_gradients_are_exchanged_as_small_ones_are(large: float, dtype: torch.dtype) -> None:
+    """Factors of powers of two change no bits, unless a number becomes subnormal."""
+    exchange = exchanges.PowerSGD(SHAPES, 2, error_feedback=True, min_compression=1.0)
+
+    def times(rank: int, step: int) -> np.ndarray:
+        return large * gradient(rank, step)
+
+    small = run_threads(2, drive, exchange, 5, dtype)[0][0]
+    much = run_threads(2, partial(drive, give=times), exchange, 5, dtype)[0][0]
+    for a, b in zip(small, much, strict=True):
+        assert torch.equal(a * large, b)
+
+
 def test_zero_and_rank_deficient_gradients_leave_no_dead_columns() -> None:
     """A zero gradient wipes Q out; the next one must get through all the same."""
 
