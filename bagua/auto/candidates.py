@@ -81,7 +81,13 @@ def _local(algorithm: str, row: str, interval: int) -> Candidate:
 
 
 _ROUNDS_OF_2 = {"communication_interval": 2, "codec": "minmax_uint8"}
-_ROUNDS_OF_3 = {"communication_interval": 3, "codec": "eden:bits=3", "outer_lr": 1.0, "outer_momentum": 0.0}
+_ROUNDS_OF_3 = {
+    "communication_interval": 3,
+    "delay": 0,
+    "codec": "eden:bits=3",
+    "outer_lr": 1.0,
+    "outer_momentum": 0.0,
+}
 
 
 def _bits(bits: int, codec: str, row: str) -> Candidate:

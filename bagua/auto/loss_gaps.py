@@ -2,7 +2,8 @@
 
 The figures come from two benchmarks with 4 ranks, the same optimizer, data, learning rates and number of steps as DDP.
 One has two small tasks and 3 seeds (`SOURCE`). The other is the convergence suite: four tasks, whose seeds defaults
-were not chosen on (`SUITE`). Of the suite the worse of the two tasks of a family is in the table.
+were not chosen on (`SUITE`). Of the suite the worse of the two tasks of a family is in the table. `power_sgd` has the
+worse of rank 4 and rank by shape. `diloco` every 16 steps has at least the gap of every 8, which was run on more tasks.
 
 Eden is the row with its defaults: error feedback with SGD, second moments without the codec's noise with Adam. Gossip
 with Adam corrects second moments, as it does by default. "Short rounds" are the defaults of `local_sgd` and `diloco`.
@@ -23,7 +24,7 @@ SUITE = "benchmarks/results/2026-11-23-suite/suite.json"
 FAMILIES = ("sgd", "adam")
 # The targets of that benchmark are 2 % of loss and half a point of accuracy, 4 % and a point.
 POINTS_PER_LOSS = 25.0
-_SGD = ("SGD", "Muon", "ASGD")
+_SGD = ("SGD", "ASGD")
 _ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adafactor", "Adadelta", "SparseAdam")
 
 
@@ -64,9 +65,9 @@ MEASURED: Mapping[str, Mapping[str, Gap]] = {
     "bytegrad eden 4 bits": {"sgd": Gap(0.0039, 0.0, 1.3744), "adam": Gap(0.1443, -0.1669, -0.1971)},
     "bytegrad eden 2 bits": {"sgd": Gap(-0.0007, -0.3895, 0.1468), "adam": Gap(-0.3433, 0.0556, 0.9123)},
     "bytegrad eden 1 bit": {"sgd": Gap(-0.0507, -0.1669, 1.6403), "adam": Gap(0.2665, 0.946, 8.7388)},
-    "power_sgd": {"sgd": Gap(1.558, 0.1113, 2.1942), "adam": Gap(5.8556, 1.113, 5.7564)},
+    "power_sgd": {"sgd": Gap(1.558, 0.1113, 3.0377), "adam": Gap(5.8556, 1.113, 5.7564)},
     "local_sgd": {"sgd": Gap(0.4366, 0.2782, 11.9124), "adam": Gap(4.682, 1.5582, 37.273)},
-    "diloco": {"sgd": Gap(-2.135, -0.2226, 11.6409), "adam": Gap(3.3159, 0.5008, 4.0429)},
+    "diloco": {"sgd": Gap(-2.135, -0.2226, 11.6409), "adam": Gap(3.3159, 0.5008, 18.9613)},
     "local_sgd short rounds": {"sgd": Gap(0.0498, -0.2226, 3.2075), "adam": Gap(1.307, 0.0557, 2.6675)},
     "diloco short rounds": {"sgd": Gap(0.0368, -0.1113, 3.892), "adam": Gap(1.5737, 0.4452, 5.71)},
     "decentralized all": {"sgd": Gap(0.0722, 0.2226, 2.0153), "adam": Gap(0.6976, -0.0556, 0.7125)},
@@ -78,7 +79,7 @@ MEASURED: Mapping[str, Mapping[str, Gap]] = {
 
 
 def families_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[str, ...]:
-    """The families of `optimizers`; both for one that is in neither, as the worse one counts then.
+    """The families of `optimizers`; both for one that is in neither, as Muon, since the worse one counts then.
 
     Examples:
         >>> from bagua.auto.loss_gaps import families_of

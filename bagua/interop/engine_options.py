@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from bagua import algorithms
 from bagua.algorithms import Algorithm
+from bagua.algorithms.auto import get_or_auto
+from bagua.algorithms.registry import registry
 from bagua.engine import distribute
 
 __all__ = ["split_options"]
@@ -19,7 +20,7 @@ def split_options(
     """Return the algorithm with its options, and the arguments that are left for `bagua.distribute`.
 
     Args:
-        algorithm: a name from `bagua.algorithms.available()` or an instance.
+        algorithm: a name from `bagua.algorithms.available()`, "auto", or an instance.
         options: of the algorithm, and keyword arguments of `bagua.distribute`.
         provided: names of arguments of `bagua.distribute` that are not the user's to give.
 
@@ -38,4 +39,4 @@ def split_options(
     of_algorithm = {name: value for name, value in options.items() if name not in names}
     if of_algorithm.get("hierarchical", False) is None:
         del of_algorithm["hierarchical"]  # the algorithm's default
-    return algorithms.get(algorithm, **of_algorithm), of_engine
+    return get_or_auto(registry, algorithm, of_algorithm), of_engine
