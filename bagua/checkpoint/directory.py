@@ -18,7 +18,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,8 @@ def reserve(directory: Path) -> tuple[int, Path]:
     for name in os.listdir(directory):
         if match := _LEFTOVER.fullmatch(name):
             numbers.append(int(match[2]))
-            shutil.rmtree(directory / name, ignore_errors=True)
+            with suppress(OSError):  # its writer has published it, or another `reserve` removes it
+                _remove(directory / name, int(match[2]))
     number = max(numbers, default=0) + 1
     path = directory / f"writing-{number:06d}-{secrets.token_hex(4)}"
     path.mkdir()
@@ -234,7 +235,11 @@ def publish(path: Path, number: int, manifest: Manifest) -> Path:
         file.write(text.encode())
     sync_directory(path)
     final = path.parent / f"checkpoint-{number:06d}-step-{manifest.step}"
-    os.rename(path, final)
+    try:
+        os.rename(path, final)
+    except FileNotFoundError:
+        check_not_removed(path)
+        raise
     sync_directory(path.parent)
     return final
 
@@ -251,9 +256,17 @@ def sync_directory(path: Path) -> None:
 def discard_old(directory: Path, keep: int) -> None:
     """Remove all complete checkpoints but the last `keep`. What is being removed no longer counts."""
     for place in find(directory)[:-keep]:
-        away = directory / f"removing-{place.number:06d}-{secrets.token_hex(4)}"
-        os.rename(place.path, away)
-        shutil.rmtree(away, ignore_errors=True)
+        _remove(place.path, place.number)
+
+
+def _remove(path: Path, number: int) -> None:
+    """Remove checkpoint `number`, complete or not, which is now at `path`.
+
+    Renamed first: a removal in place would go on in a directory that its writer publishes meanwhile.
+    """
+    away = path.with_name(f"removing-{number:06d}-{secrets.token_hex(4)}")
+    os.rename(path, away)
+    shutil.rmtree(away, ignore_errors=True)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -25,7 +25,10 @@ __all__ = ["Transport"]
 
 _MAX_UNSENT = 1 << 20  # bytes for one peer; what is more is dropped, as a network would
 _MAX_INCOMING = 1024  # connections
+_MAX_STRANGERS = 64  # of them, those by which nobody was heard yet
 _RETRY_S = 0.2
+_PAUSE_S = 0.1  # without accepting connections while no file can be opened
+_COMPLAIN_S = 10.0  # between two warnings
 _READ = 1 << 16
 _log = logging.getLogger("bagua")
 _T = TypeVar("_T")
@@ -49,7 +52,7 @@ class Transport:
     """The driver of one agent.
 
     A message that cannot be delivered soon is dropped: the protocol repeats what matters. A frame without the token's
-    HMAC closes its connection.
+    HMAC closes its connection. Of too many connections without a frame the oldest is closed.
 
     Args:
         agent: on the clock `time.monotonic`. Addresses are numeric: a name would be looked up in the thread.
@@ -75,7 +78,9 @@ class Transport:
         self._outbox: list[Send] = []
         self._outgoing: dict[str, _Outgoing] = {}
         self._retry: dict[str, float] = {}
-        self._incoming: set[_Incoming] = set()
+        self._incoming: dict[_Incoming, None] = {}  # the oldest first
+        self._complain_at = 0.0
+        self._accept_at: float | None = None  # when connections are accepted again, if they are not now
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         for sock in (listener, self._wake_read, self._wake_write):
@@ -136,6 +141,12 @@ class Transport:
                     self._drain()
                     outbox, self._outbox = self._outbox, []
                     due = self._agent.next_tick
+                if self._accept_at is not None:
+                    if now >= self._accept_at:
+                        self._accept_at = None
+                        self._selector.register(self._listener, selectors.EVENT_READ)
+                    else:
+                        due = min(due, self._accept_at)
                 for send in outbox:
                     self._post(send, now)
                 for key, _ in self._selector.select(max(0.001, min(due - time.monotonic(), 1.0))):
@@ -152,22 +163,37 @@ class Transport:
 
     def _ready(self, sock: object, peer: object) -> None:
         if isinstance(peer, _Incoming):
-            self._read(peer)
+            if peer in self._incoming:  # else closed for a newer one since it was found ready
+                self._read(peer)
         elif isinstance(peer, _Outgoing):
             self._flush(peer)
         elif sock is self._listener:
-            with contextlib.suppress(OSError):
-                accepted, _ = self._listener.accept()
-                accepted.setblocking(False)
-                if len(self._incoming) >= _MAX_INCOMING:
-                    accepted.close()
-                    return
-                incoming = _Incoming(accepted, self._token)
-                self._incoming.add(incoming)
-                self._selector.register(accepted, selectors.EVENT_READ, incoming)
+            self._accept()
         else:
             with contextlib.suppress(OSError):
                 self._wake_read.recv(_READ)
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # too many open files: the listener would be ready again at once
+            self._complain(f"no connection was accepted: {error}")
+            self._selector.unregister(self._listener)
+            self._accept_at = time.monotonic() + _PAUSE_S
+            return
+        strangers = [peer for peer in self._incoming if not peer.name]
+        if len(strangers) >= _MAX_STRANGERS:
+            self._end(strangers[0])
+        if len(self._incoming) >= _MAX_INCOMING:
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # its host may have lost power
+        incoming = _Incoming(accepted, self._token)
+        self._incoming[incoming] = None
+        self._selector.register(accepted, selectors.EVENT_READ, incoming)
 
     def _read(self, peer: _Incoming) -> None:
         try:
@@ -192,7 +218,7 @@ class Transport:
         """A connection has ended at its other end. Its host is lost, unless another connection of it is there."""
         self._selector.unregister(peer.sock)
         peer.sock.close()
-        self._incoming.discard(peer)
+        del self._incoming[peer]
         if peer.name and all(other.name != peer.name for other in self._incoming):
             with self._lock:
                 self._agent.closed(time.monotonic(), peer.name)
@@ -226,7 +252,11 @@ class Transport:
         except ValueError as error:
             _log.warning("membership: %s", error)
             return None
-        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        except OSError as error:  # too many open files: tried again, as after a silence
+            self._complain(f"no connection to {address}: {error}")
+            return None
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A connection over a link that was cut would stay silent long after the link is back.
@@ -244,6 +274,13 @@ class Transport:
         peer = self._outgoing[address] = _Outgoing(sock, address, name)
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
         return peer
+
+    def _complain(self, what: str) -> None:
+        """Of something that is tried again soon."""
+        now = time.monotonic()
+        if now >= self._complain_at:
+            self._complain_at = now + _COMPLAIN_S
+            _log.warning("membership: %s", what)
 
     def _flush(self, peer: _Outgoing) -> None:
         try:

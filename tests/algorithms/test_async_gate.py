@@ -179,3 +179,20 @@ class Gone:
 
     def add(self, key: str, number: int) -> int:
         raise dist.DistNetworkError("Broken pipe")
+
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("Broken pipe")
+
+
+class NotReady(Ready):
+    """Still on its way to the next round."""
+
+    def ready(self) -> bool:
+        return False
+
+
+def test_a_rank_that_is_not_ready_gives_up_when_the_store_is_gone() -> None:
+    gate = QuorumGate(BoundedStore(Gone(), PATIENCE_S), "gate", 0, 3, PATIENCE_S, 2, 0.0)
+    assert gate.merge(NotReady()) is None and gate.over
+    with pytest.raises(CommunicationError, match="rank 0 gives up: .*probably gone: Broken pipe"):
+        gate.give_up_after(0.0)

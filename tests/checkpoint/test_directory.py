@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import errno
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 import bagua
 from bagua.checkpoint import CheckpointError, archive, load, save, steps
 from bagua.checkpoint.archive import read_last, save_packed
-from bagua.checkpoint.directory import reserve
+from bagua.checkpoint.directory import Manifest, publish, reserve, write_file
 from bagua.comm.team import Team
 from tests.checkpoint.kill_points import sweep
 from tests.rank_pool import RankPool
@@ -193,6 +195,36 @@ def test_a_file_that_cannot_be_read_back_is_no_problem_of_the_object(
     monkeypatch.setattr(torch, "load", load_of_torch)
     with pytest.raises(CheckpointError, match=r"rank 0 of 1: OSError: \[Errno 5\] Input/output error"):
         save(tmp_path, {"epoch": 1}, step=1)
+
+
+@pytest.mark.parametrize("first", ["removal", "publication"])
+def test_what_another_job_removes_is_not_published(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither once its removal has begun, nor if that begins just before the checkpoint gets its name."""
+    save(tmp_path, {"epoch": 1}, step=1)
+    number, path = reserve(tmp_path)
+    sums = {"epoch-00000.pt": write_file(path / "epoch-00000.pt", 2)}
+    manifest = Manifest(2, 1, {"epoch": "data"}, {"epoch": ["epoch-00000.pt"]}, sums)
+    name, work, meanwhile = "unlink", partial(reserve, tmp_path), partial(publish, path, number, manifest)
+    if first == "publication":
+        name, work, meanwhile = "rename", meanwhile, work
+    original, begun, problems = getattr(os, name), [], []
+
+    def attempt(what: Callable[[], object]) -> None:
+        try:
+            what()
+        except CheckpointError as error:
+            problems.append(str(error))
+
+    def in_between(*args: Any, **options: Any) -> None:
+        if not begun:
+            begun.append(True)
+            attempt(meanwhile)
+        original(*args, **options)
+
+    monkeypatch.setattr(os, name, in_between)
+    attempt(work)
+    assert begun and len(problems) == 1 and f"another job saves in {tmp_path}" in problems[0]
+    assert steps(tmp_path) == (1,)
 
 
 @pytest.mark.parametrize("when", ["written", "published"])

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import resource
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 from bagua.membership import Agent, Blocked, Epoch, EpochBegan, Member, MessageError, Options, Record, Verdict
 from bagua.membership.frames import FrameReader, pack
 from bagua.membership.messages import MAX_FRAME
-from bagua.membership.transport import Transport
+from bagua.membership.transport import _MAX_STRANGERS, Transport
 from tests.fork_server import ForkServer
 
 TOKEN = b"sixteen bytes or more"
@@ -127,6 +128,24 @@ def test_a_stranger_without_the_token_is_cut_off(three: list[Transport]) -> None
             stranger.sendall(frame)
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(1) == b""
+    assert names(three[0]) == ["n0", "n1", "n2"] and three[0].call(lambda agent, now: agent.suspected) == {}
+
+
+def test_of_many_strangers_that_say_nothing_the_oldest_are_cut_off(three: list[Transport]) -> None:
+    wait_for(lambda: heard_all(three), "connections")
+    host, _, port = three[0].call(lambda agent, now: agent.record.address).rpartition(":")
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=LIMIT_S))
+            for _ in range(_MAX_STRANGERS + 5)
+        ]
+        for stranger in silent[:5]:
+            assert stranger.recv(1) == b""
+        for stranger in silent[5:]:
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)
+        assert three[0].connected == ["n1", "n2"]
     assert names(three[0]) == ["n0", "n1", "n2"] and three[0].call(lambda agent, now: agent.suspected) == {}
 
 
@@ -251,3 +270,43 @@ def _interrupted(pipe: Connection) -> None:
         pipe.send(repr(transport.events.get(timeout=0.1)))
     except queue.Empty:
         pipe.send("nothing came")
+
+
+@pytest.mark.process
+def test_an_agent_outlasts_a_lack_of_files(fork_server: ForkServer) -> None:
+    """It can neither accept a connection nor open one, and does both once others have closed their files."""
+    pipe = fork_server.fork(_short_of_files)
+    assert pipe.poll(LIMIT_S), "not connected"
+    failed, busy_s = pipe.recv()
+    assert not failed and busy_s < 0.25
+    assert pipe.poll(LIMIT_S), "not connected"
+    assert pipe.recv() == ["n1"]
+
+
+def _short_of_files(pipe: Connection) -> None:
+    """In a process of its own."""
+    listeners = [listener() for _ in range(2)]
+    epoch = founders(listeners)
+    agents = [
+        Agent(Record("job", m.name, 0, m.address), Options(detect_s=20.0), time.monotonic(), epoch=epoch)
+        for m in epoch.members
+    ]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    stranger = socket.create_connection(listeners[0].getsockname())
+    files: list[int] = []
+    with contextlib.suppress(OSError):
+        while True:
+            files.append(os.dup(stranger.fileno()))
+    for _ in range(3):  # those that the first agent has from the start
+        os.close(files.pop())
+    first = Transport(agents[0], listeners[0], TOKEN)
+    began_s = time.process_time()
+    time.sleep(1.0)
+    pipe.send((first.failed, time.process_time() - began_s))
+    for each in files:
+        os.close(each)
+    second = Transport(agents[1], listeners[1], TOKEN)
+    wait_for(lambda: heard_all([first, second]), "connections")
+    pipe.send(first.connected)
+    second.close()
+    first.close()

@@ -47,6 +47,7 @@ class QuorumGate(Gate):
             else:
                 verdict = self._enter_with(number, ballot)
         except CommunicationError as error:
+            self.fail()  # a rank that was not ready has not counted as alone until now
             self._end(str(error), True)
             return None
         finally:
