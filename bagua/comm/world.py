@@ -46,7 +46,7 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
 
     Raises:
         RuntimeError: the rank joins a fault-tolerant job that is running.
-        ValueError: the environment is incomplete, a name of Bagua's backend is unknown, or a second call asks for
+        ValueError: the environment is incomplete or wrong, a name of Bagua's backend is unknown, or a second call asks for
             another backend.
 
     Examples:
@@ -85,9 +85,9 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
                 f"{', '.join(n for n in _ENV if n in os.environ)} is; launch with torchrun or `bagua run`, "
                 "or unset all of them to run alone"
             )
+        rank, world_size = _rank_and_size()
         store = _rendezvous(kw.get("timeout"))
         _generation += 1
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # The launcher's store survives a restart: a new attempt must not find the old one's addresses. Any other store
         # is made for the attempt, and launchers count restarts each for itself: on several hosts the numbers differ.
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -108,6 +108,27 @@ def _adopt_launcher() -> bool:
     os.environ.update(found)
     _log.info("started by %s: %s", launcher.name, ", ".join(f"{name}={value}" for name, value in found.items()))
     return True
+
+
+def _rank_and_size() -> tuple[int, int]:
+    """Of the environment; refuses those with which ranks would wait for each other forever."""
+    numbers: list[int] = []
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        try:
+            numbers.append(int(os.environ[name]))
+        except ValueError:
+            raise ValueError(
+                f"init_process_group: {name}={os.environ[name]!r} in the environment, expected an integer"
+            ) from None
+    rank, world_size, _ = numbers
+    if world_size < 1:
+        raise ValueError(f"init_process_group: WORLD_SIZE={world_size} in the environment, expected 1 or more")
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"init_process_group: RANK={rank} in the environment, expected 0 to {world_size - 1}, as "
+            f"WORLD_SIZE={world_size}"
+        )
+    return rank, world_size
 
 
 def _await_connections() -> None:

@@ -73,6 +73,27 @@ def test_incomplete_environment(monkeypatch: pytest.MonkeyPatch, missing: str) -
             bagua.init_process_group()
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("RANK", "2", "RANK=2 .*expected 0 to 1, as WORLD_SIZE=2"),
+        ("RANK", "-1", "RANK=-1"),
+        ("RANK", "x", "RANK='x' .*integer"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE=0"),
+        ("WORLD_SIZE", "", "WORLD_SIZE='' .*integer"),
+        ("MASTER_PORT", "http", "MASTER_PORT='http' .*integer"),
+    ],
+)
+def test_wrong_numbers_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, text in {**environment, variable: value}.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=message):
+        bagua.init_process_group()
+
+
 def again_and_again(port: int) -> list[float]:
     """Three worlds after one another over one address, without any pause in between."""
     found = []

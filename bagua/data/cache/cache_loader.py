@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bagua.data.cache.backends import make_backend
+from bagua.data.cache.backends import Backend, make_backend
 from bagua.data.cache.client import Client, arrange_exit, connect, release
 from bagua.data.cache.frame import SERIALIZERS, make_frame, make_key, read_frame
 from bagua.data.cache.store import Buffer, StoreStatus
@@ -80,6 +80,11 @@ class CacheLoader:
         self._client: Client | None = None
         self.stats = CacheStats()
         arrange_exit()
+
+    @property
+    def backend(self) -> Backend:
+        """What opens the store; equal ones share it within a process."""
+        return self._backend
 
     def get(self, key: Key, load_fn: Callable[[Any], Any]) -> Any:
         """Return the cached sample, or `load_fn(key)`.

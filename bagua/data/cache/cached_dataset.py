@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import operator
+import pickle
+import weakref
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 from torch.utils.data import Dataset, IterableDataset
@@ -11,6 +15,8 @@ from torch.utils.data import Dataset, IterableDataset
 from bagua.data.cache.cache_loader import CacheLoader, CacheStats
 
 __all__ = ["CachedDataset"]
+
+_made: weakref.WeakSet[CachedDataset] = weakref.WeakSet()
 
 
 class CachedDataset(Dataset[Any]):
@@ -26,6 +32,7 @@ class CachedDataset(Dataset[Any]):
 
     Raises:
         TypeError: `dataset` cannot be indexed; else as CacheLoader.
+        ValueError: another dataset of this process uses `dataset_name` in the same store; else as CacheLoader.
 
     Examples:
         >>> squares = torch.utils.data.TensorDataset(torch.arange(8.0).square())
@@ -53,6 +60,7 @@ class CachedDataset(Dataset[Any]):
         self.cache_loader = self.loader_class(
             backend, dataset_name, capacity_per_node, writer_buffer_size, serializer=serializer, **backend_options
         )
+        self._claim_name()
 
     def __getitem__(self, index: Any) -> Any:
         return self.cache_loader.get(_key(index), self.dataset.__getitem__)
@@ -77,6 +85,27 @@ class CachedDataset(Dataset[Any]):
         """Write what is pending and close the store; see CacheLoader.close."""
         self.cache_loader.close()
 
+    def _claim_name(self) -> None:
+        """Refuse a name under which another dataset's samples would be returned."""
+        if self._others():
+            gc.collect()  # one that only a cycle keeps alive is not in use
+            if self._others():
+                raise ValueError(
+                    f"dataset_name: {self.cache_loader.dataset_name!r} is in use for another dataset in the same "
+                    "store, so each would return the other's samples; give each dataset a dataset_name of its own"
+                )
+        _made.add(self)
+
+    def _others(self) -> bool:
+        """Whether a different dataset has the same name and store."""
+        mine = self.cache_loader
+        return any(
+            each.cache_loader.dataset_name == mine.dataset_name
+            and each.cache_loader.backend == mine.backend
+            and not _same(each.dataset, self.dataset)
+            for each in _made
+        )
+
     def _compute(self, keys: list[Any]) -> Sequence[Any]:
         if callable(getattr(self.dataset, "__getitems__", None)):
             return self.dataset.__getitems__(keys)
@@ -91,3 +120,32 @@ def _key(index: Any) -> str | int | bytes:
         return operator.index(index)
     except TypeError:
         raise TypeError(f"index: expected an integer, str or bytes, got {type(index).__name__}") from None
+
+
+class _Digest:
+    """A file to pickle to that keeps only a hash, as a dataset may be large."""
+
+    def __init__(self) -> None:
+        self._hash = blake2b()
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        return len(data)
+
+    def value(self) -> bytes:
+        return self._hash.digest()
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether they are one dataset, or equal ones as far as pickling shows."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    digests = _Digest(), _Digest()
+    try:
+        for digest, dataset in zip(digests, (one, other), strict=True):
+            pickle.dump(dataset, digest, pickle.HIGHEST_PROTOCOL)
+    except Exception:  # whatever a dataset of any kind raises when it cannot be pickled
+        return False
+    return digests[0].value() == digests[1].value()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from bagua.data.cache.store import Buffer, Store, StoreError, StoreFullError, StoreStatus
+from bagua.data.cache.store import Buffer, EntryTooLargeError, Store, StoreError, StoreFullError, StoreStatus
 
 __all__ = ["FallbackStore"]
 
@@ -20,7 +20,8 @@ class FallbackStore:
     """Wraps `store`: reading and writing never raise StoreError.
 
     While the store is unreachable there are no entries and writes are dropped; a thread polls whether
-    it responds again. A store that is full is read, and written again after a few seconds. The first failure of either
+    it responds again. A store that is full is read, and written again after a few seconds. Entries that are too large
+    for it are left out. The first failure of each
     kind in a process is a warning in the log "bagua", later ones are on level INFO.
     """
 
@@ -55,6 +56,8 @@ class FallbackStore:
             return
         try:
             self._store.mset(items)
+        except EntryTooLargeError as error:  # says nothing of other entries
+            self._tell("large", f"samples too large for the cache are computed each time: {error}")
         except StoreFullError as error:
             self._rest_until = time.monotonic() + _REST_S
             self._tell("full", f"the cache accepts no more entries; samples that it lacks are computed: {error}")

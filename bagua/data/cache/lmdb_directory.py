@@ -59,9 +59,13 @@ def check_directory(path: Path) -> None:
     """Make the directory if there is none.
 
     Raises:
-        ValueError: it holds files that are not a cache's, which must not be thrown away.
+        ValueError: it, or one above it, is a file; or it holds files that are not a cache's, which must not be thrown
+            away.
     """
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"path: {path} is a file or lies below one, expected a directory") from None
     present = set(os.listdir(path))
     foreign = present - _OWN_FILES or ({"data.mdb"} & present if not (path / _MARKER).exists() else set())
     if foreign:

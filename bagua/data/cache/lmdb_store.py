@@ -16,7 +16,7 @@ from bagua.data.cache.capacity import disk_room_bytes
 from bagua.data.cache.fork_safety import ForkLock
 from bagua.data.cache.lmdb_directory import condemn, note_synced, prepare
 from bagua.data.cache.lmdb_tables import Tables
-from bagua.data.cache.store import Buffer, StoreError, StoreFullError, StoreStatus
+from bagua.data.cache.store import Buffer, EntryTooLargeError, StoreError, StoreFullError, StoreStatus
 from bagua.data.cache.usage import EVICTION
 
 __all__ = ["LmdbStore"]
@@ -100,10 +100,10 @@ class LmdbStore:
                 self._shed(env, tables)
                 with env.begin(write=True) as txn:
                     too_large = tables.write(txn, fitting, {})
-        if too_large:
-            raise StoreFullError(f"{too_large} entries are larger than half of the capacity")
         if len(fitting) < len(items):
             raise StoreFullError(f"the disk of {self._path} is nearly full")
+        if too_large:
+            raise EntryTooLargeError(f"{too_large} bytes are more than half of the capacity of {self._capacity_bytes}")
 
     def num_keys(self) -> int:
         """Return the number of entries."""

@@ -44,7 +44,7 @@ class Tables:
         """Put entries, evicting others where need be; note how often entries were read since the last write.
 
         Returns:
-            how many were left out because they are larger than half of the capacity.
+            the size of the largest that was left out because it is larger than half of the capacity; 0: none was.
         """
         clock = self.clock(txn)
         for key, times in list(hits.items()):  # readers may still add to it
@@ -55,7 +55,7 @@ class Tables:
         for key, value in items:
             nbytes = room(key, value)
             if self._capacity_bytes is not None and nbytes > self._capacity_bytes // 2:
-                too_large += 1
+                too_large = max(too_large, len(value))
                 continue
             raw = txn.get(key, db=self._usage)
             old = Usage.unpack(raw) if raw is not None else Usage(0, clock.tick, 0)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from bagua.data.cache.capacity import available_memory_bytes
-from bagua.data.cache.store import Buffer, StoreFullError, StoreStatus
+from bagua.data.cache.store import Buffer, EntryTooLargeError, StoreStatus
 from bagua.data.cache.usage import EVICTION, NUM_CANDIDATES, Clock, Usage, choose_victim
 
 __all__ = ["MemoryStore"]
@@ -52,7 +52,7 @@ class MemoryStore:
         """Keep `value` itself, not a copy."""
         nbytes = len(value) + _OVERHEAD_BYTES
         if nbytes > self._capacity_bytes:
-            raise StoreFullError(f"an entry of {len(value)} bytes is larger than the capacity")
+            raise EntryTooLargeError(f"{len(value)} bytes are more than the capacity of {self._capacity_bytes}")
         with self._lock:
             old = self._usage.get(key)
             room = self._capacity_bytes + (old.nbytes if old else 0) - nbytes
@@ -68,8 +68,14 @@ class MemoryStore:
 
     def mset(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         """Keep several values."""
+        too_large: EntryTooLargeError | None = None
         for key, value in items:
-            self.set(key, value)
+            try:
+                self.set(key, value)
+            except EntryTooLargeError as error:
+                too_large = error
+        if too_large is not None:
+            raise too_large
 
     def num_keys(self) -> int:
         """Return the number of entries."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Buffer", "Store", "StoreError", "StoreFullError", "StoreStatus"]
+__all__ = ["Buffer", "EntryTooLargeError", "Store", "StoreError", "StoreFullError", "StoreStatus"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -17,6 +17,10 @@ class StoreError(RuntimeError):
 
 class StoreFullError(StoreError):
     """The store's memory or disk is full. Its entries can still be read."""
+
+
+class EntryTooLargeError(StoreFullError):
+    """Some entries are too large for the store, however empty it is. The others of the call were kept."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Store(Protocol):
         """Keep several values.
 
         Raises:
+            EntryTooLargeError: some can never fit; the others were kept.
             StoreFullError: some of them did not fit.
         """
         ...

@@ -90,6 +90,27 @@ def test_epochs_and_several_datasets_in_one_store(
     assert squares.num_computed == 204
 
 
+@pytest.mark.parametrize("backend", ["memory", "lmdb", "redis"])
+def test_two_datasets_of_one_name_in_one_store_are_refused(
+    backend: str, squares: Squares, request: pytest.FixtureRequest
+) -> None:
+    kw = options(backend, request)
+    train = CachedDataset(squares, backend, **kw)
+    with pytest.raises(ValueError, match="dataset_name: '' is in use"):
+        CachedDataset(Squares(squares.log, 7), backend, **kw)
+    with pytest.raises(ValueError, match="dataset_name"):
+        CachedDataset([1, 2], backend, **kw)
+    val = CachedDataset([1, 2], backend, "val", **kw)
+    assert train[0]["y"] == 0 and val[0] == 1
+    again, equal = CachedDataset(squares, backend, **kw), CachedDataset(Squares(squares.log), backend, **kw)
+    assert again[3]["y"] == equal[3]["y"] == 9
+    del again, equal
+    with pytest.raises(ValueError, match="dataset_name"):
+        CachedDataset([1, 2], backend, **kw)
+    del train
+    CachedDataset([1, 2], backend, **kw)
+
+
 def with_workers(squares: Squares, backend: str, method: str, kw: dict[str, Any]) -> None:
     cached = CachedDataset(squares, backend, **kw)
     assert cached[0]["y"] == 0  # the store is open in this process, and its threads run, when workers start

@@ -10,6 +10,7 @@ import pytest
 
 from bagua.data.cache import CacheLoader
 from bagua.data.cache.capacity import available_memory_bytes, disk_room_bytes
+from bagua.data.cache.fallback_store import FallbackStore
 from bagua.data.cache.frame import make_key
 from bagua.data.cache.lmdb_store import LmdbStore
 from bagua.data.cache.memory_store import MemoryStore
@@ -142,3 +143,18 @@ def test_wrong_capacities_are_refused(capacity: object) -> None:
 def test_what_is_free(tmp_path: Path) -> None:
     assert 1 << 20 < available_memory_bytes() < 1 << 50
     assert 0 <= disk_room_bytes(tmp_path) < 1 << 60
+
+
+def test_an_entry_that_never_fits_does_not_keep_out_the_others(
+    make: Callable[[], Store], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FallbackStore(make(), "cache")
+    large = bytes(CAPACITY + 1)
+    store.mset([(b"a", ENTRY), (b"large", large), (b"b", ENTRY)])
+    store.mset([(b"large", large)])
+    store.mset([(b"c", ENTRY)])
+    found = store.mget([b"a", b"b", b"c", b"large"])
+    assert [entry is not None for entry in found] == [True, True, True, False]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and f"too large for the cache are computed each time: {len(large)} bytes" in warnings[0]
+    store.close()

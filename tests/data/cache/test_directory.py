@@ -143,3 +143,12 @@ def test_somebody_elses_directory_is_refused(tmp_path: Path, monkeypatch: pytest
     path.symlink_to(tmp_path / "trap")
     with pytest.raises(PermissionError, match="belongs to another user"):
         job_directory()
+
+
+def test_a_path_that_is_a_file_or_below_one_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("kept")
+    for path in (file, file / "cache"):
+        with pytest.raises(ValueError, match="path: .* expected a directory"):
+            LmdbStore(path)
+    assert file.read_text() == "kept"
