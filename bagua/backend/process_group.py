@@ -6,6 +6,8 @@ functional collectives). What is not compressed goes to a plain group.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 from datetime import timedelta
 from typing import Any
@@ -77,6 +79,7 @@ class CompressedProcessGroup(dist.ProcessGroup):
         group_name: Any,
         transports: dict[str, Any],
     ) -> None:
+        _leave_untraced()
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  (not in torch's stubs)
         self.spec = spec
         self._store, self._transports = store, transports
@@ -199,6 +202,17 @@ class CompressedProcessGroup(dist.ProcessGroup):
 
 def _plain_of(group: Any) -> Any:
     return group._plain if isinstance(group, CompressedProcessGroup) else None
+
+
+@functools.cache
+def _leave_untraced() -> None:
+    """Keep the compiler out of the methods, which C++ calls from within compiled functions, too (DDP's reducer).
+
+    To the compiler groups are opaque. Not as a decorator: that imports the compiler.
+    """
+    for name, method in list(vars(CompressedProcessGroup).items()):
+        if inspect.isfunction(method) and name != "__init__":
+            setattr(CompressedProcessGroup, name, torch.compiler.disable(method))
 
 
 def _pass_on(name: str) -> Any:

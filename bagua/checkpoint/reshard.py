@@ -10,6 +10,7 @@
 | right factors of PowerSGD | unchanged; they are equal on all ranks |
 | replicas of gossip | created from the weights, which are equal now |
 | gossip in flight (`overlap=True`) | dropped |
+| samples of mean gradients (`gradient_interval`) | dropped: how much noise a mean has depends on the number of ranks |
 | any other state | unchanged if equal on all ranks, else refused by name |
 
 With one rank nothing is exchanged, so residuals are dropped on the way to it, and start at zero on the way from it.
@@ -40,10 +41,11 @@ _EXCHANGES: dict[type, dict[str, str]] = {
 }
 _SCALED = {"second_moment": "fresh", "adam_steps": "fresh"}  # the next correction takes the moments as they are
 _ROUNDS = {**_SCALED, **dict.fromkeys(("momenta", "second", "size", "counts", "taken", "sums", "changed"), "fresh")}
+_SAMPLED = {**_SCALED, "squares": "fresh"}  # the noise of a mean depends on the number of ranks
 _ALGORITHMS: dict[type, dict[str, str]] = {
     AsyncModelAverage: _SCALED,
     Decentralized: {
-        **_SCALED,
+        **_SAMPLED,
         "first": "fresh",
         "second": "fresh",
         "size": "fresh",
@@ -52,7 +54,7 @@ _ALGORITHMS: dict[type, dict[str, str]] = {
     },
     DiLoCo: _ROUNDS,
     LocalSGD: _ROUNDS,
-    LowPrecisionDecentralized: {"pending": "fresh", "snapshot": "fresh", "mixed": "fresh", **_SCALED},
+    LowPrecisionDecentralized: {"pending": "fresh", "snapshot": "fresh", "mixed": "fresh", **_SAMPLED},
     SparseLoCo: {"anchor": "equal", "residual": "mean"},
 }
 _RULES = ("mean", "chunks", "equal", "weights", "fresh")
@@ -248,6 +250,8 @@ def _tensors(
         for entry in copy["tensors"]:
             olds.setdefault((entry["name"], entry["bucket"]), []).append(entry["value"])
     for (name, bucket), values in olds.items():
+        if rules.get(name) == "fresh" and (name, bucket) not in made:
+            continue  # the algorithm makes it when it needs one, in a shape of its choice
         what = f"{where}: {name!r} of {engine.algorithm.name}"
         fallback = made[name, bucket]["value"] if (name, bucket) in made else torch.zeros_like(values[0])
         value = _apply(rules.get(name), values, fallback, what, 1.0)

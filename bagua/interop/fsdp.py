@@ -26,7 +26,7 @@ from bagua.comm.team import Team
 from bagua.engine.startup.broadcast import replicate_tensors
 from bagua.exchanges import Exchange, PowerSGD
 from bagua.interop.choice import choose, open_groups
-from bagua.interop.fsdp_params import ReducedParams
+from bagua.interop.fsdp_params import ReducedParams, without_wrappers
 from bagua.interop.fsdp_replica import Replica
 
 __all__ = ["CompressedFSDP", "compress_fsdp"]
@@ -78,7 +78,7 @@ def compress_fsdp(
     """
     modules = _sharded(model, {"reduce_scatter": reduce_scatter, "all_gather": all_gather, "replica": replica})
     made = CompressedFSDP()
-    paths = {id(module): path for path, module in model.named_modules()}
+    paths = {id(module): without_wrappers(path) for path, module in model.named_modules()}
     if reduce_scatter is not None:
         codec = codecs.get(reduce_scatter)
         feedback = fit_feedback(error_feedback, codec)
@@ -135,13 +135,16 @@ class CompressedFSDP:
         Raises:
             ValueError: it was made for other modules or other arguments, or does not say for which parameters.
         """
+        found = dict[str, dict[str, Any]]()
         for name, mine in (("residuals", self.scatters), ("replicas", self.replicas)):
             saved = state_dict.get(name)
-            if saved is None or saved.keys() != mine.keys():
+            if saved is not None:  # earlier versions named wrappers
+                found[name] = {path if path in mine else without_wrappers(path): each for path, each in saved.items()}
+            if saved is None or found[name].keys() != mine.keys():
                 raise ValueError(f"state dict: {name} do not match this model and these arguments")
-        for path, tensors in state_dict["residuals"].items():
+        for path, tensors in found["residuals"].items():
             self.scatters[path].load(tensors, path)
-        for path, states in state_dict["replicas"].items():
+        for path, states in found["replicas"].items():
             self.replicas[path].load(states, path)
 
 
@@ -163,7 +166,11 @@ def _sharded(model: nn.Module, wanted: Mapping[str, object]) -> dict[str, Any]:
             raise RuntimeError(
                 f"{name}: torch {torch.__version__} has no FSDPModule.{_HOOKS[name]}(); Bagua needs 2.11"
             )
-    modules = {path: module for path, module in model.named_modules() if isinstance(module, FSDPModule)}
+    modules = dict[str, Any]()
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            plain = without_wrappers(path)
+            modules[path if plain in modules else plain] = module  # a wrapper and what is in it may both be sharded
     if not modules:
         raise ValueError("model: nothing in it is sharded; call torch.distributed.fsdp.fully_shard() first")
     return modules
@@ -251,8 +258,7 @@ class _ReduceScatter(_Comm):
             widths = self._params.widths
             for key, tensor in saved.items():
                 if isinstance(key, str):
-                    self._params.check_names([key], path)
-                    names = (key,)
+                    names = self._params.names_of([key], path)
                 else:  # by number of elements of all ranks' shards, as earlier versions saved it
                     names = self._params.all_of(key // len(tensor), path)
                 parts = [widths[name] for name in names]

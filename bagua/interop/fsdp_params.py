@@ -12,10 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ReducedParams"]
+__all__ = ["ReducedParams", "without_wrappers"]
 
+_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}  # attributes of torch's checkpoint_wrapper and compile
 _GROUP = ("fsdp_params", "post_backward")
 _PARAM = ("_module_info", "unsharded_accumulated_grad", "padded_sharded_param_size", "sharded_param")
+
+
+def without_wrappers(path: str) -> str:
+    """The path of a module or parameter as if activation checkpointing and `torch.compile` had wrapped nothing."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 class ReducedParams:
@@ -29,7 +35,7 @@ class ReducedParams:
         """Follow the reductions of `module`.
 
         Args:
-            paths: of the model's modules, by `id`.
+            paths: of the model's modules, without wrappers, by `id`.
 
         Raises:
             RuntimeError: this torch does not show them.
@@ -71,15 +77,18 @@ class ReducedParams:
             )
         return names
 
-    def check_names(self, names: Iterable[str], path: str) -> None:
-        """Refuse names of parameters that the module `path` does not have.
+    def names_of(self, saved: Iterable[str], path: str) -> tuple[str, ...]:
+        """The names here of saved ones, which may name wrappers.
 
         Raises:
-            ValueError: names one.
+            ValueError: the module `path` has no such parameter; names it.
         """
-        for name in names:
-            if name not in self.widths:
+        names = list[str]()
+        for name in saved:
+            names.append(without_wrappers(name))
+            if names[-1] not in self.widths:
                 raise ValueError(f"state dict: module {path!r} has no parameter {name!r}")
+        return tuple(names)
 
     def of_shard(self, num_elements: int) -> tuple[str, ...]:
         """Names of the parameters in the reduction that is in progress, of which a rank's shard has `num_elements`.

@@ -44,8 +44,7 @@ class Replica:
                     states[self._params.all_of(size, path)] = _copies(state)
         else:
             for entry in saved:
-                self._params.check_names(entry["parameters"], path)
-                states[tuple(entry["parameters"])] = _copies(entry["tensors"])
+                states[self._params.names_of(entry["parameters"], path)] = _copies(entry["tensors"])
         self.states, self._fits = states, {}
 
     @torch.no_grad()

@@ -34,6 +34,12 @@ def ddp(model: nn.Module, backend: str) -> tuple[nn.Module, Any]:
     return DistributedDataParallel(model, bucket_cap_mb=0.2), dist.group.WORLD
 
 
+def compiled(model: nn.Module, backend: str) -> tuple[nn.Module, Any]:
+    """DDP within the compiled function: in the second step its reducer broadcasts the order of its buckets."""
+    wrapped: Any = torch.compile(DistributedDataParallel(model), backend="eager")
+    return wrapped, dist.group.WORLD
+
+
 def composable(model: nn.Module, backend: str) -> tuple[nn.Module, Any]:
     return replicate(model, bucket_cap_mb=0.2), dist.group.WORLD
 
@@ -64,7 +70,7 @@ def hybrid(model: nn.Module, backend: str) -> tuple[nn.Module, Any]:
 
 
 WRAPPERS: dict[str, Callable[[nn.Module, str], tuple[nn.Module, Any]]] = {
-    function.__name__: function for function in (ddp, composable, sharded, hybrid)
+    function.__name__: function for function in (ddp, compiled, composable, sharded, hybrid)
 }
 
 
@@ -102,7 +108,14 @@ def differences(mine: list[Tensor], others: list[Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("wrapper", "size"),
-    [("ddp", 2), ("composable", 2), ("sharded", 2), ("hybrid", 2), pytest.param("hybrid", 4, marks=pytest.mark.slow)],
+    [
+        ("ddp", 2),
+        ("compiled", 2),
+        ("composable", 2),
+        ("sharded", 2),
+        ("hybrid", 2),
+        pytest.param("hybrid", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_they_learn_as_over_gloo(wrapper: str, size: int, pool: RankPool) -> None:
     default = {"hybrid": "gloo"}.get(wrapper, "bagua:uint8")

@@ -185,6 +185,25 @@ def test_corrected_moments_are_averaged(algorithm: Any, tmp_path: Path) -> None:
     assert all(torch.isfinite(state["model"]["first.weight"]).all() for state in later)
 
 
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (2, 1)])
+@pytest.mark.parametrize(
+    "algorithm",
+    [bagua.algorithms.LowPrecisionDecentralized(), bagua.algorithms.Decentralized(gradient_interval=2)],
+    ids=["low_precision", "decentralized"],
+)
+def test_samples_of_mean_gradients_start_anew(algorithm: Any, sizes: tuple[int, int], tmp_path: Path) -> None:
+    saved, loaded, later = change(Case(algorithm, adamw, stop=9), *sizes, tmp_path)
+    weights_equal_the_mean(saved, loaded)
+
+    def samples(state: dict[str, Any]) -> list[Tensor]:
+        return [entry["value"] for entry in state["algorithm"]["tensors"] if entry["name"] == "squares"]
+
+    assert any(not equal(samples(state), samples(saved[0])) for state in saved), "all ranks have seen the same"
+    assert not any(each.any() for state in loaded for each in samples(state))
+    assert sizes[1] == 1 or all(samples(state) for state in later)
+    assert all(torch.isfinite(state["model"]["first.weight"]).all() for state in later)
+
+
 def test_local_steps_of_zero_one_adam_are_averaged(tmp_path: Path) -> None:
     case = cases()["zero_one_adam"]
     saved, loaded, later = change(case, 3, 2, tmp_path)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -146,6 +147,47 @@ def test_residuals_of_other_parameters_are_refused(pool: RankPool) -> None:
     for unknown, size in pool.run(2, refuse):
         assert "no parameter 'routes.9.weight'" in unknown
         assert "trunk.weight has 35 elements" in size and "not 36" in size
+
+
+def wrapped(options: Options) -> list[Any]:
+    """States of a model, and of ones with wrappers that have loaded it: as it is, and as earlier versions saved it."""
+    states: list[Any] = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        layers: Any = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+        given: Options = {}
+        more: Options = {}
+        if "replica" in options:
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+            given, more = {"mesh": mesh["shard"]}, {"replica_group": mesh["replicate"]}
+        if wraps:
+            layers[0] = checkpoint_wrapper(layers[0])
+        for layer in layers:
+            fully_shard(layer, **given)
+        model: Any = torch.compile(layers, backend="eager") if wraps else layers
+        state = compress_fsdp(model, **options, **more)
+        if wraps:
+            saved, (key,) = states[0], [key for key in states[0] if states[0][key]]
+            state.load_state_dict(saved)
+            states.append(state.state_dict())
+            inner, path = saved[key]["0"], "_orig_mod.0"
+            part = "_checkpoint_wrapped_module"
+            old: Any = (
+                {name.replace("0.", f"{path}.{part}."): each for name, each in inner.items()}
+                if key == ("residuals")
+                else [{**each, "parameters": [f"{path}.{part}.{n[2:]}" for n in each["parameters"]]} for each in inner]
+            )
+            state.load_state_dict({**saved, key: {path: old, "_orig_mod.1": saved[key]["1"]}})
+        model(torch.ones(2, 6)).square().sum().backward() if not wraps else None
+        states.append(state.state_dict())
+    return states
+
+
+@pytest.mark.parametrize("options", [TOP_K, REPLICA], ids=["reduce_scatter", "replica"])
+def test_wrappers_are_no_part_of_names(options: Options, pool: RankPool) -> None:
+    for plain, loaded, earlier_names in pool.run(2, wrapped, options):
+        assert equal(loaded, plain) and equal(earlier_names, plain)
+        assert all(each["0"] and each["1"] for each in plain.values() if each)
 
 
 def without_names() -> str:

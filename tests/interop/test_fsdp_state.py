@@ -25,8 +25,9 @@ class OneParameter:
     def of_shard(self, num_elements: int) -> tuple[str, ...]:
         return ("weight",)
 
-    def check_names(self, names: list[str], path: str) -> None:
-        assert names == ["weight"]
+    def names_of(self, saved: list[str], path: str) -> tuple[str, ...]:
+        assert saved == ["weight"]
+        return ("weight",)
 
 
 def reduce(groups: Groups, exchange: Exchange, saved: list[State]) -> tuple[Tensor, State] | str:
