@@ -46,8 +46,8 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
 
     Raises:
         RuntimeError: the rank joins a fault-tolerant job that is running.
-        ValueError: the environment is incomplete or wrong, a name of Bagua's backend is unknown, or a second call asks for
-            another backend.
+        ValueError: the environment is incomplete or wrong, a name of Bagua's backend is unknown, or a second call asks
+            for another backend.
 
     Examples:
         >>> from datetime import timedelta
