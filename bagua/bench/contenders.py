@@ -83,6 +83,7 @@ def _mean(bits: float, moment: Moment = Moment.GRADIENT, every: int = 1) -> Amou
 
 
 _CODECS = {"codec", "gather_codec"}
+_LOCAL = ("local_sgd", "diloco", "sparse_loco")  # between rounds nothing is sent
 _OF_DISTRIBUTE = {"bucket_bytes", "num_lanes", "hierarchical", "rank_order", "transport"}
 _MANY, _RANKS = 1 << 20, 4  # elements, and ranks among which they are divided
 
@@ -227,8 +228,12 @@ def _with_options(contender: Contender) -> Contender:
     interval = int(options.get("communication_interval", 0))
     if interval > 0:
         steps = math.ceil(contender.period / interval) * interval
+        sent = _rounds if algorithm in _LOCAL else _seldom
         return replace(
-            contender, traffic=partial(_rounds, algorithm, options, interval), warmup_steps=steps, period=steps
+            contender,
+            traffic=partial(sent, contender, interval),
+            warmup_steps=max(contender.warmup_steps, steps),
+            period=steps,
         )
     if options.keys() & _CODECS and bagua.algorithms.get(algorithm).payload is bagua.algorithms.Payload.GRAD:
         return replace(contender, traffic=_mean(_bits(algorithm, options)))
@@ -249,12 +254,21 @@ def _low_rank(options: Mapping[str, Any], model: Model, ranks: int) -> Traffic:
     return Traffic(sent(model.shapes), hops, Moment.GRADIENT, layer_bytes=layers)
 
 
-def _rounds(algorithm: str, options: Mapping[str, Any], interval: int, model: Model, ranks: int) -> Traffic:
+def _rounds(contender: Contender, interval: int, model: Model, ranks: int) -> Traffic:
     """One round every `interval` steps, after the step or, with a delay, beside the next ones."""
-    made = bagua.algorithms.get(algorithm, **_own(options))
+    made = bagua.algorithms.get(contender.algorithm, **_own(contender.options))
     moment = Moment.PARAMETER if getattr(made, "delay", 0) else Moment.AFTER
     sent = made.bytes_per_rank(model.num_elements, ranks) * interval
     return Traffic(sent, 2 if ranks > 1 else 0, moment, interval)
+
+
+def _seldom(contender: Contender, interval: int, model: Model, ranks: int) -> Traffic:
+    """What is sent in a step, every `interval` steps."""
+    return replace(_at_defaults(contender).traffic(model, ranks), every=interval)
+
+
+def _at_defaults(contender: Contender) -> Contender:
+    return available()[contender.name.partition(":")[0]]
 
 
 def _own(options: Mapping[str, Any]) -> dict[str, Any]:

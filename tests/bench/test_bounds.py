@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -124,6 +125,17 @@ def test_options_change_what_a_host_sends() -> None:
     rare = traffic("diloco:communication_interval=3,delay=0,codec=eden:bits=3")
     assert (rare.every, rare.moment) == (3, Moment.AFTER)
     assert rare.bytes_per_host == pytest.approx(3 / 8 * 37_500_000, rel=0.05)
+
+
+def test_gossip_with_an_interval_is_still_beside_the_step() -> None:
+    model = models.get("layers25m")
+    for name in ("decentralized", "low_precision_decentralized"):
+        usual = contenders.get(name)
+        every = {interval: contenders.get(f"{name}:communication_interval={interval}") for interval in (1, 4)}
+        assert every[1].traffic(model, 4) == usual.traffic(model, 4)
+        assert every[4].traffic(model, 4) == replace(usual.traffic(model, 4), every=4)
+        assert (every[1].period, every[4].period) == (1, 4)
+        assert every[1].warmup_steps == usual.warmup_steps
 
 
 def test_whole_rounds_are_measured() -> None:
