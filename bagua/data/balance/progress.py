@@ -46,11 +46,10 @@ class Progress(Sampler[_T], Generic[_T]):
 
     def __iter__(self) -> Iterator[_T]:
         items, begin = self._items(), self._begin
-        self._begin = 0
+        self._begin, self._given = 0, begin
         for at in range(begin, len(items)):
             self._given = at + 1
             yield items[at]
-        self._given = 0
 
     def state_dict(self, given: int | None = None) -> dict[str, Any]:
         """Position in this epoch; equal on all ranks.
@@ -68,7 +67,7 @@ class Progress(Sampler[_T], Generic[_T]):
         return {"epoch": self.epoch, "position": position, **self._circumstances()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the next iteration where `state` was taken.
+        """Continue the next iteration where `state` was taken. It is empty if that was the end of an epoch.
 
         Raises:
             ValueError: it was taken with other data, options or another number of ranks; names what differs.
@@ -77,7 +76,7 @@ class Progress(Sampler[_T], Generic[_T]):
             if state.get(name) != value:
                 raise ValueError(f"state: {name} was {state.get(name)!r} and is {value!r}")
         self.epoch = state["epoch"]
-        self._begin = self._given = state["position"] if state["position"] < len(self._items()) else 0
+        self._begin = self._given = state["position"]
 
 
 def check_share(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

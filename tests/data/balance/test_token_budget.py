@@ -152,7 +152,24 @@ def test_position_without_workers() -> None:
     other = TokenBudgetBatchSampler(lengths_of(300), 3000, 2, 0)
     other.load_state_dict(state)
     assert first + list(other) == list(TokenBudgetBatchSampler(lengths_of(300), 3000, 2, 0))
-    assert list(iterator) and sampler.state_dict()["position"] == 0  # the epoch is over
+    assert list(iterator) and sampler.state_dict()["position"] == len(sampler)  # the epoch is over
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_state_of_the_end_of_an_epoch_does_not_repeat_it(given: bool) -> None:
+    sampler = TokenBudgetBatchSampler(lengths_of(300), 3000, 2, 0)
+    sampler.set_epoch(1)
+    whole = list(sampler)
+    state = sampler.state_dict(given=len(whole) if given else None)
+    other = TokenBudgetBatchSampler(lengths_of(300), 3000, 2, 0)
+    other.load_state_dict(state)
+    other.set_epoch(1)
+    assert list(other) == []
+    assert list(other) == whole  # another iteration begins anew
+    other.load_state_dict(state)
+    other.set_epoch(2)
+    sampler.set_epoch(2)
+    assert list(other) == list(sampler) != whole
 
 
 @pytest.mark.parametrize(
