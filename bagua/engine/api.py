@@ -377,7 +377,7 @@ def detach(module: _M) -> _M:
 
 def live_engines() -> list[Engine]:
     """All engines of this process."""
-    return [attachment.engine for attachment in list(attachments.values())]
+    return [attachment.engine for attachment in attachments.all()]
 
 
 def _stop_lanes() -> None:

@@ -84,6 +84,11 @@ class _Attachments(weakref.WeakKeyDictionary[nn.Module, Attachment]):
         """A list made at once: other threads may distribute modules meanwhile."""
         return list(vars(self)["data"].values())
 
+    def pairs(self) -> list[tuple[nn.Module, Attachment]]:
+        """The modules too, as `all`."""
+        found = [(reference(), attachment) for reference, attachment in list(vars(self)["data"].items())]
+        return [(module, attachment) for module, attachment in found if module is not None]
+
 
 attachments = _Attachments()
 

@@ -56,7 +56,7 @@ def _strays(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 def _distributed() -> Iterator[nn.Parameter]:
     """Of all distributed modules, with those that users have left to the ranks on purpose."""
-    for module, attachment in list(attachments.items()):
+    for module, attachment in attachments.pairs():
         yield from module.parameters()
         yield from attachment.engine.inventory.parameters.values()
 

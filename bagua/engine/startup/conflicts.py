@@ -36,7 +36,7 @@ def check_shared(module: nn.Module, inventory: Inventory) -> None:
 def _shared(module: nn.Module, inventory: Inventory) -> Iterator[tuple[str, nn.Module, str]]:
     """Name here, the other module, name there, of trainable parameters."""
     ours = {id(param): name for name, param in inventory.parameters.items()}
-    for other, attachment in list(attachments.items()):
+    for other, attachment in attachments.pairs():
         if other is not module:
             for name, param in attachment.engine.inventory.parameters.items():
                 if id(param) in ours:
