@@ -202,7 +202,7 @@ def get(text: str) -> Contender:
     """Return the contender `NAME`, or `NAME:OPTION=VALUE,...` with more options of `bagua.distribute`.
 
     Raises:
-        ValueError: there is no such contender, or it takes no such option.
+        ValueError: there is no such contender, or it takes no such option or value.
     """
     name, _, more = text.partition(":")
     known = available()
@@ -213,10 +213,17 @@ def get(text: str) -> Contender:
         return contender
     if contender.family != "bagua":
         raise ValueError(f"contender {text!r}: only algorithms of this package take options")
-    options = {**contender.options, **dict(_option(text, word) for word in more.split(","))}
+    given = dict(_option(text, word) for word in more.split(","))
+    options = {**contender.options, **given}
+    if "communication_interval" in given and "delay" not in given:
+        options.pop("delay", None)  # the contender's own belongs to its own interval
     problem = _unknown(contender.algorithm, options)
     if problem:
         raise ValueError(f"contender {text!r}: {problem}")
+    try:
+        bagua.algorithms.get(contender.algorithm, **_own(options))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"contender {text!r}: {error}") from None
     return _with_options(replace(contender, name=text, options=options))
 
 
@@ -225,13 +232,13 @@ def _with_options(contender: Contender) -> Contender:
     algorithm, options = contender.algorithm, contender.options
     if algorithm == "power_sgd":
         return replace(contender, traffic=partial(_low_rank, options))
-    interval = int(options.get("communication_interval", 0))
-    if interval > 0:
+    interval = options.get("communication_interval", 0)
+    if interval:
         steps = math.ceil(contender.period / interval) * interval
-        sent = _rounds if algorithm in _LOCAL else _seldom
+        local = algorithm in _LOCAL
         return replace(
             contender,
-            traffic=partial(sent, contender, interval),
+            traffic=partial(_rounds, contender, interval) if local else partial(_seldom, contender.traffic, interval),
             warmup_steps=max(contender.warmup_steps, steps),
             period=steps,
         )
@@ -262,13 +269,9 @@ def _rounds(contender: Contender, interval: int, model: Model, ranks: int) -> Tr
     return Traffic(sent, 2 if ranks > 1 else 0, moment, interval)
 
 
-def _seldom(contender: Contender, interval: int, model: Model, ranks: int) -> Traffic:
+def _seldom(usual: Amount, interval: int, model: Model, ranks: int) -> Traffic:
     """What is sent in a step, every `interval` steps."""
-    return replace(_at_defaults(contender).traffic(model, ranks), every=interval)
-
-
-def _at_defaults(contender: Contender) -> Contender:
-    return available()[contender.name.partition(":")[0]]
+    return replace(usual(model, ranks), every=interval)
 
 
 def _own(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -219,17 +219,19 @@ def test_payload_types(dtype: torch.dtype, error_feedback: bool) -> None:
             )
 
 
+def with_one_element(value: float, rank: int, step: int) -> np.ndarray:
+    """Gradients of which rank 0's in step 2 has this element."""
+    x = gradient(rank, step)
+    if step == 2 and rank == 0:
+        x[5] = value
+    return x
+
+
 @pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_overflow_is_seen_and_forgotten(error_feedback: bool, bad: float) -> None:
-    def give(rank: int, step: int) -> np.ndarray:
-        x = gradient(rank, step)
-        if step == 2 and rank == 0:
-            x[5] = bad
-        return x
-
     exchange = exchanges.PowerSGD(SHAPES, 2, error_feedback, min_compression=1.0)
-    for seen, state, _ in run_threads(2, partial(drive, give=give), exchange, 5):
+    for seen, state, _ in run_threads(2, partial(drive, give=partial(with_one_element, bad)), exchange, 5):
         assert [bool(x.isfinite().all()) for x in seen] == [True, True, False, True, True]
         assert all(tensor.isfinite().all() for tensor in state.values())
 
@@ -238,15 +240,8 @@ def test_overflow_is_seen_and_forgotten(error_feedback: bool, bad: float) -> Non
 @pytest.mark.parametrize("large", [1e30, 1e38, 3e38])
 def test_a_large_gradient_is_forgotten(error_feedback: bool, large: float) -> None:
     """Its square overflows, but neither it nor the products with the first Q do."""
-
-    def give(rank: int, step: int) -> np.ndarray:
-        x = gradient(rank, step)
-        if step == 2 and rank == 0:
-            x[5] = large
-        return x
-
     exchange = exchanges.PowerSGD(SHAPES, 2, error_feedback, min_compression=1.0)
-    for seen, state, _ in run_threads(2, partial(drive, give=give), exchange, 6):
+    for seen, state, _ in run_threads(2, partial(drive, give=partial(with_one_element, large)), exchange, 6):
         assert all(x.isfinite().all() for x in seen)
         assert all(tensor.isfinite().all() for tensor in state.values())
         assert all(float(x.abs().max()) < 10 for x in seen[4:])

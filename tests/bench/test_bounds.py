@@ -138,7 +138,13 @@ def test_gossip_with_an_interval_is_still_beside_the_step() -> None:
         assert every[1].warmup_steps == usual.warmup_steps
 
 
+def test_wrong_values_are_refused_by_name() -> None:
+    for value in ("often", "2.5", "0"):
+        with pytest.raises(ValueError, match="contender 'diloco:communication_interval=.*communication_interval"):
+            contenders.get(f"diloco:communication_interval={value}")
+
+
 def test_whole_rounds_are_measured() -> None:
-    rounds = contenders.get("diloco:communication_interval=3,delay=0")
+    rounds = contenders.get("diloco:communication_interval=3")  # without the delay of its default, which is longer
     assert (rounds.period, rounds.warmup_steps) == (66, 66)
     assert contenders.get("local_sgd:communication_interval=2").period == 8
