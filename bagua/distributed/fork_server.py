@@ -38,7 +38,7 @@ _LATER = {
     "bagua": ("bagua.engine", "bagua.algorithms", "bagua.membership.remote_seat", "bagua.elastic.state"),
 }
 _LOOK_S = 0.01
-_OF_NVML = re.compile(r"cuda\d{8}")
+_OF_NVML = re.compile(r"cuda[0-9a-f]{8,11}$")  # a longer number is cut by the kernel: names have 15 characters
 _NAMED_S = 1.0  # for a thread of a library to run first, when it names itself
 _OF_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
 

@@ -19,7 +19,7 @@ from bagua.exchanges.all_reduce import AllReduce
 from bagua.exchanges.base import Exchange, State, check_codec
 from bagua.exchanges.payload_source import PayloadSource
 
-__all__ = ["TYPICAL", "Factored", "Layout", "LowRank", "Matrix", "matrix_shape", "typical_bytes"]
+__all__ = ["TYPICAL", "Factored", "Layout", "LowRank", "Matrix", "inverse_size", "matrix_shape", "typical_bytes"]
 
 TYPICAL = (1024, 1024)  # the matrix for which figures without a model speak
 _SEED = 1905_13727  # of the first right factors; any number, as long as it is the same on all ranks
@@ -311,7 +311,20 @@ def _orthonormalise_(layout: Layout, p_P: Tensor) -> None:
         group = list(same)
         start = group[0].left
         factors = p_P[start : start + len(group) * n * r].view(len(group), n, r)
+        if factors.device.type != "cpu":  # QR on a GPU adds up squares as they are, LAPACK scales them
+            factors.mul_(inverse_size(torch.linalg.vector_norm(factors, math.inf, dim=(1, 2), keepdim=True)))
         factors.copy_(torch.linalg.qr(factors).Q)
+
+
+def inverse_size(norms: Tensor) -> Tensor:
+    """Return powers of two that bring numbers of these sizes to [0.5, 1); 1 for zero and what is not finite.
+
+    Products with them are exact, but for those that become subnormal. Sizes that are subnormal, or 2^127 and above,
+    end nearby: the factor has to be a normal number.
+    """
+    limits = torch.finfo(norms.dtype)
+    powers = (torch.frexp(norms).mantissa / norms).clamp_(limits.tiny, 1 / limits.tiny)
+    return torch.where((norms > 0) & norms.isfinite(), powers, 1.0)
 
 
 @functools.cache

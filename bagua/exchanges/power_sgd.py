@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bagua.codecs import Codec, Identity
 from bagua.exchanges.base import State
-from bagua.exchanges.low_rank import Factored, LowRank
+from bagua.exchanges.low_rank import Factored, LowRank, inverse_size
 
 __all__ = ["PowerSGD", "rank_for_shape"]
 
@@ -114,8 +114,7 @@ class PowerSGD(LowRank):
         places = [each.place for each in factored]
         rights = [old_Q[each.right : each.right + each.m * each.r] for each in places]
         norms = torch.stack(torch._foreach_norm(rights, math.inf))
-        powers = (torch.frexp(norms).mantissa / norms).clamp_(min=torch.finfo(norms.dtype).tiny)
-        scales = torch.where(norms > _LARGE, powers, 1.0)
+        scales = torch.where(norms > _LARGE, inverse_size(norms), 1.0)
         for right, scale in zip(rights, scales.unbind(), strict=True):
             right.mul_(scale)
 

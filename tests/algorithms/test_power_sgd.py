@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -19,6 +20,7 @@ from bagua.comm.team import Team
 from bagua.engine.lanes.lane import InlineLane
 from bagua.engine.lanes.selection import make_lane
 from bagua.exchanges import Hierarchical
+from bagua.exchanges.low_rank import inverse_size
 from tests.algorithms.quadratic import N, follow, start, targets
 from tests.low_rank_gradients import degenerate, normal
 from tests.rank_threads import run_teams, run_threads
@@ -71,12 +73,14 @@ def gram_schmidt(p: np.ndarray) -> np.ndarray:
     return p
 
 
-def drive(groups: Groups, exchange, steps: int, dtype=torch.float32, give=gradient) -> tuple[list, dict, int]:
+def drive(
+    groups: Groups, exchange, steps: int, dtype=torch.float32, give=gradient, device="cpu"
+) -> tuple[list, dict, int]:
     """Outputs of each step, the state at the end, and bytes sent."""
-    state = exchange.init(torch.zeros(NUMEL, dtype=dtype), groups)
+    state = exchange.init(torch.zeros(NUMEL, dtype=dtype, device=device), groups)
     seen = []
     for step in range(steps):
-        x = torch.tensor(give(groups.rank, step)).to(dtype)
+        x = torch.tensor(give(groups.rank, step)).to(device, dtype)
         exchange.run(x, state, groups, step)
         seen.append(x)
     return seen, state, sum(meter.sent for meter in groups.meters)
@@ -229,19 +233,23 @@ def with_one_element(value: float, rank: int, step: int) -> np.ndarray:
 
 @pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_overflow_is_seen_and_forgotten(error_feedback: bool, bad: float) -> None:
+def test_overflow_is_seen_and_forgotten(error_feedback: bool, bad: float, device: torch.device) -> None:
     exchange = exchanges.PowerSGD(SHAPES, 2, error_feedback, min_compression=1.0)
-    for seen, state, _ in run_threads(2, partial(drive, give=partial(with_one_element, bad)), exchange, 5):
+    give = partial(with_one_element, bad)
+    results = run_threads(2, partial(drive, give=give, device=device), exchange, 5, staged=device.type == "cuda")
+    for seen, state, _ in results:
         assert [bool(x.isfinite().all()) for x in seen] == [True, True, False, True, True]
         assert all(tensor.isfinite().all() for tensor in state.values())
 
 
 @pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize("large", [1e30, 1e38, 3e38])
-def test_a_large_gradient_is_forgotten(error_feedback: bool, large: float) -> None:
+def test_a_large_gradient_is_forgotten(error_feedback: bool, large: float, device: torch.device) -> None:
     """Its square overflows, but neither it nor the products with the first Q do."""
     exchange = exchanges.PowerSGD(SHAPES, 2, error_feedback, min_compression=1.0)
-    for seen, state, _ in run_threads(2, partial(drive, give=partial(with_one_element, large)), exchange, 6):
+    give = partial(with_one_element, large)
+    results = run_threads(2, partial(drive, give=give, device=device), exchange, 6, staged=device.type == "cuda")
+    for seen, state, _ in results:
         assert all(x.isfinite().all() for x in seen)
         assert all(tensor.isfinite().all() for tensor in state.values())
         assert all(float(x.abs().max()) < 10 for x in seen[4:])
@@ -249,17 +257,31 @@ def test_a_large_gradient_is_forgotten(error_feedback: bool, large: float) -> No
 
 @pytest.mark.parametrize("large", [2.0**40, 2.0**116])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_gradients_are_exchanged_as_small_ones_are(large: float, dtype: torch.dtype) -> None:
+def test_large_gradients_are_exchanged_as_small_ones_are(
+    large: float, dtype: torch.dtype, device: torch.device
+) -> None:
     """Factors of powers of two change no bits, unless a number becomes subnormal."""
     exchange = exchanges.PowerSGD(SHAPES, 2, error_feedback=True, min_compression=1.0)
 
     def times(rank: int, step: int) -> np.ndarray:
         return large * gradient(rank, step)
 
-    small = run_threads(2, drive, exchange, 5, dtype)[0][0]
-    much = run_threads(2, partial(drive, give=times), exchange, 5, dtype)[0][0]
+    staged = device.type == "cuda"
+    small = run_threads(2, partial(drive, device=device), exchange, 5, dtype, staged=staged)[0][0]
+    much = run_threads(2, partial(drive, give=times, device=device), exchange, 5, dtype, staged=staged)[0][0]
     for a, b in zip(small, much, strict=True):
         assert torch.equal(a * large, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inverse_sizes_are_powers_of_two(dtype: torch.dtype, device: torch.device) -> None:
+    limits = torch.finfo(dtype)
+    sizes = [limits.tiny, 1e-30, 0.5, 0.75, 1.0, 3.0, 1e30]
+    scales = inverse_size(torch.tensor(sizes, dtype=dtype, device=device))
+    for size, scale in zip(sizes, scales.tolist(), strict=True):
+        assert math.frexp(scale)[0] == 0.5 and 0.5 <= size * scale < 1
+    odd = torch.tensor([0.0, math.inf, math.nan, limits.tiny / 1024, limits.max], dtype=dtype, device=device)
+    assert inverse_size(odd).tolist() == [1.0, 1.0, 1.0, 1 / limits.tiny, limits.tiny]
 
 
 def test_zero_and_rank_deficient_gradients_leave_no_dead_columns() -> None:

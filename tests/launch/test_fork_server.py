@@ -278,7 +278,10 @@ def test_a_module_that_initialises_cuda(tmp_path: Path, state: int, refused: boo
     assert err == (f"refused: {said}\n" if refused else "") and out.strip().isdigit() == (not refused)
 
 
-@pytest.mark.parametrize(("name", "refused"), [("cuda00001800007", False), ("worker", True)])
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [("cuda00001800007", False), ("cuda00001c00008", False), ("cuda-EvtHandlr", True), ("worker", True)],
+)
 def test_threads_of_libraries(tmp_path: Path, name: str, refused: bool) -> None:
     """NVIDIA's management library leaves one when torch has counted devices; a rank can ask again without it."""
     code = """
