@@ -295,11 +295,11 @@ def _answer(flows: Sequence[Group], peer: int, device: torch.device) -> None:
         flows[0].recv(head, peer, 0).wait()
         nbytes, count = head.tolist()
         targets = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
-        works = [flow.recv(each, peer, 1) for flow, each in zip(flows, targets, strict=False)]
+        # In the order of the sender: transfers of a pair over NCCL run one after the other, whatever their tags.
         flows[0].send(torch.ones(1, dtype=torch.uint8, device=device), peer, 3).wait()
         if not nbytes:
             return
-        for work in works:
+        for work in [flow.recv(each, peer, 1) for flow, each in zip(flows, targets, strict=False)]:
             work.wait()
         flows[0].send(torch.ones(1, dtype=torch.uint8, device=device), peer, 2).wait()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, combinations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +53,48 @@ def test_within_a_node_two_ranks_are_measured() -> None:
     assert links == other
     assert {(each.source, each.target) for each in links.between} == {(0, 2), (2, 0)}
     assert {(each.source, each.target) for each in links.within} == {(0, 1), (1, 0), (2, 3), (3, 2)}
+
+
+class InOrder:
+    """A backend whose sends and receives of a pair run one after the other, as over NCCL: none begins before its turn.
+
+    Args:
+        pg: of gloo.
+    """
+
+    def __init__(self, pg: Any) -> None:
+        self._pg = pg
+        self._pairs: dict[int, ThreadPoolExecutor] = {}
+
+    def _begin(self, start: Callable[..., Any], tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        pair = self._pairs.setdefault(peer, ThreadPoolExecutor(1))
+        done = pair.submit(lambda: start(tensors, peer, tag).wait())
+        return SimpleNamespace(wait=done.result)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._begin(self._pg.send, tensors, peer, tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._begin(self._pg.recv, tensors, peer, tag)
+
+
+def measured_in_order(team: Any) -> Links:
+    opened = team.open
+
+    def in_order(name: str) -> Any:
+        groups = opened(name)
+        groups.world.p2p = InOrder(groups.world.pg)
+        return groups
+
+    team.open = in_order
+    return measured(team)
+
+
+@pytest.mark.parametrize("nodes", [[0, 1, 2], [0, 0, 1, 1]])
+def test_transfers_of_a_pair_may_run_one_after_the_other(nodes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bagua.auto.links.replace", lambda team, **_: team)  # a copy would have the class's `open`
+    found = run_teams(len(nodes), measured_in_order, nodes=nodes, timeout_s=20)
+    assert len(found[0].between) == (6 if len(nodes) == 3 else 2)
 
 
 def made(rates: dict[tuple[int, int], float]) -> Links:
