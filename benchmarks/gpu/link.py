@@ -1,19 +1,25 @@
 """Part 11: step times over NCCL on emulated networks, beside DDP and its hooks, the ranks on one GPU.
 
-Each rank is a host of `bagua.lab`, with a link of its own. All compute on the one GPU in turns, so a model is chosen
-that computes little: what differs between the entrants is the communication. No statement about NVLink or about a GPU
-for each rank follows from it.
+Each rank is a host of `bagua.lab`, with a link of its own. All compute on the one GPU, so a model is chosen that
+computes little: what differs between the entrants is the communication. No statement about NVLink or about a GPU for
+each rank follows from it.
+
+If NVIDIA's Multi-Process Service (MPS) is installed, it is started for the ranks, which then compute at the same time.
+Without it they take turns of some milliseconds, for which each message waits.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +30,53 @@ from bagua.bench.hosts import LabHosts, LocalHosts, rank_environment
 from bagua.lab import LabError
 from benchmarks.gpu.record import Record, Skip
 
-__all__ = ["CONDITIONS", "compare", "run"]
+__all__ = ["CONDITIONS", "compare", "multi_process_service", "run"]
 
 CONDITIONS = ("1gbit", "250mbit", "nolimit")
 _RANKS = 4
 _LIMIT_S = 280.0
+_PIPES, _SERVICE_S = "CUDA_MPS_PIPE_DIRECTORY", 20.0
 
 
 def run(record: Record) -> None:
     """A row for each condition and entrant."""
     on_gpu = torch.cuda.is_available() and not record.dry
-    record.facts.update(ranks=_RANKS if on_gpu else 2, rounds=2)
-    for condition in CONDITIONS if on_gpu else ("1gbit",):
-        for network in ("socket", "bagua_net") if condition == "1gbit" and on_gpu else ("socket",):
-            with record.check(f"{condition}, {network if on_gpu else 'gloo'}"):
-                rows = compare(condition, on_gpu, network, record.facts["ranks"])
-                base = next(row["step_ms"] for row in rows if row["entrant"] == "ddp")
-                for row in rows:
-                    record.row(condition=condition, network=network, **row, speed_up=round(base / row["step_ms"], 3))
+    with ExitStack() as stack:
+        service = stack.enter_context(multi_process_service()) if on_gpu else {}
+        record.facts.update(ranks=_RANKS if on_gpu else 2, rounds=2, mps=bool(service) or _PIPES in os.environ)
+        for condition in CONDITIONS if on_gpu else ("1gbit",):
+            for network in ("socket", "bagua_net") if condition == "1gbit" and on_gpu else ("socket",):
+                with record.check(f"{condition}, {network if on_gpu else 'gloo'}"):
+                    rows = compare(condition, on_gpu, network, record.facts["ranks"], service)
+                    base = next(row["step_ms"] for row in rows if row["entrant"] == "ddp")
+                    for row in rows:
+                        speed_up = round(base / row["step_ms"], 3)
+                        record.row(condition=condition, network=network, **row, speed_up=speed_up)
 
 
-def compare(condition: str, on_gpu: bool, network: str, ranks: int) -> list[dict[str, Any]]:
+@contextmanager
+def multi_process_service() -> Iterator[dict[str, str]]:
+    """The environment of processes that share the GPU through MPS; empty if it is not installed or does not start."""
+    if _PIPES in os.environ or (control := shutil.which("nvidia-cuda-mps-control")) is None:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        env = {_PIPES: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        begun = subprocess.run([control, "-d"], env={**os.environ, **env}, timeout=_SERVICE_S)
+        try:
+            yield env if begun.returncode == 0 else {}
+        finally:
+            if begun.returncode == 0:
+                subprocess.run([control], input="quit\n", text=True, env={**os.environ, **env}, timeout=_SERVICE_S)
+
+
+def compare(
+    condition: str, on_gpu: bool, network: str, ranks: int, service: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """Step times of all entrants, in ms: the median over the steps of the slowest rank.
+
+    Args:
+        service: more of the environment of ranks.
 
     Raises:
         Skip: this machine cannot emulate the link.
@@ -58,7 +89,7 @@ def compare(condition: str, on_gpu: bool, network: str, ranks: int) -> list[dict
     with tempfile.TemporaryDirectory() as folder:
         try:
             with open(f"{folder}/log", "w+") as log:
-                env = {**rank_environment(hosts, ranks), **_network(network), "NCCL_IB_DISABLE": "1"}
+                env = {**rank_environment(hosts, ranks), **_network(network), **(service or {}), "NCCL_IB_DISABLE": "1"}
                 words = [sys.executable, "-m", "benchmarks.gpu.link_rank", folder, *([] if on_gpu else ["--dry"])]
                 processes = hosts.start(words, env, log)
                 deadline = time.monotonic() + _LIMIT_S

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu.faults import check
+from benchmarks.gpu.link import multi_process_service
 from benchmarks.gpu.link_rank import ENTRANTS
 from benchmarks.gpu.page import page, summary
 from benchmarks.gpu.parts import PARTS
@@ -47,6 +48,24 @@ def test_a_dry_part(name: str, tmp_path: Path) -> None:
     assert all({"name", "status", "detail", "seconds"} <= set(check) for check in found["checks"])
     assert all(check["detail"] for check in found["checks"] if check["status"] != "passed")
     assert f"## {name}: passed" in page([found], "today", "make gpu DRY=1")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_service_that_shares_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """A stand-in notes how it was called: the service is ended if it has begun."""
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text(f'#!/bin/sh\n[ "$1" ] || read words\necho "$1$words" >> {tmp_path}/calls\nexit {status}\n')
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    with multi_process_service() as env:
+        assert bool(env) == (status == 0)
+        assert all(Path(folder).is_dir() for folder in env.values())
+    assert (tmp_path / "calls").read_text().split() == (["-d", "quit"] if status == 0 else ["-d"])
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))  # it runs already
+    with multi_process_service() as env:
+        assert not env
 
 
 @pytest.mark.slow

@@ -153,6 +153,36 @@ def test_two_nodes_of_two_ranks(pool: RankPool, algorithm: str, device: torch.de
             torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
 
 
+def measured_links(device: torch.device, how: str) -> tuple[str, list[Tensor]]:
+    """On a rank: what was chosen by the links, and weights after steps with it."""
+    model = model_on(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if how == "auto":
+        bagua.distribute(model, optimizer, "auto", bucket_bytes=1500)
+    else:
+        bagua.distribute(model, optimizer, "bytegrad", bucket_bytes=1500, rank_order="measured")
+    for step in range(60):
+        optimizer.zero_grad()
+        model(batch(step, device)).square().mean().backward()
+        optimizer.step()
+        if how != "auto" or bagua.explain(model).phase == "settled":
+            break
+    said = bagua.explain(model).chosen if how == "auto" else "in order"
+    bagua.average_parameters(model)
+    found = values(model)
+    bagua.detach(model)
+    return said, found
+
+
+@pytest.mark.parametrize("how", ["auto", "rank_order"])
+def test_links_are_measured(pool: RankPool, how: str, device: torch.device) -> None:
+    (said, first), *others = pool.run(3, measured_links, device, how, nodes=range(3))
+    assert said
+    for other, weights in others:
+        assert other == said
+        assert all(torch.equal(a, b) for a, b in zip(first, weights, strict=True))
+
+
 def test_a_fused_optimizer_on_buckets(pool: RankPool, device: torch.device) -> None:
     plain, fused = (pool.run(2, trained, "gradient_allreduce", device, fused)[0] for fused in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(plain, fused, strict=True))
