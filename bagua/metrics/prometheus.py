@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bagua.engine import Stats
 from bagua.metrics.catalogue import METRICS
+from bagua.metrics.scrape_server import ScrapeServer
 from bagua.metrics.sink import Sink, optional_package
 
 __all__ = ["Prometheus"]
@@ -59,7 +59,7 @@ class Prometheus(Sink):
         self._own_registry = self._client.CollectorRegistry()
         self._last: Stats | None = None  # immutable; a scrape runs in another thread
         self._own_registry.register(self)
-        self._server: tuple[Any, threading.Thread] | None = None
+        self._server: ScrapeServer | None = None
 
     def __repr__(self) -> str:
         return f"Prometheus(port={self._asked})"
@@ -82,13 +82,14 @@ class Prometheus(Sink):
         if self._asked is None:
             return
         try:
-            server, thread = self._client.start_http_server(self._asked, self._address, self._own_registry)
+            handler = self._client.MetricsHandler.factory(self._own_registry)
+            self._server = ScrapeServer(self._address, self._asked, handler)
         except OSError as error:
             raise OSError(
                 f"bagua.metrics.Prometheus: cannot serve on {self._address}:{self._asked} (rank {rank}): {error}; "
                 "several ranks on one host need a port each"
             ) from error
-        self._server, self.port = (server, thread), server.server_port
+        self.port = self._server.port
 
     def write(self, stats: Stats, since: Stats) -> None:
         """See `Sink`."""
@@ -97,11 +98,8 @@ class Prometheus(Sink):
     def close(self) -> None:
         """See `Sink`."""
         if self._server is not None:
-            server, thread = self._server
+            self._server.close()
             self._server, self.port = None, self._asked
-            server.shutdown()
-            server.server_close()
-            thread.join(10)
 
     def _families(self, stats: Stats) -> Iterator[Any]:
         labels = {**self._labels, "rank": str(stats.rank)}
