@@ -107,7 +107,8 @@ def resumed_early(team: Any) -> tuple[str, Any]:
     saved = bagua.state_dict(training.model)
     again = Training(team, "auto")
     bagua.load_state_dict(again.model, saved)
-    assert bagua.explain(again.model).phase == "waiting"
+    assert (bagua.explain(again.model).phase, bagua.explain(again.model).chosen) == ("waiting", "gradient_allreduce")
+    assert engine_of(again).algorithm.name == "gradient_allreduce"
     return repr(engine_of(training).algorithm), until_settled(again)
 
 
