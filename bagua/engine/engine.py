@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -191,7 +191,7 @@ class Engine:
         state, tuning, recovery = self.state, self.binding.tuning, self.failures.recovery
         last, total = self._tally.snapshot()
         return Stats(
-            algorithm=describe(state.root),
+            algorithm=self.told(describe),
             steps=state.step,
             num_buckets=len(state.buckets),
             bucket_bytes=tuple(bucket.nbytes for bucket in state.buckets),
@@ -206,6 +206,12 @@ class Engine:
             rank=self.team.rank,
             size=self.team.size,
         )
+
+    def told(self, text_of: Callable[[Algorithm], str]) -> str:
+        """The algorithm given to `distribute`, and the one in force if it chooses that. From any thread."""
+        root, in_force = self.state.root, self.state.algorithm
+        chosen = self.tracker.chooser is not None and in_force is not root
+        return f"{text_of(root)}: {text_of(in_force)}" if chosen else text_of(root)
 
     @property
     def costs(self) -> StepStats:
