@@ -24,7 +24,7 @@ class Row:
         predicted_s: seconds of a step by the plan's simulation; None where it cannot tell.
         measured_s: seconds of a step on the slowest rank; None if it was not tried.
         loss_gap: by which it learns worse than DDP, as a fraction of the loss; None if that was not measured with
-            this family of optimizers.
+            this family of optimizers. Of settings that differ in bits or rank alone, at most that of a coarser one.
         verdict: what became of it.
     """
 

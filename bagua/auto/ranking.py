@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from bagua.auto.candidates import Candidate
 from bagua.auto.facts import Facts, StepTimes
 from bagua.auto.loss_gaps import gap_of
 from bagua.plan import CPU, GPU, Workload, predict
@@ -23,7 +24,8 @@ class Ranking:
     Attributes:
         facts: what it goes by.
         limits: largest loss gap of each candidate, as a fraction.
-        gaps: as measured; None where it was not, with this family of optimizers.
+        gaps: as measured; None where it was not, with this family of optimizers. On a ladder at most that of a coarser
+            setting: a finer one learns no worse, so what is larger is noise.
         predicted: seconds of a step; None where the simulation cannot tell.
         barred: why a candidate may not be taken, by position; for good.
     """
@@ -31,7 +33,7 @@ class Ranking:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.limits = [facts.auto.limit(each.kind) for each in facts.candidates]
-        self.gaps = [gap_of(each.row, facts.families) for each in facts.candidates]
+        self.gaps = _bounded(facts.candidates, [gap_of(each.row, facts.families) for each in facts.candidates])
         self.predicted: list[float | None] = [None] * len(facts.candidates)
         self.barred: dict[int, str] = {}
         self._workload: Workload | None = None
@@ -80,16 +82,8 @@ class Ranking:
         return sorted(alike, key=lambda each: (*self.learns(each[1]), each[0])) + found[len(alike) :]
 
     def learns(self, position: int) -> tuple[float, int]:
-        """Lower is better: the loss gap, of which less than 0.1 % is noise, then the precision.
-
-        On a ladder a finer setting learns no worse than a coarser one: where the measured gap is larger, that is noise.
-        """
-        here = self.facts.candidates[position]
-        gaps = [self.gaps[position]]
-        for other, each in enumerate(self.facts.candidates):
-            if here.ladder and each.ladder == here.ladder and each.rung < here.rung:
-                gaps.append(self.gaps[other])
-        return round(min((each for each in gaps if each is not None), default=0.0), 3), -here.rung
+        """Lower is better: the loss gap, of which less than 0.1 % is noise, then the precision."""
+        return round(self.gaps[position] or 0.0, 3), -self.facts.candidates[position].rung
 
     def varied(self, positions: Sequence[int]) -> list[int]:
         """Without the third of a kind and those after it: they would differ least."""
@@ -112,3 +106,14 @@ class Ranking:
         coarser = [other for rung, other in others if rung < here.rung]
         finer = [other for rung, other in others if rung > here.rung]
         return coarser[-1] if coarser else None, finer[0] if finer else None
+
+
+def _bounded(candidates: Sequence[Candidate], measured: Sequence[float | None]) -> list[float | None]:
+    """Of a ladder, no gap is larger than one of a coarser setting."""
+    found = list(measured)
+    for position, (here, own) in enumerate(zip(candidates, measured, strict=True)):
+        if here.ladder and own is not None:
+            on_it = [each.ladder == here.ladder and each.rung < here.rung for each in candidates]
+            coarser = [gap for gap, counts in zip(measured, on_it, strict=True) if counts and gap is not None]
+            found[position] = min([own, *coarser])
+    return found

@@ -47,9 +47,7 @@ class ChoiceSession:
     def __init__(self, auto: Auto) -> None:
         self._auto = auto
         self._candidates: tuple[Candidate, ...] = tuple(allowed(auto.allow, auto.nodes))
-        self._explanation = Explanation(
-            "waiting", EXACT.name, "no step has been made yet", 0, auto.allow, sum(len(node) for node in auto.nodes)
-        )
+        self._explanation = self._waiting("no step has been made yet")
         self._judge: Judge | None = None  # rank 0's
         self._order = Order(0)
         self._made: Algorithm = auto.first
@@ -119,28 +117,48 @@ class ChoiceSession:
         """The choice as plain data; while candidates are tried, which of them is in force."""
         return {
             "settled": self._settled,
+            "nodes": [list(node) for node in self._auto.nodes],
             "candidate": self._candidates[self._order.candidate].name,
             "explanation": self._explanation.as_dict(),
         }
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], size: int, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> Algorithm:
-        """Go on with the choice in `state` if it was made among as many ranks, else choose anew."""
+    def holds(self, state: Mapping[str, Any]) -> bool:
+        """Whether a choice was made in `state`, on nodes like those of now."""
+        nodes = [list(node) for node in self._auto.nodes]
+        return (
+            bool(state["settled"])
+            and Explanation.from_dict(state["explanation"]).size == self._size
+            and state.get("nodes", nodes) == nodes  # states of earlier versions have none
+            and state["candidate"] in (each.name for each in self._candidates)
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
+        """Go on with the choice in `state` if it holds, else choose anew, from full precision on."""
+        holds = self.holds(state)
         names = [each.name for each in self._candidates]
-        if state["candidate"] not in names:
-            raise ValueError(f"state dict: saved with {state['candidate']!r}, which is not allowed here")
-        explanation = Explanation.from_dict(state["explanation"])
-        position = names.index(state["candidate"])
-        self._made = self._candidates[position].make(self._auto.nodes, optimizers)
-        self._order = Order(position)
-        self._begun = self._settled = bool(state["settled"]) and explanation.size == size
-        if self._settled:
-            self._explanation = explanation
+        self._order = Order(names.index(state["candidate"]) if holds else 0)
+        self._made = (
+            self._candidates[self._order.candidate].make(self._auto.nodes, optimizers) if holds else self._auto.first
+        )
+        self._explanation = (
+            Explanation.from_dict(state["explanation"]) if holds else self._waiting("chosen anew after loading a state")
+        )
+        self._begun = self._settled = holds
+        self._judge, self._knows, self._reviews = None, False, False
+        self._watch = self._drift = self._sums = None
+        self._times, self._left, self._skip = [], 0, 0
+        if holds:
             self._begin_watch()
         return self._made
 
     # -- how it goes ---------------------------------------------------------------------------------------------
+
+    @property
+    def _size(self) -> int:
+        return sum(len(node) for node in self._auto.nodes)
+
+    def _waiting(self, reason: str) -> Explanation:
+        return Explanation("waiting", EXACT.name, reason, 0, self._auto.allow, self._size)
 
     def _begin(self, engine: Choosable) -> None:
         self._begun = self._knows = True

@@ -297,5 +297,12 @@ def _option(text: str, word: str) -> tuple[str, Any]:
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Contenders are separated by commas; by semicolons if one of them has options."""
-    return tuple(word.strip() for word in text.split(";" if ";" in text or ":" in text else ",") if word.strip())
+    """Contenders are separated by commas; by semicolons if one of them has options.
+
+    Raises:
+        ValueError: there is none.
+    """
+    names = tuple(word.strip() for word in text.split(";" if ";" in text or ":" in text else ",") if word.strip())
+    if not names:
+        raise ValueError(f"--algorithms: expected names, got {text!r}")
+    return names

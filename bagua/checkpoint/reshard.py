@@ -142,8 +142,10 @@ def load_algorithm(engine: Engine, copies: Sequence[dict[str, Any]], where: str)
     """
     first = copies[0]
     copies = [copies[rank] for rank in first.get("rank_order") or range(len(copies))]  # chunks are in that order
-    here = {"size": engine.team.size, "rank": engine.team.rank}
+    here = {"size": engine.team.size, "rank": engine.team.rank, "replicas_differ": False}  # the weights are means
     engine.load_state_dict({**first, **here, "states": [], "tensors": []})  # step and plan; makes fresh states
+    if engine.chooses_anew(first):
+        return
     fresh = engine.state_dict()
     states = {(entry["exchange"], entry["bucket"], entry["part"]): entry for entry in fresh["states"]}
     exchanges = {

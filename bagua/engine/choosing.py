@@ -144,18 +144,19 @@ class Chooser(Protocol):
         """The choice as plain data."""
         ...
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], size: int, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> Algorithm:
-        """Go on as `state` says: with its choice among as many ranks, else choose anew.
+    def holds(self, state: Mapping[str, Any]) -> bool:
+        """Whether a choice was made in `state`, on nodes like those of now."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
+        """Go on with the choice in `state` if it holds, else choose anew, from full precision on.
 
         Args:
             state: from `state_dict`.
-            size: number of ranks now.
             optimizers: that the algorithm is fitted to.
 
         Returns:
-            The algorithm in force when the state was saved.
+            The algorithm to go on with.
 
         Raises:
             ValueError: the state is not one of a choice.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -191,7 +191,7 @@ class Engine:
         state, tuning, recovery = self.state, self.binding.tuning, self.failures.recovery
         last, total = self._tally.snapshot()
         return Stats(
-            algorithm=describe(state.root),
+            algorithm=self.told(describe),
             steps=state.step,
             num_buckets=len(state.buckets),
             bucket_bytes=tuple(bucket.nbytes for bucket in state.buckets),
@@ -206,6 +206,12 @@ class Engine:
             rank=self.team.rank,
             size=self.team.size,
         )
+
+    def told(self, text_of: Callable[[Algorithm], str]) -> str:
+        """The algorithm given to `distribute`, and the one in force if it chooses that. From any thread."""
+        root, in_force = self.state.root, self.state.algorithm
+        chosen = self.tracker.chooser is not None and in_force is not root
+        return f"{text_of(root)}: {text_of(in_force)}" if chosen else text_of(root)
 
     @property
     def costs(self) -> StepStats:
@@ -235,6 +241,7 @@ class Engine:
             "step": self.state.step,
             "stepped": sorted(self.tracker.stepped),
             "bound": repr(bound),
+            "replicas_differ": self.replicas.differ,
             "order": self.state.order,
             "plan": plan.to_json() if plan else None,
             "tuned": tuned,
@@ -245,6 +252,9 @@ class Engine:
 
     def load_state_dict(self, data: dict[str, Any]) -> None:
         """Restore `data`, made by `state_dict` with the same algorithm, world size and rank.
+
+        Where a choice of the algorithm is made anew, training begins with full precision, equal weights and fresh
+        state of the algorithm. Collective then.
 
         Raises:
             ValueError: it was saved with another configuration, or does not fit the module; names what differs.
@@ -257,6 +267,9 @@ class Engine:
         if form is not None and data.get("plan") is None:  # of before a trial
             data, form = self._as_now(data), None
         check_header(data, {**self._circumstances(), "algorithm": repr(form or state.root)})
+        anew = self.chooses_anew(data)
+        if anew:
+            data = {**data, "states": [], "tensors": []}
         check_order(data, self.team.order)
         state.algorithm.on_load(self.context)
         if form is not None:
@@ -265,7 +278,9 @@ class Engine:
         state.order, state.step = data["order"], data["step"]
         fallback = self._probe.guard.fallback_on(self.groups.nodes) if self._probe is not None else None
         if self.tracker.chooser is not None and data.get("chosen") is not None:
-            chosen = self.tracker.chooser.load_state_dict(data["chosen"], self.team.size, self.optimizers)
+            chosen = self.tracker.chooser.load_state_dict(data["chosen"], self.optimizers)
+            if anew:
+                data["bound"] = repr(chosen)
             fallback = chosen if repr(chosen) == data["bound"] else fallback
         if data["bound"] != repr(state.algorithm):
             binding.rebind(data["bound"], fallback)
@@ -280,7 +295,14 @@ class Engine:
             if binding.plan != plan:
                 raise ValueError("state dict: its buckets were made with another bucket_bytes")
         load_states(data, self.memory.states, self.memory.tensors, state.buckets, self.groups)
+        if anew and data.get("replicas_differ", True):
+            self.replicas.equalise()
         self.tracker.go_on_within(data.get("stepped", ()))
+
+    def chooses_anew(self, data: Mapping[str, Any]) -> bool:
+        """Whether the choice of the algorithm in `data` was not made yet, or does not hold for the nodes of now."""
+        chooser, chosen = self.tracker.chooser, data.get("chosen")
+        return chooser is not None and chosen is not None and not chooser.holds(chosen)
 
     def form_of(self, saved: object) -> Algorithm | None:
         """The form of the algorithm that a state was saved with, as text; None: a state of another algorithm."""

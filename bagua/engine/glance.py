@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 from bagua.engine.engine import Engine
@@ -37,7 +38,7 @@ def describe(engines: Iterable[Engine]) -> dict[str, Any]:
         **told,
         "rank": engine.team.rank,
         "size": engine.team.size,
-        "algorithm": engine.state.root.name,
+        "algorithm": engine.told(attrgetter("name")),
         "steps": engine.step,
         "total": engine.costs.to_dict(),
         "stalled_s": recovery.stalled_s if recovery is not None else 0.0,

@@ -76,9 +76,18 @@ class Replicas:
         if self.differ:
             self.exchange()
             if algorithm.payload is Payload.GRAD:
-                params, device = self._inventory.parameters, self._inventory.device
-                with self._dispatcher.side_exchange("mean of optimizer state") as group:
-                    mean_optimizers(self._optimizers.alive, params, self._team, group, device)
+                self._average_optimizers()
+
+    def equalise(self) -> None:
+        """Average weights and the optimizers' state, whatever algorithm runs. Collective."""
+        if self._team.size > 1:
+            self.exchange()
+            self._average_optimizers()
+
+    def _average_optimizers(self) -> None:
+        params, device = self._inventory.parameters, self._inventory.device
+        with self._dispatcher.side_exchange("mean of optimizer state") as group:
+            mean_optimizers(self._optimizers.alive, params, self._team, group, device)
 
     def exchange(self) -> None:
         """Make the weights equal to their mean. Collective; after a failure they are neither their own nor the mean."""

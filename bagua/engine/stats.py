@@ -88,7 +88,8 @@ class Stats:
 
     Attributes:
         algorithm: the algorithm and its options: those that were given, and those that were decided. `notices` tell of
-            an option that is None and depends on the model, such as `mean_moments`.
+            an option that is None and depends on the model, such as `mean_moments`. With "auto" followed by the
+            algorithm in force: `Auto(...): ByteGrad(...)`.
         steps: number of completed training steps.
         num_buckets: number of buckets; 0 until the first synchronised backward pass has recorded the gradient order.
         bucket_bytes: size of each bucket in bytes.

@@ -48,7 +48,7 @@ class OpenTelemetry(Sink):
 
     def write(self, stats: Stats, since: Stats) -> None:
         """See `Sink`."""
-        algorithm = stats.algorithm.partition("(")[0]
+        algorithm = ": ".join(each.partition("(")[0] for each in stats.algorithm.split("): "))
         attributes = {**self._attributes, "bagua.rank": stats.rank, "bagua.algorithm": algorithm}
         for metric, instrument in self._instruments:
             value = metric.read(stats)

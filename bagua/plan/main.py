@@ -41,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = _report(args)
         if args.plot is not None:
             _plot(args, report)
+        if args.json is not None:
+            _write(args.json, report)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"bagua plan: {error}", file=sys.stderr)
         return 2
-    if args.json is not None:
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
     print(_table(report))
     return 0
 
@@ -111,6 +111,13 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
         "left_out": left_out,
     }
+
+
+def _write(file: str, report: dict[str, Any]) -> None:
+    try:
+        Path(file).write_text(json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"--json: {file}: {error.strerror}") from error
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:

@@ -20,7 +20,7 @@ class Rank:
         host: name of its host.
         pid: of its process there.
         rank: among those that train the module; None: it has not come through `bagua.distribute`.
-        algorithm: by name.
+        algorithm: by name; of "auto" with what it trains with now.
         steps: completed.
         restarts: how often its launcher has started ranks again.
         bytes_sent, bytes_received: in all steps.

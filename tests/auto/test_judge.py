@@ -161,16 +161,21 @@ def test_ways_between_sites_count_and_not_the_hosts_links() -> None:
     assert decide(given)[0].chosen != "gradient_allreduce"
 
 
-def test_a_finer_setting_of_a_ladder_learns_no_worse_than_a_coarser_one() -> None:
-    given = facts(1e9)
+def test_a_finer_setting_of_a_ladder_learns_no_worse_than_a_coarser_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"bytegrad": 0.012, "bytegrad eden 4 bits": 0.014, "bytegrad eden 2 bits": 0.002, "power_sgd": 0.001}
+    monkeypatch.setattr("bagua.auto.ranking.gap_of", lambda row, families: rows.get(row, 0.5))
+    given = facts(1e9, gap=0.01)
     ranking = Ranking(given)
-    fine, coarse = (
-        [each.name for each in given.candidates].index(f"bytegrad:codec=eden:bits={bits}") for bits in (4, 2)
+    eight, four, two, one = (
+        [each.name for each in given.candidates].index(f"bytegrad{codec}")
+        for codec in ("", ":codec=eden:bits=4", ":codec=eden:bits=2", ":codec=eden:bits=1")
     )
-    ranking.gaps[fine], ranking.gaps[coarse] = 0.014, 0.002
-    assert ranking.learns(fine) < ranking.learns(coarse)
-    ranking.gaps[fine], ranking.gaps[coarse] = 0.002, 0.014
-    assert ranking.learns(fine) < ranking.learns(coarse)
+    assert [ranking.gaps[position] for position in (eight, four, two, one)] == [0.002, 0.002, 0.002, 0.5]
+    assert ranking.learns(eight) < ranking.learns(four) < ranking.learns(two) < ranking.learns(one)
+    ranking.exclude()
+    assert not ranking.barred.keys() & {eight, four, two}, "a larger gap than that of fewer bits is noise"
+    assert ranking.neighbours(two) == (None, four)
+    assert ranking.neighbours(four) == (two, eight)
 
 
 def noisy(fast: str, slow: str) -> tuple[Explanation, list[str], int]:

@@ -11,6 +11,8 @@ from torch import nn
 
 import bagua
 from bagua.algorithms import Auto, ByteGrad, GradientAllReduce
+from bagua.algorithms.options import describe
+from bagua.engine import glance
 from bagua.engine.hooks import attachments
 from tests.auto.training import FAST, compressed_is_fast, nothing_is_faster, pretend, until_settled
 from tests.autotune.training import WIDTH, Training, engine_of, make_model
@@ -31,7 +33,9 @@ def test_a_compressed_setting_is_chosen_by_all_ranks(monkeypatch: pytest.MonkeyP
     (first, in_force, root, weights, kinds), *others = run_teams(3, choose)
     assert first.chosen == FAST
     assert in_force == repr(ByteGrad(hierarchical=False, codec="eden:bits=2", error_feedback=True))
+    root, _, told = root.partition(": ")
     assert root == "Auto(allow='lossy', max_loss_gap=None, adapt=True)"
+    assert told == describe(ByteGrad(hierarchical=False, codec="eden:bits=2", error_feedback=True))
     assert first.step < 40
     assert kinds == [torch.optim.SGD]
     for explained, same, _, equal, _ in others:
@@ -46,6 +50,20 @@ def test_full_precision_stays_where_nothing_is_faster(monkeypatch: pytest.Monkey
         assert explained.chosen == "gradient_allreduce"
         assert in_force == repr(GradientAllReduce(hierarchical=False))
         assert sum(row.measured_s is not None for row in explained.rows) == 4  # three were tried
+
+
+def names(team: Any) -> list[str]:
+    training = Training(team, "auto")
+    told = [glance.describe([engine_of(training)])["algorithm"]]
+    until_settled(training)
+    told.append(glance.describe([engine_of(training)])["algorithm"])
+    bagua.distribute(training.model, training.optimizer, "local_sgd", process_group=team)
+    return [*told, glance.describe([engine_of(training)])["algorithm"]]
+
+
+def test_observers_are_told_what_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, compressed_is_fast)
+    assert run_teams(2, names) == [["auto", "auto: bytegrad", "local_sgd"]] * 2
 
 
 def weights_are_fast(name: str) -> float:
@@ -107,7 +125,8 @@ def resumed_early(team: Any) -> tuple[str, Any]:
     saved = bagua.state_dict(training.model)
     again = Training(team, "auto")
     bagua.load_state_dict(again.model, saved)
-    assert bagua.explain(again.model).phase == "waiting"
+    assert (bagua.explain(again.model).phase, bagua.explain(again.model).chosen) == ("waiting", "gradient_allreduce")
+    assert engine_of(again).algorithm.name == "gradient_allreduce"
     return repr(engine_of(training).algorithm), until_settled(again)
 
 

@@ -233,3 +233,38 @@ def test_a_missing_package_is_named(kind: Any, monkeypatch: pytest.MonkeyPatch) 
         ImportError, match=rf"bagua.metrics.{kind.__name__} needs \w+: pip install 'bagua\[(otel|prometheus)\]'"
     ):
         kind()
+
+
+class Meter:
+    """As a `MeterProvider`, its meter and all instruments of it; keeps the attributes of points."""
+
+    def __init__(self) -> None:
+        self.attributes: list[Mapping[str, Any]] = []
+
+    def get_meter(self, name: str, version: str) -> Meter:
+        return self
+
+    def create_counter(self, name: str, **about: str) -> Meter:
+        return self
+
+    create_gauge = create_counter
+
+    def set(self, value: float, attributes: Mapping[str, Any]) -> None:
+        self.attributes.append(attributes)
+
+    add = set
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"),
+    [("ByteGrad(codec=Eden(bits=2))", "ByteGrad"), ("Auto(allow='lossy'): ByteGrad(codec='int4')", "Auto: ByteGrad")],
+)
+def test_points_of_opentelemetry_have_the_algorithms_name(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, name: str
+) -> None:
+    monkeypatch.setattr("bagua.metrics.sink.import_module", lambda _: None)
+    meter, cost = Meter(), bagua.StepStats()
+    stats = bagua.Stats(algorithm, 1, 1, (4,), 0, cost, cost)
+    OpenTelemetry(meter).write(stats, stats)
+    assert meter.attributes
+    assert all(each["bagua.algorithm"] == name for each in meter.attributes)

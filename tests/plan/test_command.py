@@ -93,6 +93,8 @@ def test_a_module_from_a_file(tmp_path: Path) -> None:
         (["--host-price", "20"], "--host-price: expected a price with its unit, as 2.50usd/h, got '20'"),
         (["--host-price", "2eur/h", "--traffic-price", "1usd/gb"], "two currencies, eur and usd"),
         (["--traffic-price", "1usd/h"], "--traffic-price: expected a price with its unit, as 0.02usd/GB"),
+        (["--algorithms", ","], "--algorithms: expected names, got ','"),
+        (["--json", "/no/such/place.json"], "--json: /no/such/place.json: No such file or directory"),
         (["--algorithms", "nonsense"], "contender 'nonsense' is unknown"),
         (["--hosts", "5000", "--devices", "8"], "at most 16384 ranks"),
         (["--hosts", "0"], "hosts: expected a positive int, got 0"),
