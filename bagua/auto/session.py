@@ -96,7 +96,9 @@ class ChoiceSession:
             self._watch_step(engine)
             return
         if not self._begun:
-            if engine.ready:
+            if self._size == 1:
+                self._settle(engine, "one rank has nobody to exchange with")
+            elif engine.ready:
                 self._begin(engine)
             return
         if repr(engine.algorithm) != repr(self._made):
@@ -147,7 +149,7 @@ class ChoiceSession:
         self._judge, self._knows, self._reviews = None, False, False
         self._watch = self._drift = self._sums = None
         self._times, self._left, self._skip = [], 0, 0
-        if holds:
+        if holds and self._size > 1:
             self._begin_watch()
         return self._made
 
@@ -339,8 +341,10 @@ class ChoiceSession:
         self._settled = True
         self._times, self._left, self._skip = [], 0, 0
         if reason:
+            now, made = repr(engine.algorithm), self._candidates[self._order.candidate].name
+            chosen = made if now == repr(self._made) else now
             self._explanation = replace(
-                self._explanation, phase="settled", chosen=repr(engine.algorithm), reason=reason, step=engine.step
+                self._explanation, phase="settled", chosen=chosen, reason=reason, step=engine.step
             )
         else:
             self._begin_watch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,16 +280,34 @@ def test_wrong_arguments_are_named(pool: RankPool) -> None:
         assert last.startswith('optimizers: "auto" measures steps, which end with theirs; pass them, or name an')
 
 
-def alone() -> str:
-    model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"^[^\n]*$") as caught:
-        bagua.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "auto")
-    return str(caught.value)
+def alone(path: Path) -> tuple[str, bool]:
+    training = Training(None, "auto").steps(1)
+    first = bagua.explain(training.model)
+    training.steps(2)
+    bagua.checkpoint.save(path, {"model": training.model, "optimizer": training.optimizer}, step=3)
+    resumed = Training(None, "auto")
+    assert bagua.checkpoint.load(path, {"model": resumed.model, "optimizer": resumed.optimizer}) is not None
+    training.steps(2)
+    resumed.made = 3
+    resumed.steps(2)
+    assert (first.phase, first.links) == ("settled", None)
+    return str(first), torch.equal(training.weights, resumed.weights)
 
 
-def test_one_rank_has_no_link(pool: RankPool) -> None:
-    (message,) = pool.run(1, alone)
-    assert message.startswith('algorithm: "auto" chooses by the links between ranks, and there is one rank only')
+def test_one_rank_trains_without_a_choice(pool: RankPool, tmp_path: Path) -> None:
+    """So that a script can be tried alone, and elastic training can shrink to one rank."""
+    ((said, equal),) = pool.run(1, alone, tmp_path)
+    assert "gradient_allreduce" in said and "one rank has nobody to exchange with" in said
+    assert equal
+    size = pool.run(2, grown, tmp_path)
+    assert size == [("waiting", 2)] * 2
+
+
+def grown(path: Path) -> tuple[str, int]:
+    training = Training(None, "auto", rank=dist.get_rank())
+    assert bagua.checkpoint.load(path, {"model": training.model, "optimizer": training.optimizer}) is not None
+    explained = bagua.explain(training.model)
+    return explained.phase, explained.size
 
 
 def test_simulated_ranks_have_no_links() -> None:

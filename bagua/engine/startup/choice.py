@@ -23,10 +23,6 @@ def why_no_choice(request: Request, team: Team) -> ValueError | None:
     instead = 'name an algorithm, such as "gradient_allreduce"'
     if team.backend not in ("gloo", "nccl"):
         return ValueError(f'algorithm: "auto" measures links, and simulated ranks have none; {instead}')
-    if team.size == 1:
-        return ValueError(
-            f'algorithm: "auto" chooses by the links between ranks, and there is one rank only; {instead}'
-        )
     if not request.optimizers:
         return ValueError(f'optimizers: "auto" measures steps, which end with theirs; pass them, or {instead}')
     if request.tune is not None:
