@@ -261,6 +261,8 @@ def _write(path: Path, content: _Content, team: Team) -> tuple[dict[str, tuple[i
     """Write what this rank owns; returns sizes and checksums, or the trouble."""
     sums: dict[str, tuple[int, int]] = {}
     try:
+        if team.rank == 0:
+            check_not_removed(path)
         if not path.is_dir():
             raise CheckpointError(f"{path} does not exist; all ranks must see the same directory")
         for name, write in content.writers.items():

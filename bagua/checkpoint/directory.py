@@ -203,12 +203,14 @@ def write_bytes(path: Path, data: bytes) -> tuple[int, int]:
 
 
 def check_not_removed(path: Path) -> None:
-    """Of a directory that is being written.
+    """Of what is being written.
 
     Raises:
-        CheckpointError: `reserve` of somebody else has removed it.
+        CheckpointError: a save of another job has removed it, or the directory that it is in was removed.
     """
-    if not path.is_dir():
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path.parent} was removed while a checkpoint was written to it")
+    if not path.exists():
         raise CheckpointError(
             f"{path} was removed while it was written: another job saves in {path.parent}; each training needs a "
             "directory of its own"
@@ -231,11 +233,11 @@ def publish(path: Path, number: int, manifest: Manifest) -> Path:
                 "all ranks must see the same directory"
             )
     text = json.dumps({"version": _VERSION, "torch": torch.__version__, **vars(manifest)}, indent=1)
-    with _on_disk(path / _MANIFEST) as file:
-        file.write(text.encode())
-    sync_directory(path)
     final = path.parent / f"checkpoint-{number:06d}-step-{manifest.step}"
     try:
+        with _on_disk(path / _MANIFEST) as file:
+            file.write(text.encode())
+        sync_directory(path)
         os.rename(path, final)
     except FileNotFoundError:
         check_not_removed(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -27,6 +28,7 @@ __all__ = ["LOOK_S", "Failures"]
 _log = logging.getLogger("bagua")
 _LOOK_AT_MEMBERS_S = 0.02
 _SIGN_OF_LIFE_S = 3.0  # how long a failed rank waits for the others to fail too, before it names those that did not
+_LAST_LOOK_S = 1.0  # at least so long it asks the store for the reason
 
 
 class Failures:
@@ -163,13 +165,23 @@ class Failures:
         """
         if self.recovery is not None:
             self.recovery.poll(waits=self._state.lost_step is not LostStep.FREE)
-        elif self._breaks_together and not self._failed:
-            try:
-                ranks = self._broken.look(self._reducer.count)
-            except (RuntimeError, OSError):  # the exchange itself will fail
-                return
-            if ranks:
-                self._refuse(ranks)
+        else:
+            self._find_broken(_SIGN_OF_LIFE_S)
+
+    def _find_broken(self, limit_s: float) -> CommunicationError | None:
+        """As `look_for_broken`, within `limit_s`.
+
+        Returns why the store could not be asked, if it could not: the exchange itself will fail.
+        """
+        if not self._breaks_together or self._failed:
+            return None
+        try:
+            ranks = self._broken.look(self._reducer.count, limit_s)
+        except CommunicationError as error:
+            return error
+        if ranks:
+            self._refuse(ranks)
+        return None
 
     def check_members(self) -> None:
         """While this rank waits in the store within a backward pass: raise if another one is not coming.
@@ -224,9 +236,13 @@ class Failures:
             RuntimeError: the same, of an error that no lost rank can have caused, where ranks may be lost. Without the
                 others, the exchange would fail again.
         """
-        self.look_for_broken()
-        recovery, error = self.recovery, ticket.error
+        recovery, error, silent = self.recovery, ticket.error, None
         assert error is not None
+        if recovery is not None:
+            self.look_for_broken()
+        else:
+            # The exchange has used up the timeout, and the store may have been silent since it ended.
+            silent = self._find_broken(max(ticket.ended + _SIGN_OF_LIFE_S - time.perf_counter(), _LAST_LOOK_S))
         cut = recovery is not None and (recovery.severed or recovery.out_of_use)
         self.give_up()
         what = str(error) if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
@@ -238,7 +254,7 @@ class Failures:
         recorded = recorded_collectives() if self._team.backend == "gloo" else None
         join = "" if self._state.algorithm.uneven else "bagua.join(model) or "
         remedy = f"If it made fewer steps than this rank, use {join}drop_last=True; otherwise read its log"
-        who = self._team.describe_missing(self.key, _SIGN_OF_LIFE_S, remedy=remedy)
+        who = f"; {silent}" if silent else self._team.describe_missing(self.key, _SIGN_OF_LIFE_S, remedy=remedy)
         failure = CommunicationError(f"rank {self._team.rank}, {text}{who}")
         failure.flight_recorder = recorded
         raise failure from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -238,6 +239,23 @@ def test_another_job_in_the_same_directory_is_named(when: str, tmp_path: Path, m
     monkeypatch.setattr(archive, original.__name__, at_the_same_time)
     with pytest.raises(CheckpointError, match=f"another job saves in {tmp_path}; each training needs a directory"):
         save(tmp_path, {"epoch": 1}, step=1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(archive, "_write"), (archive, "write_file"), (archive, "publish"), (os, "rename")]
+)
+def test_a_directory_that_is_removed_is_not_another_jobs(
+    owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, folder = getattr(owner, name), tmp_path / "checkpoints"
+
+    def after_removal(*args: Any, **kwargs: Any) -> Any:
+        shutil.rmtree(folder, ignore_errors=True)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, after_removal)
+    with pytest.raises(CheckpointError, match=f"{folder} was removed while a checkpoint was written to it"):
+        save(folder, {"epoch": 1}, step=1)
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------

@@ -212,6 +212,33 @@ def cuda_graphs(case: Case) -> None:
     raise Refused(said)
 
 
+@feature(
+    SECTION,
+    "compiled autograd: `backward()` within a compiled step, with `torch._dynamo.config.compiled_autograd`",
+    refused=dict.fromkeys(NAMES, "^compiled autograd: .*torch.compile of the module compiles the backward pass"),
+    daily=DAILY[:1],
+)
+def compiled_autograd(case: Case) -> None:
+    """Before any exchange has begun, so training can go on. With the setting alone, outside of such a step, it works.
+
+    The message is the same if the context manager of compiled autograd is used.
+    """
+    from torch._dynamo.compiled_autograd import _enable  # here, as it takes a second to import
+
+    torch._dynamo.reset()
+    model, optimizer = case.build()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        train(model, optimizer, [0])
+        step = torch.compile(lambda number: loss_of(model, number).backward(), backend="eager")
+        said = says(RuntimeError, "compiled autograd", run=lambda: step(1))
+    loss = loss_of(model, 1)
+    with _enable(torch.compile(backend="eager")):
+        assert said == says(RuntimeError, run=loss.backward)
+    train(model, optimizer, range(1, STEPS))
+    case.check_same_run(model, exactly=True)
+    raise Refused(said)
+
+
 def engine_of(model: Any) -> Engine:
     """What works behind it."""
     return next(each for each in live_engines() if each.inventory.trainable["last.bias"] is model.last.bias)

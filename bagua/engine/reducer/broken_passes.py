@@ -60,20 +60,27 @@ class BrokenPasses:
             else:
                 time.sleep(pause)
                 pause = min(2 * pause, _POLL_S[1])
-        return self._decide(number)
+        return self._decide(number, self._store)
 
-    def look(self, number: int) -> list[int]:
-        """Return the ranks on which pass `number` or the one before was interrupted; called while this rank waits."""
-        if self._size == 1 or not self._store.check([f"{self._prefix}/last"]):
+    def look(self, number: int, limit_s: float) -> list[int]:
+        """Return the ranks on which pass `number` or the one before was interrupted; called while this rank waits.
+
+        Raises:
+            CommunicationError: the store gave no answer within `limit_s`. It may be asked again: verdicts stay.
+        """
+        if self._size == 1:
             return []
-        last = int(bytes(self._store.get(f"{self._prefix}/last")))
-        return self._decide(last) if self._void < last <= number and last != self._posted else []
+        store, key = self._store.within(limit_s), f"{self._prefix}/last"
+        if not store.check([key]):
+            return []
+        last = int(bytes(store.get(key)))
+        return self._decide(last, store) if self._void < last <= number and last != self._posted else []
 
-    def _decide(self, number: int) -> list[int]:
+    def _decide(self, number: int, store: Any) -> list[int]:
         """Have a verdict, the one that was written first; returns the ranks to blame."""
-        posted = [rank for rank in range(self._size) if self._store.check([f"{self._prefix}/{number}/{rank}"])]
+        posted = [rank for rank in range(self._size) if store.check([f"{self._prefix}/{number}/{rank}"])]
         text = ",".join(map(str, posted)).encode()
-        found = bytes(self._store.compare_set(f"{self._prefix}/{number}/verdict", "", text))
+        found = bytes(store.compare_set(f"{self._prefix}/{number}/verdict", "", text))
         if found == _VOID:
             self._void = number
             return []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
-__all__ = ["accumulates", "refuse_capture"]
+__all__ = ["accumulates", "refuse_capture", "refuse_compiled_autograd"]
 
 
 def accumulates() -> bool:
@@ -40,4 +42,21 @@ def refuse_capture(device: torch.device) -> None:
             "CUDA graphs: the forward and backward pass of a distributed module cannot be captured, because a replay "
             "would exchange nothing; capture parts of the module before bagua.distribute(), or train without "
             "CUDA graphs"
+        )
+
+
+def refuse_compiled_autograd() -> None:
+    """Refuse a backward pass that compiled autograd runs: Dynamo traces its hooks, and none can learn of its end.
+
+    To be called from a tensor's hook.
+
+    Raises:
+        RuntimeError: it does.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise RuntimeError(
+            "compiled autograd: it cannot run the backward pass of a distributed module, because gradients are "
+            "exchanged by hooks that it would compile; leave torch._dynamo.config.compiled_autograd off; torch.compile "
+            "of the module compiles the backward pass without it"
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.reducer.create_graph import GradientGraphs
 from bagua.engine.reducer.gradient_streams import GradientStreams
-from bagua.engine.reducer.graph_task import accumulates
+from bagua.engine.reducer.graph_task import accumulates, refuse_compiled_autograd
 from bagua.engine.reducer.hook_order import HookOrder
 from bagua.engine.reducer.own_gradients import OwnGradients
 from bagua.engine.reducer.pass_listener import PassListener
@@ -208,6 +208,7 @@ class Reducer:
             self._own.give_back(self._params, self._views)
 
     def _begin(self, first: int = -1) -> None:
+        refuse_compiled_autograd()
         if not self.open:
             self.first = first
             if self._hook_order is not None and self.views_are_gradients:
