@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from bagua.algorithms.base import LostStep, Payload
+from bagua.algorithms.base import Exactness, LostStep, Payload
 from bagua.comm.flight_recorder import recorded_collectives
 from bagua.comm.own_threads import start_thread
 from bagua.comm.store_team import is_loss
@@ -252,8 +252,11 @@ class Failures:
                 raise CommunicationError(text) from error
             raise RuntimeError(f"{text}; no lost rank is the cause, so this one ends") from error
         recorded = recorded_collectives() if self._team.backend == "gloo" else None
-        join = "" if self._state.algorithm.uneven else "bagua.join(model) or "
+        algorithm = self._state.algorithm
+        join = "" if algorithm.uneven else "bagua.join(model) or "
         remedy = f"If it made fewer steps than this rank, use {join}drop_last=True; otherwise read its log"
+        if algorithm.exactness is Exactness.ASYNCHRONOUS:  # as many steps as each rank likes
+            remedy = "Read its log"
         who = f"; {silent}" if silent else self._team.describe_missing(self.key, _SIGN_OF_LIFE_S, remedy=remedy)
         failure = CommunicationError(f"rank {self._team.rank}, {text}{who}")
         failure.flight_recorder = recorded

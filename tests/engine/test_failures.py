@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import bagua
+from bagua.algorithms.base import Exactness
 from bagua.exchanges import Exchange
 from tests.engine.training import distributed, train
 from tests.rank_pool import RankPool
@@ -79,6 +80,29 @@ def test_lost_rank_is_named(pool: RankPool, how: str, size: int) -> None:
         assert "The above exception was the direct cause" in message, "the lane's own traceback is chained"
         assert "bagua.distribute() again" in again
         assert took < 60
+
+
+class Freely(bagua.algorithms.GradientAllReduce):
+    """As if ranks made as many steps as they like."""
+
+    name = "freely"
+    exactness = Exactness.ASYNCHRONOUS
+
+
+def lose_a_free_rank() -> str:
+    model, optimizer = distributed(algorithm=Freely())
+    train(model, optimizer, range(3))
+    if dist.get_rank() == 1:
+        os._exit(9)
+    with pytest.raises(bagua.CommunicationError) as caught:
+        train(model, optimizer, [3])
+    return str(caught.value)
+
+
+def test_no_number_of_steps_is_advised_where_ranks_make_their_own(pool: RankPool) -> None:
+    message = pool.run(2, lose_a_free_rank, group_timeout_s=8, timeout_s=90, dies=[1])[0]
+    assert "no response from rank 1: it has exited or is late. Read its log" in message, message
+    assert "drop_last" not in message
 
 
 class Broken(Exchange):
