@@ -137,7 +137,7 @@ def state_dict(module: nn.Module) -> dict[str, Any]:
 def load_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     """Load a state that `bagua.state_dict` returned on the same rank.
 
-    Load it after the state of module and optimizers.
+    Call it on all ranks, after the state of module and optimizers was loaded: with "auto" ranks may communicate.
 
     Raises:
         ValueError: `module` is not distributed, or the state was saved with another algorithm, other options or
