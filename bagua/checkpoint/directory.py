@@ -36,6 +36,7 @@ __all__ = [
     "publish",
     "read_file",
     "read_manifest",
+    "remove_leftovers",
     "removed_on_failure",
     "reserve",
     "write_bytes",
@@ -92,16 +93,22 @@ def find(directory: Path) -> list[Place]:
 def reserve(directory: Path) -> tuple[int, Path]:
     """Remove what an interrupted save has left, and make the directory of the next one; returns number and path."""
     directory.mkdir(parents=True, exist_ok=True)
-    numbers = [place.number for place in find(directory)]
-    for name in os.listdir(directory):
-        if match := _LEFTOVER.fullmatch(name):
-            numbers.append(int(match[2]))
-            with suppress(OSError):  # its writer has published it, or another `reserve` removes it
-                _remove(directory / name, int(match[2]))
+    numbers = [*(place.number for place in find(directory)), *remove_leftovers(directory)]
     number = max(numbers, default=0) + 1
     path = directory / f"writing-{number:06d}-{secrets.token_hex(4)}"
     path.mkdir()
     return number, path
+
+
+def remove_leftovers(directory: Path) -> list[int]:
+    """Remove what interrupted saves have left; returns the numbers of these checkpoints."""
+    numbers: list[int] = []
+    for name in os.listdir(directory):
+        if match := _LEFTOVER.fullmatch(name):
+            numbers.append(int(match[2]))
+            with suppress(OSError):  # its writer has published it, or another job removes it
+                _remove(directory / name, int(match[2]))
+    return numbers
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import nn
 
 from bagua.checkpoint.agree import agree, team_of
 from bagua.checkpoint.archive import load, save
-from bagua.checkpoint.directory import find, sync_directory, write_file
+from bagua.checkpoint.directory import check_not_removed, find, remove_leftovers, sync_directory, write_file
 from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.experts import split_experts, to_local, with_number
 from bagua.checkpoint.tolerant import LOAD_BEFORE, SAVE_TOGETHER, refuse_fault_tolerant
@@ -33,6 +34,8 @@ __all__ = ["load_checkpoint", "save_checkpoint"]
 _TRACKER = "latest_checkpointed_iteration.txt"
 _OURS = "bagua"
 _STATES = "mp_rank_00_model_states.pt"
+_ITERATION = re.compile(r"iter_([0-9]{7,18})")
+_LEFTOVER = re.compile(r"\.(.*_states\.pt|latest_checkpointed_iteration\.txt)\.[0-9a-f]{8}")
 
 
 def save_checkpoint(
@@ -51,8 +54,8 @@ def save_checkpoint(
         ValueError: `iteration` is none; or layers of `model` hold different numbers of experts.
         CheckpointError: a rank could not write; the tracker still points to the checkpoint before.
 
-    Differs: written atomically; the algorithm's state is saved, and every rank's own weights where ranks
-        differ.
+    Differs: written atomically; what a killed process left is removed; the algorithm's state is saved, and every
+        rank's own weights where ranks differ.
 
     Examples:
         >>> bagua.checkpoint.save_checkpoint(100, path, model, optimizer)
@@ -65,6 +68,8 @@ def save_checkpoint(
     team, root = team_of(None), Path(checkpoints_path)
     folder = root / f"iter_{iteration:07d}"
     given = {name: value for name, value in objects.items() if value is not None}
+    if team.rank == 0:  # before the others begin to write: they wait in `save`
+        _remove_leftovers(root, folder)
     save(folder / _OURS, given, step=iteration, keep=1)
     problem: BaseException | None = None
     try:
@@ -162,6 +167,29 @@ def _latest(root: Path) -> tuple[int, str, bool] | None:
     return iteration, name, bool(find(root / name / _OURS))
 
 
+def _remove_leftovers(root: Path, folder: Path) -> None:
+    """Remove what killed saves have left.
+
+    A tracker is written last, so they were at the iteration that it names or later, or at that of `folder`, which is
+    to be written now.
+    """
+    try:
+        latest = _latest(root)
+    except (OSError, ValueError, CheckpointError):  # damaged
+        latest = None
+    since = 0 if latest is None else latest[0]
+    with suppress(OSError, ValueError):  # what cannot be listed cannot be written to, which `save` reports
+        matches = [match for name in os.listdir(root) if (match := _ITERATION.fullmatch(name))]
+        later = [root / match[0] for match in matches if int(match[1]) >= since and match[0] != folder.name]
+        for place in (root, folder, *later):
+            for name in os.listdir(place) if place.is_dir() else ():
+                if _LEFTOVER.fullmatch(name):
+                    (place / name).unlink(missing_ok=True)
+        for place in later:  # `save` does it in `folder`
+            if (place / _OURS).is_dir():
+                remove_leftovers(place / _OURS)
+
+
 def _read(folder: Path, model: nn.Module, rank: int) -> dict[str, Any]:
     """What Bagua 0.9 wrote, for this rank. Experts of rank r with n each are those from r n on."""
     parts = _load(folder / _STATES)
@@ -205,6 +233,9 @@ def _replace(path: Path, write: Any) -> None:
     try:
         write(beside)
         os.replace(beside, path)
+    except FileNotFoundError:
+        check_not_removed(beside)
+        raise
     finally:
         beside.unlink(missing_ok=True)
     sync_directory(path.parent)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +131,54 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         save_checkpoint(2, str(tmp_path), parts(2)[0])
     assert not [path for path in (tmp_path / "iter_0000002").rglob("*") if path.name != "bagua"]
     assert load_checkpoint(str(tmp_path), parts(2)[0]) == 1
+
+
+def die_at(place: str, path: str, iteration: int) -> None:
+    """A save that is killed just before `place`, a file or directory, gets its name."""
+
+    def dying(move: Callable[..., None]) -> Callable[..., None]:
+        def moved(source: Any, target: Any) -> None:
+            if place in Path(target).name:
+                os.kill(os.getpid(), signal.SIGKILL)
+            move(source, target)
+
+        return moved
+
+    os.replace, os.rename = dying(os.replace), dying(os.rename)
+    save_checkpoint(iteration, path, *parts(iteration))
+
+
+@pytest.mark.process
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    def entries() -> list[str]:
+        return sorted(path.name for path in tmp_path.rglob("*") if re.match(r"\.|writing", path.name))
+
+    save_checkpoint(10, str(tmp_path), *parts(1))
+    mine = tmp_path / "iter_0000020" / ".mp_rank_00_model_states.pt.old"  # of somebody else
+    mine.parent.mkdir()
+    mine.touch()
+    for iteration, place in ((20, "mp_rank_00"), (30, "latest"), (40, "checkpoint-")):
+        killed = multiprocessing.get_context("spawn").Process(target=die_at, args=(place, str(tmp_path), iteration))
+        killed.start()
+        killed.join(60)
+        assert killed.exitcode == -signal.SIGKILL
+        assert len(entries()) == 2, "the next save, of whatever iteration, removes what the last one left"
+    assert load_checkpoint(str(tmp_path), *parts(2)) == 10
+    save_checkpoint(15, str(tmp_path), *parts(1))
+    assert entries() == [mine.name]
+
+
+def test_a_file_that_another_job_removes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def in_between(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        save_checkpoint(7, str(tmp_path), parts(1)[0])
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", in_between)
+    with pytest.raises(CheckpointError, match="was removed while it was written: another job saves in"):
+        save_checkpoint(7, str(tmp_path), parts(1)[0])
 
 
 class Experts(nn.Module):
