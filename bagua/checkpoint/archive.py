@@ -15,6 +15,7 @@ from bagua.checkpoint.directory import (
     check_not_removed,
     discard_old,
     find,
+    naming_one_before,
     publish,
     read_file,
     read_manifest,
@@ -389,8 +390,11 @@ def _agree_on(
     path, found = folder / chosen, None
     manifest = Manifest(0, 0)
     try:
-        manifest = read_manifest(path)
-        found = _read(path, manifest, names(manifest.kinds, str(path)), team, all_copies)
+        with naming_one_before(path):
+            manifest = read_manifest(path)
+        items = names(manifest.kinds, str(path))
+        with naming_one_before(path):
+            found = _read(path, manifest, items, team, all_copies)
     except Exception as error:  # the other ranks must hear of it
         problem = error
     agree(team, what, None, problem)

@@ -33,6 +33,7 @@ __all__ = [
     "check_not_removed",
     "discard_old",
     "find",
+    "naming_one_before",
     "publish",
     "read_file",
     "read_manifest",
@@ -301,13 +302,51 @@ def read_manifest(path: Path) -> Manifest:
         named = {name for names in manifest.files.values() for name in names}
         if manifest.kinds.keys() != manifest.files.keys() or not named <= manifest.sums.keys():
             raise ValueError("items without files")
+        if manifest.size < 1:
+            raise ValueError(f"saved by {manifest.size} ranks")
         if any(len(names) != manifest.size for names in manifest.files.values()):
             raise ValueError("items of other ranks")
         if not all(_FILE.fullmatch(name) for name in manifest.sums):
             raise ValueError("a file name out of place")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file}: damaged ({type(error).__name__}: {error})") from error
     return manifest
+
+
+@contextmanager
+def naming_one_before(path: Path) -> Iterator[None]:
+    """While checkpoint `path` is read: an error names the newest checkpoint before it that seems to be whole.
+
+    By its sizes: to read all of it takes too long while other ranks wait.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        before = next((place for place in reversed(_before(path)) if _seems_whole(place.path)), None)
+        if before is None:
+            raise
+        by_step = f"load with step={before.step}, or " if f"-step-{before.step}" not in path.name else ""
+        raise CheckpointError(
+            f"{error}; {before.path.name}, saved before it, has all its files: {by_step}move {path.name} away"
+        ) from error
+
+
+def _before(path: Path) -> list[Place]:
+    """The complete checkpoints that were saved before `path`, the oldest first."""
+    try:
+        places = find(path.parent)
+    except OSError:
+        return []
+    names = [place.path.name for place in places]
+    return places[: names.index(path.name)] if path.name in names else places
+
+
+def _seems_whole(path: Path) -> bool:
+    try:
+        sums = read_manifest(path).sums
+        return all((path / name).stat().st_size == nbytes for name, (nbytes, _) in sums.items())
+    except (OSError, CheckpointError):
+        return False
 
 
 def read_file(path: Path, sums: tuple[int, int]) -> Any:

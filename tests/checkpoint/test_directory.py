@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -103,6 +104,46 @@ def test_a_damaged_manifest_is_noticed(text: str, tmp_path: Path) -> None:
     (path / "checkpoint.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"checkpoint.json: (damaged|version 2)"):
         load(tmp_path, {"model": model()})
+
+
+def of_no_ranks(manifest: Path) -> None:
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"size": 0, "files": {item: [] for item in content["files"]}}))
+
+
+def of_infinite_size(manifest: Path) -> None:
+    manifest.write_text(manifest.read_text().replace('"size": 1', '"size": Infinity'))
+
+
+@pytest.mark.parametrize("damage", [of_no_ranks, of_infinite_size])
+def test_a_manifest_of_impossible_size_is_noticed(damage: Any, tmp_path: Path) -> None:
+    path = save(tmp_path, {"model": model()}, step=1)
+    damage(path / "checkpoint.json")
+    with pytest.raises(CheckpointError, match="checkpoint.json: damaged"):
+        load(tmp_path, {"model": model()})
+
+
+def test_the_error_of_a_damaged_checkpoint_names_the_one_before(tmp_path: Path) -> None:
+    paths = [save(tmp_path, {"model": model()}, step=step, keep=None) for step in (2, 4, 6, 6)]
+
+    def error_of(step: int | None = None) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            load(tmp_path, {"model": model()}, step=step)
+        return str(caught.value).partition("; ")[2]
+
+    flip(paths[3] / "model-00000.pt")
+    assert error_of() == f"{paths[2].name}, saved before it, has all its files: move {paths[3].name} away"
+    cut(paths[2] / "model-00000.pt")
+    cut(paths[3] / "checkpoint.json")
+    told = f"{paths[1].name}, saved before it, has all its files: load with step=4, or move {paths[3].name} away"
+    assert error_of() == told
+    loaded = load(tmp_path, {"model": model()}, step=4)
+    assert loaded is not None and loaded.path == paths[1]
+    (paths[1] / "model-00000.pt").unlink()
+    flip(paths[0] / "model-00000.pt")
+    assert "step=2" in error_of() and error_of(2) == ""
+    with pytest.raises(CheckpointError, match="has no 'other'; it holds model$"):
+        load(tmp_path, {"other": model()}, step=2)
 
 
 class Evil:
