@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
-import os
 import queue
 import selectors
 import socket
@@ -20,6 +19,7 @@ from bagua.membership.agent import Agent
 from bagua.membership.encoding import decode, encode
 from bagua.membership.frames import FrameReader, pack
 from bagua.membership.messages import MessageError
+from bagua.membership.record_file import RecordFile
 
 __all__ = ["Transport"]
 
@@ -58,7 +58,8 @@ class Transport:
         agent: on the clock `time.monotonic`. Addresses are numeric: a name would be looked up in the thread.
         listener: a listening socket at the agent's address; this object closes it. Bind it to the interface of the job.
         token: a secret that all hosts of the job share, at least 16 bytes.
-        record: file for the agent's record; None if the host comes back under another name.
+        record: file for the agent's record; None if the host comes back under another name. If it cannot be written for
+            half a minute the thread ends.
 
     Attributes:
         events: actions for the engine, in order: all but `Send` and `Persist`.
@@ -73,8 +74,10 @@ class Transport:
         _numeric(agent.record.address)
         # Not SimpleQueue: its timed `get` never ends if a signal handler outlasts the timeout (CPython).
         self.events: queue.Queue[Action] = queue.Queue()
-        self._agent, self._listener, self._token, self._record = agent, listener, token, record
-        self._lock = threading.Lock()  # of the agent and of `_outbox`
+        self._agent, self._listener, self._token = agent, listener, token
+        self._record = None if record is None else RecordFile(record)
+        self._waiting: list[Action] = []  # for the record, which the first of them writes
+        self._lock = threading.Lock()  # of the agent, its actions, its record and `_outbox`
         self._outbox: list[Send] = []
         self._outgoing: dict[str, _Outgoing] = {}
         self._retry: dict[str, float] = {}
@@ -120,16 +123,24 @@ class Transport:
             self._wake_write.send(b"x")
 
     def _drain(self) -> None:
-        """Carry out the agent's actions. With the lock held, since their order matters."""
-        for action in self._agent.take():
+        """Carry out the agent's actions. With the lock held, since their order matters.
+
+        While the record cannot be written what comes after it waits, and messages are dropped: they may promise it.
+        """
+        self._waiting += self._agent.take()
+        while self._waiting:
+            action = self._waiting[0]
             if isinstance(action, Persist):
-                if self._record is not None:
-                    _write(self._record, action.record)
+                if self._record is not None and not self._record.write(action.record):
+                    self._complain(f"the record was not written: {self._record.error}; this is tried again")
+                    self._waiting = [each for each in self._waiting if not isinstance(each, Send)]
+                    return
             elif isinstance(action, Send):
                 if not self._ended:
                     self._outbox.append(action)
             else:
                 self.events.put(action)
+            del self._waiting[0]
 
     def _run(self) -> None:
         try:
@@ -141,6 +152,10 @@ class Transport:
                     self._drain()
                     outbox, self._outbox = self._outbox, []
                     due = self._agent.next_tick
+                    if self._record is not None and self._record.due is not None:
+                        due = min(due, self._record.due)
+                        if self._record.hopeless and self._record.error is not None:
+                            raise self._record.error
                 if self._accept_at is not None:
                     if now >= self._accept_at:
                         self._accept_at = None
@@ -308,18 +323,3 @@ def _numeric(address: str) -> tuple[str, int]:
         return str(ipaddress.ip_address(host.strip("[]"))), int(port)
     except ValueError:
         raise ValueError(f"address {address!r}: it must be a numeric host and a port") from None
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Replace a file, durably."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

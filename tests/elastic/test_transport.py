@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -19,7 +20,18 @@ from pathlib import Path
 
 import pytest
 
-from bagua.membership import Agent, Blocked, Epoch, EpochBegan, Member, MessageError, Options, Record, Verdict
+from bagua.membership import (
+    Agent,
+    Blocked,
+    Epoch,
+    EpochBegan,
+    Member,
+    MessageError,
+    Options,
+    Record,
+    Verdict,
+    record_file,
+)
 from bagua.membership.frames import FrameReader, pack
 from bagua.membership.messages import MAX_FRAME
 from bagua.membership.transport import _MAX_STRANGERS, Transport
@@ -117,6 +129,73 @@ def test_a_host_that_dies_before_it_has_connected_is_left_out(when: str) -> None
     finally:
         for transport in transports:
             transport.close()
+
+
+class Disk:
+    """Records are written to it, unless it fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fails, self.attempts, write = False, 0, record_file._replace
+
+        def replace(path: Path, data: bytes) -> None:
+            self.attempts += self.fails
+            if self.fails:
+                raise OSError(errno.EMFILE, "Too many open files")
+            write(path, data)
+
+        monkeypatch.setattr(record_file, "_replace", replace)
+
+
+@contextlib.contextmanager
+def recorded(size: int, folder: Path) -> Iterator[list[Transport]]:
+    listeners, options = [listener() for _ in range(size)], Options(detect_s=60.0)
+    epoch = founders(listeners)
+    transports = [
+        Transport(
+            Agent(Record("job", m.name, 0, m.address), options, time.monotonic(), epoch=epoch),
+            *(sock, TOKEN, folder / m.name),
+        )
+        for m, sock in zip(epoch.members, listeners, strict=True)
+    ]
+    try:
+        wait_for(lambda: heard_all(transports), "connections")
+        yield transports
+    finally:
+        for transport in transports:
+            transport.close()
+
+
+def test_a_record_that_cannot_be_written_is_tried_again_before_anything_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Disk(monkeypatch)
+    with recorded(3, tmp_path) as (first, second, third):
+        disk.fails = True
+        third.close()
+        wait_for(lambda: disk.attempts > 4, "attempts")
+        assert names(first) == names(second) == ["n0", "n1", "n2"], "nobody can promise the next epoch"
+        assert not first.failed and not second.failed
+        disk.fails = False
+        wait_for(lambda: names(first) == names(second) == ["n0", "n1"], "epoch without n2")
+        for place, each in enumerate((first, second)):
+            assert isinstance(each.events.get(timeout=LIMIT_S), EpochBegan), "the first one"
+            began = each.events.get(timeout=LIMIT_S)
+            assert isinstance(began, EpochBegan) and began.epoch.number == 2
+            assert Record.recover((tmp_path / f"n{place}").read_bytes()).epoch == began.epoch
+    assert "the record was not written: [Errno 24] Too many open files; this is tried again" in caplog.text
+
+
+def test_a_record_that_cannot_be_written_for_long_ends_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    monkeypatch.setattr(record_file, "_GIVE_UP_S", 0.3)
+    with recorded(2, tmp_path) as (first, second):
+        disk.fails = True
+        second.close()
+        first.call(lambda agent, now: agent.exchange_failed(now, 1))
+        wait_for(lambda: first.failed, "end of its thread")
+        assert names(first) == ["n0", "n1"]
 
 
 def test_a_stranger_without_the_token_is_cut_off(three: list[Transport]) -> None:
