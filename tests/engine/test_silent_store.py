@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 import bagua
-from bagua.algorithms.base import Payload
+from bagua.algorithms.base import Exactness, Payload
 from bagua.comm.team import Team
 from bagua.engine.failures import Failures
 from bagua.engine.lanes.lane import Ticket
@@ -35,7 +35,8 @@ class SilentStore:
 def test_the_error_does_not_wait_for_another_timeout() -> None:
     store = SilentStore()
     team = Team(1, 3, store, timedelta(seconds=TIMEOUT_S), "gloo")
-    state = SimpleNamespace(step=3, algorithm=SimpleNamespace(payload=Payload.GRAD, uneven=False))
+    algorithm = SimpleNamespace(payload=Payload.GRAD, uneven="", exactness=Exactness.EXACT)
+    state = SimpleNamespace(step=3, algorithm=algorithm)
     pool = SimpleNamespace(abandon=lambda: None)
     failures = Failures(cast(Any, state), team, cast(Any, pool), cast(Any, SimpleNamespace(count=3)), "1")
     ticket = Ticket("all_reduce step 3 bucket 0")
