@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 
 import pytest
@@ -32,9 +33,9 @@ def ask(server: ScrapeServer) -> bytes:
         return reply.read()
 
 
-def until(settled: object, what: str) -> None:
+def until(settled: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + 20
-    while not settled():  # pyright: ignore[reportCallIssue]
+    while not settled():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
 
