@@ -27,7 +27,7 @@ __all__ = ["BoundedStore", "RendezvousStore", "root_of"]
 _IDLE_S = 0.1  # after so long without a call the thread ends; the next call starts another one
 _POLL_S = (0.0005, 0.05)  # first and longest sleep between two looks into the store
 _SHARE = 0.1  # what comes is seen late by that share of the time that it took
-_ALERT_S = 0.1  # between two alerts while gloo connects
+_ALERT_S = 0.1  # between two alerts while a key is waited for
 _LATE_S = 0.5  # after so long without an answer, and then again and again, a call raises an alert
 _GRACE_S = 3.0  # for a last call, when the time of a wait is over
 _T = TypeVar("_T")
@@ -64,6 +64,10 @@ class BoundedStore:
     def within(self, limit_s: float) -> BoundedStore:
         """The same store with another limit."""
         return BoundedStore(self._store, limit_s, self._caller, self._alert)
+
+    def alerted_by(self, alert: Callable[[], object] | None) -> BoundedStore:
+        """The same store with another alert."""
+        return BoundedStore(self._store, self._limit_s, self._caller, alert)
 
     def under(self, prefix: str) -> BoundedStore:
         """The keys below a prefix."""
@@ -119,19 +123,24 @@ class BoundedStore:
         """All keys. Call it of a `root`: a `PrefixStore` of torch lists those of longer prefixes too."""
         return self._call(lambda: self._store.list_keys())
 
-    def await_keys(self, keys: Sequence[str], deadline: float, since: float | None = None) -> list[str]:
+    def await_keys(self, keys: Sequence[str], deadline: float, alert: Callable[[], object] | None = None) -> list[str]:
         """Wait until all keys are there; returns those that are not at `deadline` (`time.monotonic`).
 
         Args:
-            since: when the wait began, of which this may be a part: the longer, the fewer looks. None: now.
+            alert: called now and then between two looks, in place of the store's own; may raise.
         """
-        since = time.monotonic() if since is None else since
+        since = alerted = time.monotonic()
+        alert = alert or self._alert
         # Polling, not store.wait(): that holds the client's lock, and watchdogs and lanes need the store too.
         while not self.within(max(deadline - time.monotonic(), _GRACE_S)).check(keys):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 last = self.within(_GRACE_S)
                 return [key for key in keys if not last.check([key])]
-            time.sleep(min(max(_SHARE * (time.monotonic() - since), _POLL_S[0]), _POLL_S[1]))
+            if alert is not None and now > alerted + _ALERT_S:
+                alert()
+                alerted = time.monotonic()
+            time.sleep(min(max(_SHARE * (now - since), _POLL_S[0]), _POLL_S[1]))
         return []
 
     def _call(self, call: Callable[[], _T]) -> _T:
@@ -231,7 +240,7 @@ class RendezvousStore(dist.Store):
     Args:
         store: for this group alone.
         ranks: members of the group, for messages.
-        alert: called now and then while it waits for a key; may raise.
+        alert: called now and then while it waits for a key or for the store; may raise.
         finds: find the connections without `alert` too.
 
     Attributes:
@@ -247,7 +256,7 @@ class RendezvousStore(dist.Store):
         finds: bool = False,
     ) -> None:
         super().__init__()
-        self._store, self._ranks, self._alert = store, tuple(ranks), alert
+        self._store, self._ranks = store.alerted_by(alert), tuple(ranks)
         self.written: list[str] = []
         self.connections = GlooConnections() if finds or alert is not None else None
 
@@ -271,15 +280,7 @@ class RendezvousStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Until all keys are there."""
-        since = time.monotonic()
-        deadline = since + timeout.total_seconds()
-        while True:
-            until = deadline if self._alert is None else min(deadline, time.monotonic() + _ALERT_S)
-            absent = self._store.await_keys(keys, until, since)
-            if not absent or until == deadline:
-                break
-            if self._alert is not None:
-                self._alert()
+        absent = self._store.await_keys(keys, time.monotonic() + timeout.total_seconds())
         if absent:
             late = ", ".join(map(self._publisher, absent))
             raise CommunicationError(f"{late} published no address within {timeout.total_seconds():g} s")

@@ -18,7 +18,6 @@ __all__ = ["Counters", "StoreTeam", "decode", "encode", "is_loss"]
 
 _GRACE_S = 3.0  # for what remains to be asked when the time of a wait is over
 _POLL_S = 0.05
-_ALERT_S = 0.1  # between two alerts of a rank that waits
 _MAX_BROADCASTS = 8  # messages of `broadcast_bytes` in the store, until an all-gather lets them be deleted
 
 
@@ -188,14 +187,7 @@ class StoreTeam:
             self.store.delete_key(key)
 
     def _wait(self, keys: list[str], what: str, deadline: float, alert: Callable[[], object] | None = None) -> None:
-        alert, since = alert or self.alert, time.monotonic()
-        while True:
-            until = deadline if alert is None else min(deadline, time.monotonic() + _ALERT_S)
-            absent = self._store(what, lambda until=until: self.store.await_keys(keys, until, since))
-            if not absent or until == deadline:
-                break
-            if alert is not None:
-                alert()
+        absent = self._store(what, lambda: self.store.await_keys(keys, deadline, alert or self.alert))
         if absent:
             ranks = ", ".join(key.rpartition("/")[2] for key in absent)
             raise CommunicationError(

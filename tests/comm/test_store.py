@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from bagua.comm.store import BoundedStore
+from bagua.comm.store import BoundedStore, RendezvousStore
+from bagua.comm.store_team import StoreTeam
 from bagua.comm.team import Team
 from bagua.engine.recovery.old_keys import delete_below, delete_old_groups
 from bagua.errors import CommunicationError
@@ -40,6 +42,48 @@ def test_a_call_without_an_answer_ends_when_the_alert_raises(monkeypatch: pytest
     with pytest.raises(CommunicationError, match="^the members have changed$"):
         BoundedStore(silent, 10 * BOUND_S, alert=alert).within(5 * BOUND_S).get("key")
     silent.released.set()
+
+
+class Slow:
+    """A store whose server answers late."""
+
+    def __init__(self, late_s: float) -> None:
+        self.late_s, self.looks, self.alerts = late_s, 0, 0
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(self.late_s)
+        self.looks += 1
+        return self.looks > 1
+
+    def get(self, key: str) -> bytes:
+        return b"of rank 0"
+
+    def alert(self) -> None:
+        self.alerts += 1
+
+
+def test_a_wait_that_raises_alerts_outlasts_a_store_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call has what is left of the whole wait, though alerts are called more often than it is answered."""
+    monkeypatch.setattr("bagua.comm.store._GRACE_S", 0.1)
+    monkeypatch.setattr("bagua.comm.store._LATE_S", 0.05)
+    slow = Slow(late_s=0.5)
+    waiting = StoreTeam(1, 2, slow, timedelta(seconds=BOUND_S), alert=slow.alert)
+    assert waiting.broadcast_bytes("order", None) == b"of rank 0"
+    assert slow.looks == 2 and slow.alerts >= 3
+    slow.looks = 0
+    RendezvousStore(BoundedStore(slow, BOUND_S), [0, 1], slow.alert).wait(["key"], timedelta(seconds=BOUND_S))
+
+
+def test_a_wait_for_keys_ends_when_the_alert_raises() -> None:
+    store = BoundedStore(dist.HashStore(), BOUND_S)
+
+    def alert() -> None:
+        raise CommunicationError("the members have changed")
+
+    with pytest.raises(CommunicationError, match="^the members have changed$"):
+        store.await_keys(["key"], time.monotonic() + BOUND_S, alert)
+    with pytest.raises(CommunicationError, match="^the members have changed$"):
+        RendezvousStore(store, [0, 1], alert).wait(["key"], timedelta(seconds=BOUND_S))
 
 
 def test_a_call_that_fails_leaves_no_cycle() -> None:

@@ -51,6 +51,7 @@ class NextLanes:
         if beside and team.size > 1:
             own = copy.copy(team)
             own.prepared, own.alert = self._opened, partial(_check, self._dropped, team.alert)
+            own.store = team.store.alerted_by(own.alert)
             own.counters = self._counters = replace(team.counters, retired=[])
             self._ended = threading.Event()
             start_thread(lambda ended=self._ended: self._work(own, ended), "bagua-lanes", self._dropped.set)
