@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua
 from bagua.bench import bounds, conditions, models, progress, results_file
-from bagua.bench.bounds import Timing, Traffic, all_to_all_mean, bound_s
+from bagua.bench.bounds import Timing, Traffic, all_to_all_mean, bound_s, payload_bits_per_s
 from bagua.bench.compute import Compute, EmulatedModel
 from bagua.bench.conditions import Condition
 from bagua.bench.hosts import Hosts, LabHosts, LocalHosts, rank_environment
@@ -243,7 +243,7 @@ def summarise(
         # The optimizer's share of a step without compute is all of what is left of it.
         compute_s = compute_ms / 1000
         timing = Timing(alone_s, compute_s / 3, max(alone_s - compute_s, 0.0))
-        rate, latency_s = condition.host_bits_per_s(ranks), condition.least_latency_s(ranks)
+        rate, latency_s = payload_bits_per_s(condition.host_bits_per_s(ranks)), condition.least_latency_s(ranks)
         row["bound_ms"] = 1000 * bound_s(traffic, timing, rate, latency_s, model.layers)
         row |= {f"{name}_share": row["bound_ms"] / row[f"{name}_step_ms"] for name in names if name != DDP}
     return row

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import bagua
-from bagua.bench.bounds import all_to_all_mean
+from bagua.bench.bounds import all_to_all_mean, payload_bits_per_s
 from bagua.comm.collectives import all_gather_rows, all_to_all_rows, swap
 from bagua.comm.groups import Groups
 from bagua.comm.team import Team
@@ -167,7 +167,7 @@ def row_of(name: str, ranks: list[dict[str, Any]], bits_per_s: float, latency_s:
     """A row: of each try the slowest rank counts, of the tries the median."""
     operation, _, size = name.partition("/")
     measured_s = statistics.median(max(each) for each in zip(*(rank["tries_s"] for rank in ranks), strict=True))
-    bound_s = 8 * ranks[0]["bytes_per_host"] / bits_per_s + ranks[0]["num_messages"] * latency_s
+    bound_s = 8 * ranks[0]["bytes_per_host"] / payload_bits_per_s(bits_per_s) + ranks[0]["num_messages"] * latency_s
     return {
         "operation": operation,
         "size_bytes": int(size),

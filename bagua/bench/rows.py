@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from bagua.bench import contenders
-from bagua.bench.bounds import Moment, Timing, bound_s
+from bagua.bench.bounds import Moment, Timing, bound_s, payload_bits_per_s
 from bagua.bench.conditions import Condition
 from bagua.bench.contenders import ADAMS, OFF, Contender
 from bagua.bench.models import Model
@@ -155,8 +155,8 @@ def rows_of(condition: Condition, model: Model, hosts: int, outcomes: Sequence[O
             facts["ratio_to_ddp"] = statistics.median(ddp) / step_s
         if timings:
             timing = _which(timings, traffic.moment)
-            link = condition.host_bits_per_s(hosts), condition.least_latency_s(hosts)
-            least_s = bound_s(traffic, timing, *link, model.layers)
+            rate, latency_s = payload_bits_per_s(condition.host_bits_per_s(hosts)), condition.least_latency_s(hosts)
+            least_s = bound_s(traffic, timing, rate, latency_s, model.layers)
             facts |= {
                 "compute_ms": 1000 * timing.step_s,
                 "forward_ms": 1000 * timing.forward_s,

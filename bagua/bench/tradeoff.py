@@ -143,6 +143,7 @@ def report(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
     model = models.get(plan.model)
     settings = {**asdict(plan), "conditions": [_plain(each) for each in plan.conditions]}
     settings["entrants"] = settings.pop("contenders")  # the key of results files
+    settings["headers"] = "each packet"  # files of before 2026-11-28 without it: each frame of up to 64 KB
     return {
         "kind": "tradeoff",
         "date": machine.now(),

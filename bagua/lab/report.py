@@ -13,7 +13,7 @@ class HostReport:
     """One host's link since the cluster started. Drops are frames: one may be a TSO packet of 64 KB."""
 
     name: str
-    sent_bytes: int  # what the host put on the wire, headers included
+    sent_bytes: int  # what the host put on the wire; with a relay with the headers of each packet, else of each frame
     received_bytes: int
     queue_drops: int = 0  # did not fit the switch's queue to this host
     loss_drops: int = 0
@@ -27,7 +27,7 @@ class PairReport:
 
     sender: int
     receiver: int
-    sent_bytes: int  # that the link has carried, headers included
+    sent_bytes: int  # that the link has carried, with the headers of each packet
     queue_drops: int  # frames that did not fit its queue; they are among the receiver's too
 
 

@@ -1,6 +1,6 @@
 """The kernel's token bucket on a device: a bandwidth for what leaves it, with a queue of so many bytes.
 
-Source: tc-tbf(8), tc-stab(8), and include/uapi/linux/pkt_sched.h of Linux.
+Source: tc-tbf(8) and include/uapi/linux/pkt_sched.h of Linux.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from bagua.lab import netlink
 __all__ = ["ENDLESS_BYTES", "drops", "limit", "limit_beside_relay"]
 
 ENDLESS_BYTES = 1 << 30  # a queue that holds whatever the sockets let out
-_FRAME_BYTES = 72_000  # a TSO packet of 64 KB with a header for each of its segments: a smaller bucket would split it
+_FRAME_BYTES = 72_000  # a frame of 64 KB with headers for each of its packets: a smaller bucket would split it
 _SLACK_S = 0.001
 _FREE_BPS, _FREE_BURST = 10**12, 1 << 28  # no limit: removing the bucket would drop what waits in it
 _NEW_QDISC, _GET_QDISC = 36, 38
 _ROOT = 0xFFFFFFFF
-_KIND, _OPTIONS, _STATS2, _STAB = 1, 2, 7, 8
-_STAB_BASE = 1
+_KIND, _OPTIONS, _STATS2 = 1, 2, 7
 _PARMS, _RATE64, _BURST = 1, 4, 6
 _STATS_QUEUE = 3
 _ETHERNET = 1
@@ -30,8 +29,7 @@ _BESIDE_RELAY_SLACK_S = 0.005  # its real-time priority keeps the kernel waiting
 def limit(device: str, bits_per_s: int, queue_bytes: int, slack_s: float = _SLACK_S) -> None:
     """Gives a device this bandwidth, or another one; frames that wait stay.
 
-    A frame counts with the bytes it has, as in the relay: without the size table the kernel would add the headers of
-    the packets into which a TSO frame is to be cut.
+    A frame counts with the headers of all packets into which a network card would cut it, as in the relay.
 
     Args:
         device: in this network namespace.
@@ -50,8 +48,6 @@ def limit(device: str, bits_per_s: int, queue_bytes: int, slack_s: float = _SLAC
     if bytes_per_s > 0xFFFFFFFF:
         options += netlink.attribute(_RATE64, struct.pack("Q", bytes_per_s))
     body = _tcmsg(device) + netlink.attribute(_KIND, b"tbf\0") + netlink.attribute(_OPTIONS, options)
-    sizes = struct.pack("BBhiIIII", 0, 0, 0, 0, _ETHERNET, 0, 0, 0)
-    body += netlink.attribute(_STAB, netlink.attribute(_STAB_BASE, sizes))
     flags = netlink.ACKNOWLEDGE | netlink.CREATE | netlink.REPLACE
     netlink.request(_NEW_QDISC, flags, body, f"token bucket on {device}")
 

@@ -33,6 +33,10 @@ def test_what_a_host_sends(traffic: Traffic, num_bytes: float, messages: int, mo
     assert traffic == Traffic(num_bytes, messages, moment)
 
 
+def test_headers_take_their_part_of_a_link() -> None:
+    assert bounds.payload_bits_per_s(1514e6) == 1448e6 and bounds.payload_bits_per_s(math.inf) == math.inf
+
+
 @pytest.mark.parametrize(
     ("traffic", "bits_per_s", "latency_s", "expected"),
     [

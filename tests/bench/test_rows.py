@@ -13,6 +13,7 @@ from bagua.bench.tables import cells, markdown
 from bagua.bench.tradeoff import cases_for
 
 MODEL = models.get("layers25m")
+PACKET = 1514 / 1448  # bytes on the wire for a byte of payload
 
 
 def rank(
@@ -60,12 +61,13 @@ def test_pace_ratio_and_efficiency() -> None:
         OFF,
     )
     assert found["ddp"].step_ms == pytest.approx(1500)  # of 1600 before and 1400 after
-    assert found["ddp"].bound_ms == pytest.approx(1352.5)  # 100 + 200 / 16 + 1200 + 40
+    assert found["ddp"].bound_ms == pytest.approx(152.5 + 1200 * PACKET)  # 100 + 200 / 16 + 40, and the link
     assert found["ddp"].ratio_to_ddp == pytest.approx(1)
     row = found["bytegrad"]
     assert row.step_ms == pytest.approx(500)  # as fast as the slowest
     assert row.ratio_to_ddp == pytest.approx(3)
-    assert row.bound_ms == pytest.approx(452.5) and row.efficiency == pytest.approx(0.905)
+    assert row.bound_ms == pytest.approx(152.5 + 300 * PACKET)
+    assert row.efficiency == pytest.approx(row.bound_ms / 500)
     assert row.exposed_ms == pytest.approx(160)
     assert (row.bytes_per_host, row.bytes_from, row.limited) == (1e6, "device", "")
 
@@ -90,7 +92,7 @@ def test_a_straggler_slows_those_that_wait() -> None:
     assert found["async"].rank_ms == pytest.approx((300, 300, 300, 600))
     assert "by rank 300, 300, 300, 600" in cells(found["async"].as_dict())[-1]
     slowed = rows(off, of("qadam_1bit", *[rank(0.62, 0.62)] * 4), condition="1gbit/0ms/slow0.5")
-    assert slowed["qadam_1bit"].bound_ms == pytest.approx(600 + 37.5 / 16)  # the first layer leaves at the end
+    assert slowed["qadam_1bit"].bound_ms == pytest.approx(600 + 37.5 * PACKET / 16)  # the first layer leaves at the end
 
 
 def test_rows_where_the_machine_was_the_limit_are_marked() -> None:

@@ -39,6 +39,15 @@ while time.monotonic() < end:
     time.sleep(0.0002)
 """
 
+CUT_BLAST = """
+import socket, sys
+sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+sock.sendto(b"x", (sys.argv[1], 7001))
+sock.setsockopt(socket.SOL_UDP, 103, 1400)  # UDP_SEGMENT
+for _ in range(int(sys.argv[2])):
+    sock.sendto(bytes(14000), (sys.argv[1], 7001))
+"""
+
 
 def python(code: str, *args: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", code, *args]
@@ -74,6 +83,18 @@ def test_rate_and_latency(wire: str) -> None:
         assert report.hosts[0].sent_bytes > 0.4 * 0.8e8 / 8
         assert report.hosts[1].received_bytes == pytest.approx(report.hosts[0].sent_bytes, rel=0.2)
         assert report.relay_cpu_s > 0 and report.frames > 0
+
+
+@pytest.mark.parametrize("wire", ["tap", "packet"])
+def test_a_datagram_that_is_to_be_cut_counts_as_its_packets(wire: str) -> None:
+    with Cluster(2, Link("1gbit", "1ms"), wire=wire) as cluster:
+        a, b = cluster.hosts
+        a.run(python(CUT_BLAST, b.address, "0"), timeout=60)  # the neighbour's address is asked for
+        before = cluster.report()
+        assert a.run(python(CUT_BLAST, b.address, "100"), timeout=60).returncode == 0
+        expected = 100 * 10 * (1400 + 14 + 20 + 8)
+        assert within(20, lambda: cluster.report().since(before).hosts[0].sent_bytes >= expected)
+        assert cluster.report().since(before).hosts[0].sent_bytes < 1.02 * expected
 
 
 def test_congestion_control() -> None:

@@ -14,8 +14,10 @@ import pytest
 from bagua.lab import Cluster, Host, LabError, Link, Report, namespaces
 from bagua.lab.events import parse_event, wire_for
 from bagua.lab.main import main
+from bagua.lab.traffic import measure_rate
 from tests.lab.leftovers import within
 from tests.lab.test_cluster import BLAST
+from tests.lab.tries import measured_between
 
 pytestmark = pytest.mark.usefixtures("token_buckets")
 
@@ -94,6 +96,13 @@ def test_rate(mbit: int) -> None:
         assert report.frames > 0 and not report.machine_limited
 
 
+def test_frames_take_the_time_of_their_packets() -> None:
+    """Of a packet of 1514 bytes 1448 are payload, so there are 95.6 Mbit/s of it."""
+    with Cluster(2, Link("100mbit"), wire="tbf") as cluster:
+        a, b = cluster.hosts
+        assert measured_between(0.85e8, 0.965e8, lambda: measure_rate(a, b, 1.0))
+
+
 def test_another_bandwidth() -> None:
     with Cluster(2, Link("1gbit")) as cluster:
         a, b = cluster.hosts
@@ -155,7 +164,7 @@ def test_what_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cluster.wire == "tbf"
     with Cluster(1, Link("1gbit", "1ms")) as cluster:
         assert cluster.wire in ("tap", "packet")
-    broken = "import bagua.lab.token_bucket as bucket; bucket._STAB_BASE = 77; from bagua.lab.supervisor"
+    broken = "import bagua.lab.token_bucket as bucket; bucket._PARMS = 77; from bagua.lab.supervisor"
     monkeypatch.setattr(namespaces, "_BOOT", namespaces._BOOT.replace("from bagua.lab.supervisor", broken))
     with Cluster(2, Link("100mbit")) as cluster:
         a, b = cluster.hosts

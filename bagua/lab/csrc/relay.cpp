@@ -2,7 +2,8 @@
 //
 // A port is a file descriptor that reads and writes one frame a call, each behind a virtio_net_hdr of 10 bytes
 // (a TAP device with IFF_VNET_HDR, or a packet socket with PACKET_VNET_HDR), so that a frame may be a TSO packet
-// of 64 KB. A frame is copied once in (read) and once out (write).
+// of 64 KB. A frame is copied once in (read) and once out (write). It takes the time and counts with the bytes of the
+// packets that a network card would make of it, each with headers of its own.
 //
 // A frame's way, in virtual time: [flow cap] -> uplink of the sender, flows served in turn (start-time fair
 // queueing) -> [path of the pair of hosts, first in first out, bounded] -> latency and jitter -> downlink of the
@@ -33,6 +34,7 @@ constexpr int kHeaderWords = 16;
 constexpr int kPortWords = 24;
 constexpr int kPairWords = 6;
 constexpr size_t kVnetHeader = 10;
+constexpr unsigned kTcp4 = 1, kTcp6 = 4, kUdp = 5;  // VIRTIO_NET_HDR_GSO_*: frames that are to be cut
 constexpr size_t kStride = 17 * 4096;  // a frame of 64 KB with its headers
 constexpr size_t kFrames = 16384;      // untouched ones take no memory
 constexpr size_t kFlows = 65536;
@@ -53,6 +55,7 @@ enum Kind : uint32_t { FLOW_READY, UPLINK_FREE, ARRIVE, DELIVER };
 
 struct Frame {
   uint32_t length;  // with the virtio header
+  uint32_t bytes;   // on the wire
   uint16_t src, dst;
   uint32_t flow;
   int64_t last;  // when the last byte reaches the stage that comes next, ns
@@ -169,7 +172,7 @@ class Relay {
   }
   void count(int port, int i, uint64_t by = 1) { word(port, i) = word(port, i) + by; }
   uint8_t* buffer(uint32_t frame) { return buffers_ + size_t(frame) * kStride; }
-  static double bytes(const Frame& f) { return double(f.length - kVnetHeader); }
+  static double bytes(const Frame& f) { return double(f.bytes); }
   double random() {
     random_ ^= random_ << 13;
     random_ ^= random_ >> 7;
@@ -211,6 +214,7 @@ class Relay {
       now_ = clock_ns(CLOCK_MONOTONIC);
       run_due();
       frames_[index].length = uint32_t(got);
+      frames_[index].bytes = wire_bytes(buffer(index), size_t(got));
       frames_[index].src = uint16_t(port);
       accept(index);
     }
@@ -220,7 +224,7 @@ class Relay {
   void accept(uint32_t index) {
     const Frame& f = frames_[index];
     const uint8_t* mac = buffer(index) + kVnetHeader;
-    count(f.src, SENT_BYTES, f.length - kVnetHeader);
+    count(f.src, SENT_BYTES, f.bytes);
     count(f.src, SENT_FRAMES);
     header(H_FRAMES) = header(H_FRAMES) + 1;
     if (mac[0] & 1) return flood(index);
@@ -259,6 +263,23 @@ class Relay {
   }
 
   // 5-tuple of TCP and UDP over IPv4 and IPv6, else the two addresses on the wire.
+  // Bytes of the packets into which a frame behind its virtio_net_hdr is cut, all with the headers of the first.
+  // The checksum of such a frame is not made yet, so the virtio_net_hdr says where its transport header begins.
+  static uint32_t wire_bytes(const uint8_t* vnet, size_t got) {
+    const size_t length = got - kVnetHeader;
+    const unsigned kind = vnet[1] & 0x7f;
+    uint16_t segment, transport;
+    memcpy(&segment, vnet + 4, sizeof segment);
+    memcpy(&transport, vnet + 6, sizeof transport);
+    const bool udp = kind == kUdp;
+    const bool tcp = kind == kTcp4 || kind == kTcp6;
+    if ((!udp && !tcp) || !segment || size_t(transport) + 20 > length) return uint32_t(length);
+    const size_t headers = transport + (udp ? 8 : size_t(vnet[kVnetHeader + transport + 12] >> 4) * 4);
+    if (headers >= length) return uint32_t(length);
+    const size_t packets = (length - headers + segment - 1) / segment;
+    return uint32_t(length + (packets - 1) * headers);
+  }
+
   static uint32_t flow_of(const uint8_t* frame, size_t length) {
     const uint8_t* from = frame;
     size_t n = 12;
@@ -333,7 +354,7 @@ class Relay {
       free = first + int64_t(bytes(f) * kBitsNs / double(bps));
       last = std::max(last, free);
     }
-    if (header(H_PAIRS)) pair(f.src, f.dst, PAIR_BYTES) = pair(f.src, f.dst, PAIR_BYTES) + f.length - kVnetHeader;
+    if (header(H_PAIRS)) pair(f.src, f.dst, PAIR_BYTES) = pair(f.src, f.dst, PAIR_BYTES) + f.bytes;
     const double kept = (1 - loss(f.src)) * (1 - loss(f.dst));
     if (kept < 1 && random() >= sqrt(kept)) return drop(index, f.src, LOSS_DROPS);
     int64_t delay = latency(f.src, f.dst);
@@ -371,7 +392,7 @@ class Relay {
     if (uint64_t(std::max<int64_t>(late, 0)) > header(H_LATE_MAX_NS)) header(H_LATE_MAX_NS) = uint64_t(late);
     header(H_LATE_SUM_NS) = header(H_LATE_SUM_NS) + uint64_t(std::max<int64_t>(late, 0));
     if (write(fds_[f.dst], buffer(index), f.length) < 0) return drop(index, f.dst, PORT_DROPS);
-    count(f.dst, RECEIVED_BYTES, f.length - kVnetHeader);
+    count(f.dst, RECEIVED_BYTES, f.bytes);
     count(f.dst, RECEIVED_FRAMES);
     free_.push_back(index);
   }
