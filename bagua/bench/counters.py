@@ -68,7 +68,7 @@ def _status(name: str) -> int:
 
 
 def sent_bytes(interface: str) -> int | None:
-    """Bytes that left through `interface`, frames of up to 64 KB with one set of headers each; None without a device."""
+    """Bytes that left through `interface`, with one set of headers per frame of up to 64 KB; None without a device."""
     for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
