@@ -141,8 +141,10 @@ class Following:
             if not inside and not self._begin():
                 return
             if batches is None or deal != self._deal:
-                # A loader with workers has asked for batches of the former members: they are dropped.
-                batches, given, total, deal = iter(loader), 0, len(sampler), self._deal
+                # A loader with workers has asked for batches of the former members: they are dropped. It asks for some
+                # of the new ones at once, which makes the rest of the epoch look shorter.
+                total = len(sampler)
+                batches, given, deal = iter(loader), 0, self._deal
             try:
                 batch = next(batches)
             except StopIteration:

@@ -46,7 +46,7 @@ def train_on_samples(pipe: Connection, job: dict[str, Any]) -> None:
     )  # fmt: skip
     restored = state.restore()
     pipe.send({"begins": bagua.stats(model).steps, "source": None if restored is None else restored.source})
-    loader = DataLoader(data, batch_sampler=sampler)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=job["workers"])
     for epoch in itertools.count(sampler.epoch):
         stats = bagua.stats(model)
         last = stats.membership[-1].step if stats.membership else 0

@@ -407,7 +407,7 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
             `die_in_distribute`, and ranks begin with weights of their own; `late_in_distribute`: places that call it
             when a rank is lost; `lr`: of the optimizer; `pull`: outputs are drawn there, or away at odd places;
             `gossip`: tell weights and replicas at the end; `averages`: take the mean of the replicas then; `device`,
-            `backend`: of the exchanges, see `prepare_nccl`; others as in `Job`.
+            `backend`: of the exchanges, see `prepare_nccl`; `workers`: of the data loader; others as in `Job`.
     """
     given = {
         "train": train_steps,
@@ -435,6 +435,7 @@ def start_job(server: ForkServer, size: int, **job: Any) -> Iterator[Job]:
         "backend": "gloo",
         "rounds": 0,
         "until_told": False,
+        "workers": 0,
         **job,
     }
     given.setdefault("options_of_arrival", {})

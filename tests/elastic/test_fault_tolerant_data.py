@@ -62,10 +62,14 @@ def check_each_sample_once(job: Job, places: list[int]) -> list[Line]:
     return ends
 
 
-@pytest.mark.parametrize(("algorithm", "place"), [("bytegrad", 0), ("gradient_allreduce", 2)])
-def test_a_rank_is_killed_and_another_one_joins(fork_server: ForkServer, algorithm: str, place: int) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "place", "workers"), [("bytegrad", 0, 0), ("gradient_allreduce", 2, 0), ("gradient_allreduce", 1, 1)]
+)
+def test_a_rank_is_killed_and_another_one_joins(
+    fork_server: ForkServer, algorithm: str, place: int, workers: int
+) -> None:
     others = [each for each in range(3) if each != place]
-    with start(fork_server, 3, algorithm, changes=[2, 2, 2, 1]) as job:
+    with start(fork_server, 3, algorithm, changes=[2, 2, 2, 1], workers=workers) as job:
         job.signal_at(place, 10, signal.SIGKILL)
         job.wait_for(others, lambda line: line.get("size") == 2, "step without the lost rank")
         came = job.arrive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -51,11 +52,13 @@ class Loader:
         self.sampler, self.batch_size, self._ahead = sampler, batch_size, ahead
 
     def __iter__(self) -> Iterator[list[int]]:
-        waiting: list[list[int]] = []
-        for batch in self._batches():
+        batches = self._batches()
+        return self._rest(list(itertools.islice(batches, self._ahead)), batches)  # asked for before the first is taken
+
+    def _rest(self, waiting: list[list[int]], batches: Iterator[list[int]]) -> Iterator[list[int]]:
+        for batch in batches:
             waiting.append(batch)
-            if len(waiting) > self._ahead:
-                yield waiting.pop(0)
+            yield waiting.pop(0)
         yield from waiting
 
     def _batches(self) -> Iterator[list[int]]:
