@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua.bench import contenders, models
+from bagua.bench.bounds import payload_bits_per_s
 from bagua.bench.layout import Columns
 from bagua.plan import CPU, Cluster, Costs, Workload, predict
 from bagua.plan.prediction import gathered_buckets
@@ -118,6 +119,7 @@ def cells_of(table: str, costs: Costs = CPU, fitted_only: bool = False) -> Itera
     """Measured and predicted milliseconds of each row whose course is known."""
     report = _with_again(table)
     conditions = {condition["name"]: condition for condition in report["settings"]["conditions"]}
+    rate_of = payload_bits_per_s if report["settings"].get("headers") == "each packet" else float
     for row in report["rows"]:
         if row.get("error") or row["family"] not in ("bagua", "torch") or row["entrant"].startswith("off"):
             continue
@@ -135,7 +137,7 @@ def cells_of(table: str, costs: Costs = CPU, fitted_only: bool = False) -> Itera
         workload = Workload(models.get(row["model"]), step_s - optimizer_s, forward_s, optimizer_s)
         cluster = Cluster(
             row["hosts"],
-            bandwidth=condition["bits_per_s"] or math.inf,
+            bandwidth=rate_of(condition["bits_per_s"] or math.inf),
             latency=condition["latency_s"],
             cores=CORES / row["hosts"],
             slowest=slow,

@@ -15,7 +15,7 @@ class Cluster:
     Attributes:
         hosts: number of hosts.
         devices: of each host; a rank each.
-        bandwidth: of a host's link, in bits per second each way; infinite for no limit.
+        bandwidth: of a host's link for payload, in bits per second each way; infinite for no limit.
         latency: from one host to another, one way, in seconds.
         inner_bandwidth: between devices of a host, in bits per second each way and device.
         inner_latency: between devices of a host, one way, in seconds.
