@@ -109,6 +109,7 @@ class AsyncModelAverage(Algorithm):
     exactness: ClassVar[Exactness] = Exactness.ASYNCHRONOUS
     lost_step: ClassVar[LostStep | None] = LostStep.FREE
     kept: ClassVar[tuple[str, ...]] = ("second_moment", "adam_steps")
+    not_compared: ClassVar[tuple[str, ...]] = ("max_alone_s",)
 
     sync_interval_ms: float | None = None
     warmup_steps: int = 0

@@ -257,6 +257,8 @@ class Algorithm:
         scales_with_loss: what the optimizers get is as many times larger as the loss. False, of a sign for example, has
             gradient scalers refused: they would divide the steps by the loss scale. A second synchronised backward pass
             before a step is refused too, unless gradients were zeroed: it would add to signs.
+        not_compared: names of options that change no number, as time limits. A saved state can be loaded with other
+            values of them.
     """
 
     name: ClassVar[str] = ""
@@ -266,6 +268,7 @@ class Algorithm:
     lost_step: ClassVar[LostStep | None] = None
     kept: ClassVar[tuple[str, ...]] = ()
     scales_with_loss: ClassVar[bool] = True
+    not_compared: ClassVar[tuple[str, ...]] = ()
 
     @property
     def payload(self) -> Payload:

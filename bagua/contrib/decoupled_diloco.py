@@ -86,6 +86,7 @@ class DecoupledDiLoCo(Algorithm):
     summary: ClassVar[str] = "diloco at each rank's own pace: a quorum closes a round, late ranks join later"
     exactness: ClassVar[Exactness] = Exactness.ASYNCHRONOUS
     payload_kind: ClassVar[Payload] = Payload.PARAM
+    not_compared: ClassVar[tuple[str, ...]] = ("max_alone_s",)
 
     communication_interval: int = 64
     quorum: int | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bagua.algorithms.base import Algorithm, Payload
+from bagua.algorithms.identity import same_state
 from bagua.autotune import Settings
 from bagua.comm.groups import Groups
 from bagua.engine.config import EngineConfig
@@ -109,9 +110,10 @@ class Binding:
         state = self._state
         state.schedule.clear()
         self.bind(state.root)  # looks at the step
-        if fallback is not None and repr(fallback) == bound != repr(state.algorithm):
+        if fallback is not None and same_state(bound, fallback) and not same_state(bound, state.algorithm):
             self.bind(fallback)
-        if bound not in (repr(state.algorithm), repr(state.root)) and state.buckets:  # the root's: saved before setup
+        known = (state.algorithm, state.root)  # the root's: saved before setup
+        if state.buckets and not any(same_state(bound, each) for each in known):
             raise ValueError(
                 f"state dict: saved while {bound} ran, but at step {state.step} {state.root!r} runs another algorithm"
             )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bagua.algorithms.base import Algorithm, Exactness, Payload
+from bagua.algorithms.identity import same_state
 from bagua.algorithms.options import describe
 from bagua.autotune import Settings
 from bagua.comm.groups import Groups
@@ -266,7 +267,10 @@ class Engine:
         form = self.form_of(data.get("algorithm"))
         if form is not None and data.get("plan") is None:  # of before a trial
             data, form = self._as_now(data), None
-        check_header(data, {**self._circumstances(), "algorithm": repr(form or state.root)})
+        have = self._circumstances()
+        if same_state(data.get("algorithm"), form or state.root):
+            del have["algorithm"]
+        check_header(data, have)
         anew = self.chooses_anew(data)
         if anew:
             data = {**data, "states": [], "tensors": []}
@@ -281,8 +285,8 @@ class Engine:
             chosen = self.tracker.chooser.load_state_dict(data["chosen"], self.optimizers)
             if anew:
                 data["bound"] = repr(chosen)
-            fallback = chosen if repr(chosen) == data["bound"] else fallback
-        if data["bound"] != repr(state.algorithm):
+            fallback = chosen if same_state(data["bound"], chosen) else fallback
+        if not same_state(data["bound"], state.algorithm):
             binding.rebind(data["bound"], fallback)
         if tuned is not None:
             binding.tuning = TuningSession(None)
@@ -306,7 +310,7 @@ class Engine:
 
     def form_of(self, saved: object) -> Algorithm | None:
         """The form of the algorithm that a state was saved with, as text; None: a state of another algorithm."""
-        return next((form for form in self.binding.forms if repr(form) == saved), None)
+        return next((form for form in self.binding.forms if same_state(saved, form)), None)
 
     def _as_now(self, data: dict[str, Any]) -> dict[str, Any]:
         """A state without buckets, as if the form of now had been chosen when it was saved."""

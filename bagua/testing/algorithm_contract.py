@@ -68,6 +68,8 @@ def _value(case: Case) -> None:
     require(algorithm.payload in algorithm.payloads, f"payloads {algorithm.payloads} lack {algorithm.payload}")
     require(algorithm.summary and "\n" not in algorithm.summary, "summary: must be one line, shown by `available()`")
     require(type(algorithm).__doc__, "the class has no docstring")
+    unknown = set(algorithm.not_compared) - {field.name for field in fields(algorithm)}
+    require(not unknown, f"not_compared names what is no option: {', '.join(sorted(unknown))}")
     for size in (1, 2, 8):
         sent = algorithm.bytes_per_rank(1 << 20, size)
         require(math.isfinite(sent) and sent >= 0, f"bytes_per_rank(1 << 20, {size}) is {sent!r}")
