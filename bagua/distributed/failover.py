@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-__all__ = ["BACKEND", "Endpoints", "FailoverRendezvous", "parse_endpoints", "register"]
+__all__ = ["BACKEND", "Endpoints", "FailoverRendezvous", "meeting_place", "parse_endpoints", "register"]
 
 BACKEND = "bagua-c10d"
 _KEY = "bagua/term"
@@ -74,6 +74,14 @@ def parse_endpoints(text: str) -> list[tuple[str, int]]:
     return found
 
 
+def meeting_place(text: str, run_id: str) -> tuple[tuple[str, int], str] | None:
+    """(host, port) of the store in use and the name of the rendezvous in it, as this process knows; None: not yet."""
+    found = _endpoints.get((text, run_id))
+    if found is None or found.term is None:
+        return None
+    return parse_endpoints(text)[found.term[1]], _name(run_id, found.term)
+
+
 class Endpoints:
     """The hosts that may lead, the store that this launcher serves, and who leads.
 
@@ -94,6 +102,11 @@ class Endpoints:
         if key not in _endpoints:
             _endpoints[key] = cls(parse_endpoints(text), run_id)
         return _endpoints[key]
+
+    @property
+    def term(self) -> Term | None:
+        """The highest that this process knows."""
+        return self._known
 
     def find(self, deadline: float) -> tuple[Term, TCPStore]:
         """The term that is on, and a connection to its leader's store.
@@ -281,9 +294,9 @@ class FailoverRendezvous(RendezvousHandler):
         return self._inner is None or self._inner.shutdown()
 
     def _open(self, deadline: float) -> RendezvousHandler:
-        (number, leader), store = self._endpoints.find(deadline)
-        _log.info("rendezvous: term %d, led by host %d of the list", number, leader)
-        backend = C10dRendezvousBackend(store, f"{self._params.run_id}.{number}")
+        term, store = self._endpoints.find(deadline)
+        _log.info("rendezvous: term %d, led by host %d of the list", *term)
+        backend = C10dRendezvousBackend(store, _name(self._params.run_id, term))
         return create_handler(store, backend, self._params)
 
     def _lose(self, why: object) -> None:
@@ -330,6 +343,10 @@ def _tell(text: str) -> None:
 
 def _write(store: TCPStore, run_id: str, known: Term, leads: Term | None) -> None:
     store.set(_KEY, json.dumps({"run_id": run_id, "known": known, "leads": leads}))
+
+
+def _name(run_id: str, term: Term) -> str:
+    return f"{run_id}.{term[0]}"
 
 
 def _age(term: Term) -> tuple[int, int]:

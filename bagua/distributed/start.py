@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 
@@ -20,6 +21,7 @@ from bagua.distributed import failover, fault_tolerant
 from bagua.distributed.failures import FirstFailure
 from bagua.distributed.fork_server import ForkServer
 from bagua.distributed.forked_workers import forked_workers
+from bagua.distributed.meeting import FAILURES, Meeting, MeetingError
 from bagua.distributed.rank_command import check_preload, rank_command
 from bagua.distributed.run_directory import run_directory
 from bagua.distributed.run_status import serve_status
@@ -57,6 +59,7 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
     _keep_nohup(args)
     _silence_numpy()
     tolerant: fault_tolerant.Settings | None = None
+    meeting: Meeting | None = None
     try:
         num_ranks = _num_ranks(args)
         if args.preload:
@@ -65,6 +68,7 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
             tolerant = fault_tolerant.Settings.of(args)
         else:
             _elect(args)
+            meeting = Meeting.of(args)
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
@@ -78,7 +82,7 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
             return 2
     os.environ.pop(STATUS, None)  # of a launcher that has started this one
     if tolerant is None:
-        launch = partial(_run, args)
+        launch = partial(_run, args, meeting, partial(_say, prog))
         kept.enter_context(serve_status(args, prog))
         if forks is not None:
             kept.enter_context(forked_workers(forks))
@@ -94,7 +98,7 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
     except ChildFailedError as failure:
         print(failure, file=sys.stderr)
         return 1 if tolerant is None else _shell_code(failure)
-    except fault_tolerant.JoinError as error:
+    except (fault_tolerant.JoinError, MeetingError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
     except SignalException as interrupt:
@@ -137,7 +141,18 @@ def _shell_code(failure: ChildFailedError) -> int:
     return 128 - code if code < 0 else code
 
 
-def _run(args: Namespace) -> None:
+def _run(args: Namespace, meeting: Meeting | None, say: Callable[[str], None]) -> None:
+    if meeting is None:
+        return _run_here(args)
+    meeting.resolve(say)
+    with meeting.told(say) as started:
+        try:
+            _run_here(args)
+        except FAILURES as error:
+            raise MeetingError(meeting.explain(error, started())) from error
+
+
+def _run_here(args: Namespace) -> None:
     for left in reversed(range(_STORES_LOST)):
         try:
             return run(args)
