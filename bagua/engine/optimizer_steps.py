@@ -56,7 +56,7 @@ class OptimizerSteps:
         if number in tracker.stepped:
             tracker.end_step()  # not all optimizers made a step, and the next forward pass comes within this one
         if isinstance(optimizer, torch.optim.LBFGS):
-            return self._begin_search(args, kwargs, closure)
+            return self._begin_search(optimizer, args, kwargs, closure)
         if tracker.forward_seen:
             tracker.step_begins()
             return None
@@ -80,7 +80,9 @@ class OptimizerSteps:
             self._tracker.step_begins()
         return loss
 
-    def _begin_search(self, args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) -> Arguments | None:
+    def _begin_search(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any
+    ) -> Arguments | None:
         """Begin a step that evaluates its closure several times (line search).
 
         With weights, the ranks search apart: whatever is to change weights does so before. With gradients, they must
@@ -88,6 +90,13 @@ class OptimizerSteps:
         """
         tracker = self._tracker
         if self._state.algorithm.payload is Payload.PARAM:
+            if self._team.size > 1:
+                self._state.notice(
+                    f"{type(optimizer).__name__} with {self._state.algorithm.name!r}: each rank searches with its own "
+                    "loss, from weights that are not those of its history, so training can diverge; use "
+                    "'gradient_allreduce', with which all ranks search alike",
+                    urgent=True,
+                )
             if not tracker.forward_seen:
                 tracker.forward_begins()
             tracker.step_begins()

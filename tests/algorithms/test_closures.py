@@ -185,6 +185,38 @@ def test_lbfgs(algorithm: str, line_search: str | None) -> None:
         assert algorithm != "gradient_allreduce" or counts == results[0][1]
 
 
+def warned(team: Team, algorithm: Any, steps: int) -> list[str]:
+    """What was remarked on LBFGS in so many steps."""
+    model = Quadratic()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    bagua.distribute(model, optimizer, algorithm, process_group=team)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, team.rank, 0)
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+    notices = bagua.stats(model).notices
+    bagua.detach(model)
+    return [each for each in notices if each.startswith("LBFGS with ")]
+
+
+@pytest.mark.parametrize("algorithm", ["local_sgd", "decentralized", Warmup(2, "gradient_allreduce", "local_sgd")])
+def test_lbfgs_with_averaged_weights_warns_once(algorithm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for told in run_teams(2, warned, algorithm, 4):
+        assert len(told) == 1 and "can diverge; use 'gradient_allreduce'" in told[0]
+    logged = [each for each in caplog.records if "LBFGS with" in each.message]
+    assert len(logged) == 2 and all(each.levelname == "WARNING" for each in logged), "each rank once"
+
+
+def test_lbfgs_on_one_rank_or_with_gradients_does_not_warn() -> None:
+    assert run_teams(1, warned, "local_sgd", 2) == [[]]
+    assert run_teams(2, warned, "gradient_allreduce", 2) == [[], []]
+
+
 class WithBuffer(Quadratic):
     """A buffer that each forward pass changes, on each rank by something else."""
 
