@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -19,6 +21,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousTimeoutError,
+    dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
@@ -35,6 +38,7 @@ _NAMES_S = 60.0  # for a name to resolve: a scheduler may enter a node's only on
 _LOOK_S = 1.0
 _STATIC_S, _JOIN_S, _LAST_CALL_S, _READ_S = 900, 600, 30, 60  # torch's defaults
 _PORT = 29500
+_DATES = frozenset({"datetime", "timezone", "timedelta"})
 
 
 class MeetingError(Exception):
@@ -230,9 +234,24 @@ class Meeting:
         try:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_PROBE_S))
             state = C10dRendezvousBackend(store, name).get_state()
-            return 0 if state is None else len(pickle.loads(state[0]).participants)  # as torch does
+            return 0 if state is None else len(_StateReader(io.BytesIO(state[0])).load().participants)
         except (*FAILURES, RuntimeError, AttributeError, pickle.UnpicklingError):
             return None
+
+
+class _StateReader(pickle.Unpickler):
+    """Reads the state of torch's rendezvous, which is a pickle, and makes nothing else of what it finds."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class of such a state.
+
+        Raises:
+            UnpicklingError: it is none.
+        """
+        known = {"_RendezvousState", "_NodeDesc"} if module == dynamic_rendezvous.__name__ else _DATES
+        if module not in (dynamic_rendezvous.__name__, "datetime") or name not in known:
+            raise pickle.UnpicklingError(f"{module}.{name} in the state of the rendezvous")
+        return super().find_class(module, name)
 
 
 def _unresolved(host: str) -> str:

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from bagua.distributed import failover, meeting
 from bagua.distributed.meeting import Meeting, MeetingError
@@ -90,20 +92,18 @@ def test_until_when(words: list[str], limit: str) -> None:
     assert found(*words).describe().endswith(limit)
 
 
-class State:
-    """As torch's, of which the participants are counted."""
-
-    def __init__(self, participants: int) -> None:
-        self.participants = dict.fromkeys(range(participants))
-
-
 @pytest.mark.parametrize(
     ("nodes", "told"), [("3", "2 came); giving up after 600 s"), ("1:3", "2 came); starting with these after 30 s")]
 )
 def test_how_many_came(nodes: str, told: str) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     backend = meeting.C10dRendezvousBackend(store, "job")
-    backend.set_state(pickle.dumps(State(2)), None)
+    state = _RendezvousState()
+    for number in range(2):
+        node = _NodeDesc("node", number, 0)
+        state.participants[node], state.last_heartbeats[node] = number, datetime.now(timezone.utc)
+    state.deadline = datetime.now(timezone.utc)
+    backend.set_state(pickle.dumps(state), None)
     assert told in found("--nnodes", nodes, *C10D, f"127.0.0.1:{store.port}", "--rdzv-id", "job").describe()
 
 
@@ -111,6 +111,24 @@ def refuse(host: str, *rest: Any, **more: Any) -> list[Any]:
     if host == "typo":
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     return []
+
+
+class Call:
+    """What a pickle of a stranger may hold."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._file,)
+
+
+def test_a_state_that_is_not_of_the_rendezvous_is_not_made(tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting.C10dRendezvousBackend(store, "job").set_state(pickle.dumps(Call(tmp_path / "called")))
+    made = found("--nnodes", "2", "--rdzv-id", "job", *C10D, f"127.0.0.1:{store.port}")
+    assert "came" not in made.describe()
+    assert not (tmp_path / "called").exists()
 
 
 def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
