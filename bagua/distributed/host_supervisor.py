@@ -80,6 +80,7 @@ class HostSupervisor:
             RankSlot(transport, directory, start, local, size, job.founder) for local, start in enumerate(starts)
         ]
         self._signal: int | None = None
+        self._signal_told = False
         self._kill = self._leaves = self._hurries = False
         self._close_by = self._serve_until = 0.0
         self._ended = self._left = False
@@ -131,6 +132,9 @@ class HostSupervisor:
         try:
             event = self._transport.events.get(timeout=_POLL_S)
         except queue.Empty:
+            event = None
+        self._tell_signal()  # before the losses that follow from it
+        if event is None:
             return
         if not self._ended or self._failures:
             self._say(_told(event))
@@ -365,6 +369,13 @@ class HostSupervisor:
         finally:
             for number, handler in earlier.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _tell_signal(self) -> None:
+        """Not in the handler, which may have interrupted another line."""
+        if self._signal is not None and not self._signal_told:
+            self._signal_told = True
+            name = signal.Signals(self._signal).name
+            self._say(f"received {name}; it is passed on to the ranks, which are killed after {_CLOSE_S:g} s")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Takes no lock: the main thread may hold it."""

@@ -12,7 +12,7 @@ import pytest
 from tests.elastic.launchers import DEAF_S, Hosts, Launched, wait_for
 from tests.fork_server import ForkServer
 from tests.launch.launching import RUN, launch, script
-from tests.pids import runs
+from tests.pids import runs, state
 
 pytestmark = pytest.mark.process
 
@@ -150,6 +150,24 @@ def test_a_second_signal_does_not_wait(hosts: Hosts) -> None:
     wait_for(lambda: (host.folder / "told").exists(), "signal for the rank", hosts)
     os.kill(host.pid, signal.SIGTERM)
     assert host.wait() == 128 + signal.SIGTERM
+
+
+def test_a_launcher_tells_why_its_ranks_are_lost(fork_server: ForkServer, tmp_path: Path) -> None:
+    """They end one by one, so epochs are decided meanwhile. One that is stopped does not react, and is killed."""
+    hosts = Hosts(fork_server, tmp_path, 1, "--nnodes", "1", "--nproc-per-node", "3", "--detect-s", "3")
+    try:
+        (host,) = hosts.start_all("--max-restarts", "2")
+        wait_for(lambda: len(host.all_seen()) == 3, "ranks", hosts)
+        stopped = host.all_seen()[1].pid
+        os.kill(stopped, signal.SIGSTOP)
+        wait_for(lambda: state(stopped) == "T", "stop", hosts)
+        os.kill(host.pid, signal.SIGTERM)
+        assert host.wait() == 128 + signal.SIGTERM
+        told = host.text().partition("received SIGTERM; it is passed on to the ranks, which are killed after 30 s")
+        assert told[1] and "lost" not in told[0] and "it is started again" not in told[2]
+        assert "epoch 2: 1 host trains" in told[2] and "has been stopped for 3" in told[2]
+    finally:
+        hosts.close()
 
 
 DEAF = """

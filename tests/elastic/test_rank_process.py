@@ -13,7 +13,7 @@ import pytest
 
 from bagua.distributed.rank_process import RankProcess, spawn
 from tests.elastic.hosts import wait_for
-from tests.pids import runs
+from tests.pids import runs, state
 
 pytestmark = pytest.mark.process
 
@@ -38,10 +38,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., RankProcess]]:
     yield start
     for each in made:
         each.kill()
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def times_run(pid: int) -> str:
