@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ FOLDER = "bagua"  # of a checkpoint: what the framework's own files do not hold
 _PROVIDED = ("process_group", "fault_tolerant")
 _SHARDED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 _log = logging.getLogger("bagua")
+
+State = TypeVar("State", bound=dict[str, Any])
 
 
 class Replicas:
@@ -150,10 +153,11 @@ def require_processes(count: int, what: str, hint: str) -> None:
         )
 
 
-def own_storage(state: dict[str, Any]) -> dict[str, Any]:
+def own_storage(state: State) -> State:
     """`state`, with copies of tensors that are views of something larger: savers take such for tied weights.
 
-    Tensors that are the same stay the same.
+    Tensors that are the same stay the same. The type stays, too: savers drop the names of tied weights from an
+    `OrderedDict` only, and loaders look for its `_metadata`.
     """
     copies: dict[Any, Tensor] = {}
 
@@ -165,4 +169,7 @@ def own_storage(state: dict[str, Any]) -> dict[str, Any]:
             copies[place] = value.detach().clone()
         return copies[place]
 
-    return {name: compact(value) for name, value in state.items()}
+    compacted = copy.copy(state)
+    for name, value in state.items():
+        compacted[name] = compact(value)
+    return compacted

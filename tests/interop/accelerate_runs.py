@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain, repeat
 from typing import Any
 
@@ -202,3 +203,30 @@ def save_tied(out: str) -> Any:
         stored = sum(value.nbytes for value in load_file(f"{out}/model.safetensors").values())
         accelerator.free_memory()
         return {"same": same, "stored": stored, "bytes": 4 * flat(unwrapped).numel()}
+
+
+def resume_tied(out: str, algorithm: str) -> Any:
+    """Train a model with tied weights, save half way and go on; then again from there, in a new model."""
+    through = _train_tied(algorithm, 0, lambda accelerator: accelerator.save_state(out))
+    again = _train_tied(algorithm, 1, lambda accelerator: accelerator.load_state(out))
+    return {"through": through, "again": again}
+
+
+def _train_tied(algorithm: str, seed: int, between: Callable[[Any], object]) -> Any:
+    with as_launched():
+        accelerator: Any = BaguaAccelerator(cpu=True, algorithm=algorithm)
+        model = tiny_llama(seed)
+        model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
+
+        def step(first: int) -> None:
+            tokens = torch.arange(first, first + 8)[None] + accelerator.process_index
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(3 + seed)
+        between(accelerator)
+        step(20)
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        accelerator.free_memory()
+        return {"tied": tied, "weights": flat(model)}

@@ -90,3 +90,10 @@ def test_tied_weights_are_saved_once(loops: Loops, tmp_path: Path) -> None:
     for rank in loops.run(2, runs.save_tied, str(tmp_path)):
         assert rank["same"]
         assert rank["stored"] == rank["bytes"]
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized", "local_sgd"])
+def test_a_training_of_tied_weights_is_resumed(loops: Loops, tmp_path: Path, algorithm: str) -> None:
+    for rank in loops.run(2, runs.resume_tied, str(tmp_path), algorithm):
+        assert rank["through"]["tied"] and rank["again"]["tied"]
+        torch.testing.assert_close(rank["again"]["weights"], rank["through"]["weights"], rtol=0, atol=0)

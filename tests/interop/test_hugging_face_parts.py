@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from bagua.interop.engine_options import split_options
 from bagua.interop.replicas import Replicas, check_plain, own_storage
@@ -56,6 +58,20 @@ def test_views_of_a_bucket_are_copied_once() -> None:
     assert state["a"].data_ptr() == state["tied"].data_ptr() != bucket.data_ptr()
     assert state["a"].untyped_storage().nbytes() == 16 and torch.equal(state["b"], bucket[4:])
     assert state["alone"] is alone and state["step"] == 3
+
+
+def test_a_state_dict_keeps_its_type_and_metadata() -> None:
+    embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    bucket = torch.arange(20.0)
+    head.weight = embedding.weight = nn.Parameter(bucket[:15].view(5, 3))
+    given = nn.Sequential(embedding, head).state_dict()
+    state = own_storage(given)
+    assert type(state) is type(given) is OrderedDict, "Accelerate drops the names of tied weights from these only"
+    assert list(state) == ["0.weight", "1.weight"] and state["0.weight"] is state["1.weight"]
+    assert state["0.weight"].untyped_storage().nbytes() == 60
+    assert vars(state)["_metadata"] == vars(given)["_metadata"]
+    assert given["0.weight"].data_ptr() == bucket.data_ptr(), "the one that was given is left alone"
+    assert type(own_storage({"a": bucket[:4]})) is dict
 
 
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])
