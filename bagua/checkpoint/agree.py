@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from bagua.checkpoint.errors import CheckpointError
 from bagua.checkpoint.items import Item
-from bagua.comm.store_team import decode, encode
+from bagua.comm.store_team import decode_alike, encode
 from bagua.comm.team import Team
+from bagua.errors import RankMismatchError
 
 __all__ = ["agree", "agree_on", "share", "team_of"]
 
@@ -44,10 +45,12 @@ def agree(team: Team, what: str, report: Any, problem: BaseException | None) -> 
 
     Raises:
         CheckpointError: names the first rank with a problem, and the problem.
+        RankMismatchError: a rank is in another call.
         CommunicationError: a rank did not arrive within the timeout.
     """
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
-    messages = [decode(message) for message in team.all_gather_bytes(what, encode({"report": report, "problem": said}))]
+    ours = {"report": report, "problem": said}
+    messages = decode_alike(what, team.all_gather_bytes(what, encode(ours)), ours)
     for rank, message in enumerate(messages):
         if message["problem"] is not None:
             raise CheckpointError(f"{what}: rank {rank} of {team.size}: {message['problem']}") from problem
@@ -73,7 +76,7 @@ def agree_on(team: Team, what: str, work: Callable[[], T], alike: Mapping[str, s
         problem = error
     try:
         reports = agree(team, what, dict(alike or {}), problem)
-    except CheckpointError:
+    except (CheckpointError, RankMismatchError):
         if problem is None:
             raise
         raise problem from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from bagua.comm.store import BoundedStore
-from bagua.errors import CommunicationError
+from bagua.errors import CommunicationError, RankMismatchError
 
-__all__ = ["Counters", "StoreTeam", "decode", "encode", "is_loss"]
+__all__ = ["Counters", "StoreTeam", "decode", "decode_alike", "encode", "is_loss"]
 
 _GRACE_S = 3.0  # for what remains to be asked when the time of a wait is over
 _POLL_S = 0.05
@@ -215,3 +215,24 @@ def encode(message: Any) -> bytes:
 def decode(payload: bytes) -> Any:
     """The message in `payload`. JSON, never pickle: bytes from the network must not name classes."""
     return json.loads(payload)
+
+
+def decode_alike(what: str, payloads: Sequence[bytes], keys: Collection[str]) -> list[dict[str, Any]]:
+    """The messages of all ranks, which have `keys` if they come from the same call.
+
+    Raises:
+        RankMismatchError: a message comes from another call; names the rank.
+    """
+    messages = []
+    for rank, payload in enumerate(payloads):
+        try:
+            message = decode(payload)
+        except ValueError:  # bytes of another kind
+            message = None
+        if not isinstance(message, dict) or message.keys() != set(keys):
+            raise RankMismatchError(
+                f"{what}: rank {rank} is in another collective call; ranks must make the same calls in the same order, "
+                "also after an error that the script catches on one of them"
+            )
+        messages.append(message)
+    return messages

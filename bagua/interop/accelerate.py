@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from bagua.algorithms import Algorithm
+from bagua.checkpoint.agree import agree_on, team_of
+from bagua.checkpoint.errors import CheckpointError
 from bagua.interop.agreeing_scaler import agreeing_scaler
+from bagua.interop.damaged_files import name_damaged_file
 from bagua.interop.replicas import Replicas, check_plain, own_storage, require_processes
 
 if TYPE_CHECKING:
@@ -123,9 +126,14 @@ class BaguaAccelerator(_Accelerator):
         """Save as Accelerate does, and what its files do not hold in the folder "bagua". Collective.
 
         Where replicas differ they become their mean first. All ranks must see the same directory.
+
+        Raises:
+            CheckpointError: another rank could not save; names it and its error.
         """
+        parent = super()
         with self._replicas.settled():
-            place = super().save_state(output_dir, *args, **kwargs)
+            what = "saving the state" if output_dir is None else f"saving the state to {output_dir}"
+            place = agree_on(team_of(None), what, lambda: parent.save_state(output_dir, *args, **kwargs))
             self._replicas.save(place, self.step)
         return place
 
@@ -133,10 +141,26 @@ class BaguaAccelerator(_Accelerator):
         """Load what `save_state` saved. Collective.
 
         The models are distributed anew. If the checkpoint was made without Bagua, so does the algorithm start.
+
+        Raises:
+            CheckpointError: a file is missing or truncated, or another rank could not load; names it.
         """
+        self._loading = None
         self._replicas.release()  # safetensors refuses to load into views of buckets
+        parent = super()
+
+        def load() -> None:
+            try:
+                parent.load_state(input_dir, *args, **kwargs)
+            except Exception as error:
+                damage = None if self._loading is None else name_damaged_file(Path(self._loading), error)
+                if damage is None:
+                    raise
+                raise CheckpointError(damage) from error
+
         try:
-            super().load_state(input_dir, *args, **kwargs)
+            what = "loading the state" if input_dir is None else f"loading the state from {input_dir}"
+            agree_on(team_of(None), what, load)
         finally:
             self._distribute()
         assert self._loading is not None

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from bagua.checkpoint.agree import agree
 from bagua.comm import team as team_module
 from bagua.comm.collectives import all_gather_rows, all_reduce_, all_to_all_rows, broadcast_, reduce_, swap
 from bagua.comm.groups import Groups
 from bagua.comm.store import RendezvousStore
+from bagua.comm.store_team import decode_alike, encode
 from bagua.comm.team import Team
-from bagua.errors import CommunicationError
+from bagua.engine.startup.handshake import shake_hands
+from bagua.errors import CommunicationError, RankMismatchError
 from tests.rank_threads import run_teams, run_threads, teams
 
 
@@ -60,6 +63,24 @@ def test_absent_ranks_are_named() -> None:
     for rank in (0, 2):
         assert isinstance(results[rank], CommunicationError)
         assert f"greeting: rank 1, 3 did not arrive within 2 s (this is rank {rank} of 4)" in str(results[rank])
+
+
+def test_ranks_in_different_calls_are_told_so() -> None:
+    def talk(team):
+        if team.rank == 1:
+            return agree(team, "saving to x", {}, None)
+        return shake_hands(team, [], {"algorithm": "bytegrad"}, None, False, "")
+
+    first, second = on_each(teams(2), talk)
+    assert isinstance(first, RankMismatchError) and isinstance(second, RankMismatchError)
+    assert str(first).startswith("bagua.distribute(): rank 1 is in another collective call; ranks must make the same")
+    assert str(second).startswith("saving to x: rank 0 is in another collective call")
+
+
+@pytest.mark.parametrize("message", [b"", b"\xff\x00", b"[1]", b"null"])
+def test_bytes_of_another_call_are_no_message(message: bytes) -> None:
+    with pytest.raises(RankMismatchError, match="news: rank 1 is in another collective call"):
+        decode_alike("news", [encode({"a": 1}), message], ["a"])
 
 
 def test_missing_names_who_is_silent() -> None:

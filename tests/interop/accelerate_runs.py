@@ -3,8 +3,10 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -230,3 +232,42 @@ def _train_tied(algorithm: str, seed: int, between: Callable[[Any], object]) -> 
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         accelerator.free_memory()
         return {"tied": tied, "weights": flat(model)}
+
+
+def fail_on_one_rank(out: str) -> Any:
+    """Rank 0 cannot write a file; then a file that only it reads is truncated. Trains on after both errors."""
+    with as_launched():
+        loop = Loop("local_sgd")
+        loop.run(1)
+        rank, said = loop.accelerator.process_index, []
+        hook = loop.accelerator.register_save_state_pre_hook(_refuse if rank == 0 else _accept)
+        said.append(_error_of(loop.accelerator.save_state, f"{out}/first"))
+        hook.remove()
+        place = f"{out}/{rank}"  # only rank 0's is damaged below
+        Path(place).mkdir()
+        loop.accelerator.save_state(f"{out}/shared")
+        shutil.copytree(f"{out}/shared", place, dirs_exist_ok=True)
+        if rank == 0:
+            path = Path(place, "model.safetensors")
+            path.write_bytes(path.read_bytes()[:-7])
+        said.append(_error_of(loop.accelerator.load_state, place))
+        loop.run(1)
+        steps = bagua.stats(loop.model).steps
+        loop.accelerator.free_memory()
+        return {"said": said, "steps": steps}
+
+
+def _refuse(*_: Any) -> None:
+    raise OSError("no space left")
+
+
+def _accept(*_: Any) -> None:
+    pass
+
+
+def _error_of(call: Callable[[str], object], where: str) -> str:
+    try:
+        call(where)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -97,3 +97,17 @@ def test_a_training_of_tied_weights_is_resumed(loops: Loops, tmp_path: Path, alg
     for rank in loops.run(2, runs.resume_tied, str(tmp_path), algorithm):
         assert rank["through"]["tied"] and rank["again"]["tied"]
         torch.testing.assert_close(rank["again"]["weights"], rank["through"]["weights"], rtol=0, atol=0)
+
+
+def test_all_ranks_hear_of_a_rank_that_cannot_save_or_load(loops: Loops, tmp_path: Path) -> None:
+    first, second = loops.run(2, runs.fail_on_one_rank, str(tmp_path))
+    file = f"{tmp_path}/0/model.safetensors is damaged: it has "
+    assert first["said"][0] == "OSError: no space left"
+    assert second["said"][0] == (
+        f"CheckpointError: saving the state to {tmp_path}/first: rank 0 of 2: OSError: no space left"
+    )
+    assert first["said"][1].startswith(f"CheckpointError: {file}")
+    assert second["said"][1].startswith(
+        f"CheckpointError: loading the state from {tmp_path}/1: rank 0 of 2: CheckpointError: {file}"
+    )
+    assert first["steps"] == second["steps"] == 1, "the models are distributed anew, and train"

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from bagua.comm.store_team import decode, encode
+from bagua.comm.store_team import decode, decode_alike, encode
 from bagua.comm.team import Team
 from bagua.errors import RankMismatchError
 
@@ -47,7 +47,8 @@ def shake_hands(
         over_gloo: see `Agreement`.
 
     Raises:
-        RankMismatchError: another rank has a problem, or the first difference found; names rank and tensor.
+        RankMismatchError: another rank has a problem or is in another call, or the first difference found; names rank
+            and tensor.
         CommunicationError: a rank did not arrive within the timeout.
     """
     full = encode(signature)
@@ -59,7 +60,8 @@ def shake_hands(
         "over gloo": over_gloo,
         "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
     }
-    briefs = [decode(message) for message in team.all_gather_bytes("bagua.distribute()", encode(brief))]
+    what = "bagua.distribute()"
+    briefs = decode_alike(what, team.all_gather_bytes(what, encode(brief)), brief)
     if problem is not None:
         raise problem
     for rank, other in enumerate(briefs):
