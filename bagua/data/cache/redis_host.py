@@ -49,6 +49,8 @@ def parse_hosts(hosts: Iterable[Any]) -> tuple[RedisHost, ...]:
     """
     if isinstance(hosts, (str, Mapping)):
         raise TypeError("hosts: expected a list of servers, got a single one")
+    if not isinstance(hosts, Iterable):
+        raise TypeError(f"hosts: expected a list of servers, got {type(hosts).__name__}")
     parsed = tuple(_parse(f"hosts[{i}]", host) for i, host in enumerate(hosts))
     if not parsed:
         raise ValueError("hosts: the list is empty; pass None to start a server on each node")
@@ -70,14 +72,22 @@ def _parse(where: str, host: Any) -> RedisHost:
 
 
 def _from_url(where: str, url: str) -> RedisHost:
+    # Errors do not quote what cannot be parsed: it may be a part of the password.
+    wanted = f"{where}: expected redis://[user:password@]host[:port][/db] or rediss://..."
     try:
         parts = urlsplit(url)
-        port, name = parts.port or 6379, parts.hostname
-        db = int(parts.path.strip("/") or 0)
-    except ValueError as error:
-        raise ValueError(f"{where}: not a redis:// URL: {error}") from None
+        name = parts.hostname
+    except ValueError:
+        raise ValueError(wanted) from None
     if parts.scheme not in ("redis", "rediss") or not name or parts.query:
-        raise ValueError(f"{where}: expected redis://[user:password@]host[:port][/db] or rediss://...")
+        raise ValueError(wanted)
+    try:
+        port = 6379 if parts.port is None else parts.port
+    except ValueError:
+        raise ValueError(f"{wanted}; the port is not a number from 1 to 65535") from None
+    _check_port(where, port)
+    database = parts.path.strip("/")
+    db = _number(where, "db", database) if database else 0
     username = unquote(parts.username) if parts.username else None
     password = unquote(parts.password) if parts.password else None
     return RedisHost(name, port, username, password, db, () if parts.scheme == "rediss" else None)
@@ -85,17 +95,32 @@ def _from_url(where: str, url: str) -> RedisHost:
 
 def _from_mapping(where: str, given: Mapping[str, Any]) -> RedisHost:
     options = dict(given)
-    try:
-        host, port = options.pop("host"), int(options.pop("port", 6379))
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f'{where}: expected "host" and a number as "port"') from None
-    username, password, db = options.pop("username", None), options.pop("password", None), options.pop("db", 0)
+    host = options.pop("host", None)
+    if not isinstance(host, str) or not host:
+        raise ValueError(f'{where}: expected a name or an address as "host", got {host!r}')
+    port, db = (_number(where, name, options.pop(name, usual)) for name, usual in (("port", 6379), ("db", 0)))
+    _check_port(where, port)
+    username, password = options.pop("username", None), options.pop("password", None)
     tls = {name: options.pop(name) for name in sorted(_TLS_OPTIONS & set(options))}
-    wants_tls = bool(options.pop("ssl", bool(tls)))
+    wants_tls = options.pop("ssl", bool(tls))
+    if not isinstance(wants_tls, bool):
+        raise ValueError(f'{where}: expected True or False as "ssl", got {wants_tls!r}')
     if tls and not wants_tls:
         raise ValueError(f"{where}: {', '.join(tls)} given, but ssl=False")
     if options:
         raise ValueError(f"{where}: unknown option {', '.join(map(repr, options))}")
-    if not isinstance(host, str) or not host or not 0 < port < 65536:
-        raise ValueError(f"{where}: {host!r}, port {port} is not an address")
-    return RedisHost(host, port, username, password, int(db), tuple(tls.items()) if wants_tls else None)
+    return RedisHost(host, port, username, password, db, tuple(tls.items()) if wants_tls else None)
+
+
+def _number(where: str, name: str, value: Any) -> int:
+    """`value`, which is a number from 0 on, perhaps as text."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError(f'{where}: expected a whole number from 0 on as "{name}", got {value!r}')
+
+
+def _check_port(where: str, port: int) -> None:
+    if not 0 < port < 65536:
+        raise ValueError(f"{where}: the port is not a number from 1 to 65535, but {port}")

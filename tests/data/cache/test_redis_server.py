@@ -191,6 +191,46 @@ def test_wrong_hosts_are_named(hosts: object) -> None:
         parse_hosts(hosts)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"port": 1}, 'a name or an address as "host", got None'),
+        ({"host": 5}, 'as "host", got 5'),
+        ({"host": "b", "db": "abc"}, "as \"db\", got 'abc'"),
+        ({"host": "b", "db": None}, 'as "db", got None'),
+        ({"host": "b", "db": -1}, 'as "db", got -1'),
+        ({"host": "b", "db": True}, 'as "db", got True'),
+        ({"host": "b", "port": 7000.7}, 'as "port", got 7000.7'),
+        ({"host": "b", "port": True}, 'as "port", got True'),
+        ({"host": "b", "port": "7_0"}, "as \"port\", got '7_0'"),
+        ({"host": "b", "port": 65536}, "not a number from 1 to 65535, but 65536"),
+        ({"host": "b", "ssl": "False"}, "expected True or False as \"ssl\", got 'False'"),
+        ({"host": "b", "ssl": None}, 'as "ssl", got None'),
+        ("redis://b:0", "not a number from 1 to 65535, but 0"),
+        ("redis://b:70000", "the port is not a number from 1 to 65535"),
+        ("redis://b/x", "as \"db\", got 'x'"),
+        ("redis://b/-1", "as \"db\", got '-1'"),
+        ("redis://[::1", "expected redis://"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_of_hosts_is_refused_with_its_place(entry: object, said: str) -> None:
+    with pytest.raises(ValueError, match=r"^hosts\[1\]: ") as caught:
+        parse_hosts([{"host": "a"}, entry])
+    assert said in str(caught.value)
+
+
+def test_hosts_that_are_no_list_are_named() -> None:
+    with pytest.raises(TypeError, match="hosts: expected a list of servers, got int"):
+        parse_hosts(5)  # pyright: ignore[reportArgumentType]
+
+
+def test_errors_do_not_quote_a_password() -> None:
+    with pytest.raises(ValueError, match=r"hosts\[0\]: expected redis://") as caught:
+        parse_hosts(["redis://:secret/word@a:6379"])  # '/' must be written as %2F
+    assert "secret" not in str(caught.value)
+
+
 def test_tls(tmp_path: Path, servers: list[RedisServer]) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     made = subprocess.run(
