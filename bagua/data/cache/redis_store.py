@@ -138,9 +138,15 @@ class RedisStore:
             yield
         except self._redis.ResponseError as error:
             kind = StoreFullError if str(error).startswith(_REFUSALS) or _is_oom(error) else StoreError
-            raise kind(f"redis at {self._host.name}: {error}") from error
+            raise kind(f"{self._name}: {error}") from error
         except (self._redis.RedisError, OSError) as error:
-            raise StoreError(f"redis at {self._host.name}: {error}") from error
+            silent = isinstance(error, (self._redis.TimeoutError, TimeoutError)) and self._host.tls is not None
+            hint = "; a server without TLS does not answer, either" if silent else ""
+            raise StoreError(f"{self._name}: {error}{hint}") from error
+
+    @property
+    def _name(self) -> str:
+        return f"redis at {self._host.name}{'' if self._host.tls is None else ' with TLS'}"
 
 
 def _is_oom(error: Exception) -> bool:

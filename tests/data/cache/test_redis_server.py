@@ -7,12 +7,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bagua.data.cache import job_servers, redis_server
+from bagua.data.cache import job_servers, redis_server, redis_store
 from bagua.data.cache.interface import choose_address
 from bagua.data.cache.redis_host import RedisHost, parse_hosts
 from bagua.data.cache.redis_server import RedisServer, find_program
@@ -229,6 +230,35 @@ def test_errors_do_not_quote_a_password() -> None:
     with pytest.raises(ValueError, match=r"hosts\[0\]: expected redis://") as caught:
         parse_hosts(["redis://:secret/word@a:6379"])  # '/' must be written as %2F
     assert "secret" not in str(caught.value)
+
+
+def test_tls_with_a_server_that_has_none_is_mentioned(
+    servers: list[RedisServer], silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "_CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(redis_store, "_TIMEOUT_S", 0.3)
+    for host, hint in (
+        (replace(servers[0].host, tls=()), ""),
+        (RedisHost("127.0.0.1", silent_port, tls=()), "; a server without TLS does not answer, either"),
+    ):
+        store = RedisStore(host)
+        with pytest.raises(StoreError) as caught:
+            store.ping()
+        store.close()
+        assert str(caught.value).startswith(f"redis at {host.name} with TLS: ")
+        assert str(caught.value).endswith(hint)
+    plain = RedisStore(RedisHost("127.0.0.1", silent_port))
+    with pytest.raises(StoreError) as caught:
+        plain.ping()
+    plain.close()
+    assert "TLS" not in str(caught.value)
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
 
 
 def test_tls(tmp_path: Path, servers: list[RedisServer]) -> None:
