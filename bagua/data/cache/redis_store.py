@@ -16,7 +16,7 @@ _PREFIX = b"bagua:"
 _CONNECT_TIMEOUT_S, _TIMEOUT_S = 2.0, 5.0
 _AT_ONCE = 16  # values a command, which bounds the memory of both ends
 _SCAN = 5000
-_REFUSALS = ("OOM", "MISCONF", "READONLY", "NOREPLICAS", "NOPERM")
+_REFUSALS = ("MISCONF", "NOREPLICAS")
 
 
 class RedisStore:
@@ -30,6 +30,8 @@ class RedisStore:
 
     def __init__(self, host: RedisHost) -> None:
         self._redis = import_redis()
+        # redis-py takes the code from the text of these
+        self._refusals = self._redis.exceptions.ReadOnlyError, self._redis.exceptions.NoPermissionError
         self._host = host
         self._client = self._connect()
 
@@ -137,8 +139,9 @@ class RedisStore:
         try:
             yield
         except self._redis.ResponseError as error:
-            kind = StoreFullError if str(error).startswith(_REFUSALS) or _is_oom(error) else StoreError
-            raise kind(f"{self._name}: {error}") from error
+            said = _answer(error)
+            refused = said.startswith(_REFUSALS) or isinstance(error, self._refusals) or _is_oom(said)
+            raise (StoreFullError if refused else StoreError)(f"{self._name}: {said}") from error
         except (self._redis.RedisError, OSError) as error:
             silent = isinstance(error, (self._redis.TimeoutError, TimeoutError)) and self._host.tls is not None
             hint = "; a server without TLS does not answer, either" if silent else ""
@@ -149,8 +152,14 @@ class RedisStore:
         return f"redis at {self._host.name}{'' if self._host.tls is None else ' with TLS'}"
 
 
-def _is_oom(error: Exception) -> bool:
-    return "used memory > 'maxmemory'" in str(error)
+def _answer(error: Exception) -> str:
+    """What the server said, without the command: redis-py puts that of a pipeline before it, with raw bytes of keys."""
+    text = str(error)
+    return text.rpartition(" of pipeline caused error: ")[2] if text.startswith("Command # ") else text
+
+
+def _is_oom(said: str) -> bool:
+    return "used memory > 'maxmemory'" in said
 
 
 def import_redis() -> Any:

@@ -47,6 +47,14 @@ def hosts(servers: list[RedisServer]) -> list[RedisHost]:
 
 
 @pytest.fixture
+def mortal(servers: list[RedisServer]) -> Iterator[RedisServer]:
+    """A server of this test's own that is started again when it dies."""
+    server = RedisServer("127.0.0.1", 64 << 20)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
 def cache_path(tmp_path: Path) -> Path:
     """A directory for an LMDB cache."""
     pytest.importorskip("lmdb")

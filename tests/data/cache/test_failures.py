@@ -46,14 +46,6 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "bagua" and r.levelno >= logging.WARNING]
 
 
-@pytest.fixture
-def mortal(servers: list[RedisServer]) -> Iterator[RedisServer]:
-    """A server of this test's own that is started again when it dies."""
-    server = RedisServer("127.0.0.1", 64 << 20)
-    yield server
-    server.stop()
-
-
 def kill(server: RedisServer) -> None:
     """End the server process the hard way; its keeper stays in charge."""
     (child,) = [int(p) for p in children(server._process.pid) if "redis" in name_of(p) or "valkey" in name_of(p)]

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from bagua.data.cache import job_servers, redis_server, redis_store
+from bagua.data.cache.fallback_store import FallbackStore
 from bagua.data.cache.interface import choose_address
 from bagua.data.cache.redis_host import RedisHost, parse_hosts
 from bagua.data.cache.redis_server import RedisServer, find_program
 from bagua.data.cache.redis_store import RedisStore
-from bagua.data.cache.store import StoreError
+from bagua.data.cache.store import StoreError, StoreFullError
 from tests.data.cache.test_failures import children, kill, wait_until
 from tests.ports import free_port
 from tests.rank_pool import RankPool
@@ -230,6 +231,36 @@ def test_errors_do_not_quote_a_password() -> None:
     with pytest.raises(ValueError, match=r"hosts\[0\]: expected redis://") as caught:
         parse_hosts(["redis://:secret/word@a:6379"])  # '/' must be written as %2F
     assert "secret" not in str(caught.value)
+
+
+def test_a_refused_write_is_logged_as_text(mortal: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    host = mortal.host
+    with redis.Redis(host=host.host, port=host.port, password=host.password) as client:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", "1")
+        store = FallbackStore(RedisStore(host), host.name)
+        store.mset([(bytes(range(256)), b"1"), (b"\x1b[2Jb", b"2")])
+        store.close()
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "bagua"]
+    assert "the cache accepts no more entries" in message and "used memory > 'maxmemory'" in message
+    assert message.isprintable() and "Command #" not in message and "memory at 0x" not in message
+
+
+@pytest.mark.parametrize("refusal", ["a replica", "no permission"])
+def test_a_server_that_refuses_writes_is_still_read(mortal: RedisServer, refusal: str) -> None:
+    host = mortal.host
+    with redis.Redis(host=host.host, port=host.port, password=host.password) as client:
+        RedisStore(host).set(b"a", b"1")
+        if refusal == "a replica":
+            client.execute_command("REPLICAOF", "127.0.0.1", "1")
+        else:
+            client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@read", "+ping")
+            host = replace(host, username="reader", password="secret")
+        store = RedisStore(host)
+        with pytest.raises(StoreFullError):
+            store.set(b"b", b"2")
+        assert bytes(store.get(b"a") or b"") == b"1"
+        store.close()
 
 
 def test_tls_with_a_server_that_has_none_is_mentioned(
