@@ -97,9 +97,11 @@ def test_half_of_a_cluster_goes_away(
     check(loader, range(100))
     assert 25 < loader.stats.num_hits - before < 75
     assert len(warnings_of(caplog)) == 1
-    with pytest.raises(StoreError):
-        loader.num_keys()
-    assert not loader.status().available
+    for needs_all in (loader.num_keys, loader.clear):
+        with pytest.raises(StoreError, match=mortal.host.name):
+            needs_all()
+    status = loader.status()
+    assert not status.available and status.used_bytes > 0
 
 
 def test_an_unreachable_server_is_an_error_at_the_start(mortal: RedisServer) -> None:
