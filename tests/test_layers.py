@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "contrib": {"algorithms", "codecs", "comm", "exchanges", "optim", "topologies"},
     "nn": {"comm"},
     "moe": {"codecs", "comm", "engine", "errors"},
-    "checkpoint": {"algorithms", "comm", "engine", "exchanges"},
+    "checkpoint": {"algorithms", "comm", "engine", "errors", "exchanges"},
     "metrics": {"public", "engine"},
     "interop": {"algorithms", "checkpoint", "codecs", "comm", "engine", "errors", "exchanges"},
     "registration": {"backend"},
