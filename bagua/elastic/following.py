@@ -120,6 +120,7 @@ class Following:
 
         Raises:
             CommunicationError: training cannot go on.
+            RuntimeError: the epoch is over already.
         """
         self.tracking = True
         try:
@@ -130,11 +131,16 @@ class Following:
     def _track(self, sampler: Tracked, loader: Iterable[_T], items_per_batch: int) -> Iterator[_T]:
         batches: Iterator[_T] | None = None
         given = total = deal = 0
+        fresh = True
         while True:
             inside = self._gate.settle()  # gradients are accumulated
             if not inside:
                 self._look_back()
+            if fresh and sampler.over:
+                raise RuntimeError(f"sampler: epoch {sampler.epoch} is over; call sampler.set_epoch() for the next one")
+            fresh = False
             if batches is None or deal != self._deal:
+                sampler.go_on()
                 batches, total = None, len(sampler)
             if total == 0 or (batches is not None and given * items_per_batch >= total):
                 return
@@ -143,6 +149,7 @@ class Following:
             if batches is None or deal != self._deal:
                 # A loader with workers has asked for batches of the former members: they are dropped. It asks for some
                 # of the new ones at once, which makes the rest of the epoch look shorter.
+                sampler.go_on()
                 total = len(sampler)
                 batches, given, deal = iter(loader), 0, self._deal
             try:

@@ -24,7 +24,8 @@ class Resharded(ElasticSampler):
 
     The state is how many items ranks have used, and how many ranks there were. From it, what they have seen is found by
     making their samplers again; the samples that are left are given to `make` for the ranks that there are now. So no
-    sample comes twice or is left out, but for what the samplers themselves repeat or drop at the end of an epoch.
+    sample comes twice or is left out, but for what the samplers themselves repeat or drop at the end of an epoch. An
+    iteration begins at the start of the epoch, or where a loaded state was taken; its length does not change.
 
     Args:
         make: (indices, num_replicas, rank) to a sampler, or a batch sampler, over `range(len(indices))`, which has
@@ -61,10 +62,9 @@ class Resharded(ElasticSampler):
             raise ValueError(f"num_samples: expected an integer >= 1, got {num_samples!r}")
         super().__init__(num_replicas, rank)
         self._make, self.num_samples = make, num_samples
-        self.epoch = 0
-        self._history: list[list[int]] = []  # (ranks, items that each has used), of this epoch
+        self.epoch = self._begin = self._end = 0
         self._planned: tuple[tuple[int, int], tuple[Sequence[int], Any]] | None = None
-        self._begin = 0
+        self._go_to([])
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. What is used is kept if the epoch is the one that was loaded.
@@ -75,23 +75,29 @@ class Resharded(ElasticSampler):
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"epoch: expected an integer >= 0, got {epoch!r}")
         if epoch != self.epoch:
-            self.epoch, self._history, self._planned = epoch, [], None
+            self.epoch, self._planned = epoch, None
+            self._go_to([])
 
     def __len__(self) -> int:
-        """Items of this rank from the position to the end of the epoch."""
-        indices, sampler = self._current()
-        return max(len(list(sampler)) - self._here(), 0) if indices else 0
+        """Items of this rank in an iteration, to the end of the epoch."""
+        indices, sampler = self._current(self._start)
+        return max(len(list(sampler)) - self._here(self._start), 0) if indices else 0
 
     def __iter__(self) -> Iterator[Any]:
         self._ranks.check_tracked()
+        if self.over:
+            self._start = []
         return self._items()
 
     def _items(self) -> Iterator[Any]:
-        indices, sampler = self._current()
+        indices, sampler = self._current(self._start)
         items = list(sampler) if indices else []
-        self._begin = begin = self._here()
+        self._history = _copy(self._start)
+        self._begin = begin = self._here(self._start)
+        self._end = len(items)
         for at in range(begin, len(items)):
             self._note(at + 1)
+            self.untracked = at + 1 < len(items)
             yield _translate(items[at], indices)
 
     def track(self, loader: Iterable[_T]) -> Iterator[_T]:
@@ -102,9 +108,18 @@ class Resharded(ElasticSampler):
         """Each rank has used `num` items since the iteration began."""
         self._note(self._begin + num)
 
+    @property
+    def over(self) -> bool:
+        """Whether an iteration has come to the end of the epoch. Not if a position at the end was loaded."""
+        return self._moved and self._here(self._history) >= self._end
+
+    def go_on(self) -> None:
+        """Begin the next iteration where this one is."""
+        self._start = _copy(self._history)
+
     def state_dict(self) -> dict[str, Any]:
         """Epoch, and what has been used; equal on all ranks."""
-        return {"epoch": self.epoch, "num_samples": self.num_samples, "history": [list(each) for each in self._history]}
+        return {"epoch": self.epoch, "num_samples": self.num_samples, "history": _copy(self._history)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the next iteration where `state` was taken, by any number of ranks.
@@ -115,24 +130,34 @@ class Resharded(ElasticSampler):
         if state.get("num_samples") != self.num_samples:
             raise ValueError(f"sampler: num_samples was {state.get('num_samples')!r} and is {self.num_samples}")
         self.epoch, self._planned = state["epoch"], None
-        self._history = [[int(size), int(num)] for size, num in state["history"]]
+        self._go_to([[int(size), int(num)] for size, num in state["history"]])
 
-    def _here(self) -> int:
-        return self._history[-1][1] if self._goes_on() else 0
+    def _go_to(self, history: list[list[int]]) -> None:
+        """Begin the next iteration there.
 
-    def _goes_on(self) -> bool:
+        Args:
+            history: (ranks, items that each has used), of this epoch.
+        """
+        self._history, self._start = history, _copy(history)
+        self._moved = self.untracked = False
+
+    def _here(self, history: list[list[int]]) -> int:
+        return history[-1][1] if self._goes_on(history) else 0
+
+    def _goes_on(self, history: list[list[int]]) -> bool:
         """Whether the last entry is of as many ranks as there are now, so that its plan is still in use."""
-        return bool(self._history) and self._history[-1][0] == self.num_replicas
+        return bool(history) and history[-1][0] == self.num_replicas
 
     def _note(self, num: int) -> None:
-        if self._goes_on():
+        if self._goes_on(self._history):
             self._history[-1][1] = num
         else:
             self._history.append([self.num_replicas, num])
+        self._moved, self.untracked = True, False
 
-    def _current(self) -> tuple[Sequence[int], Any]:
+    def _current(self, history: list[list[int]]) -> tuple[Sequence[int], Any]:
         """The samples that these ranks began with, and this rank's sampler of them."""
-        past = self._history[:-1] if self._goes_on() else self._history
+        past = history[:-1] if self._goes_on(history) else history
         key = self.epoch, len(past)
         if self._planned is None or self._planned[0] != key:
             left: Sequence[int] = range(self.num_samples)
@@ -150,6 +175,10 @@ class Resharded(ElasticSampler):
         sampler = self._make(indices, size, rank)
         sampler.set_epoch(self.epoch)
         return sampler
+
+
+def _copy(history: list[list[int]]) -> list[list[int]]:
+    return [list(each) for each in history]
 
 
 def _translate(item: Any, indices: Sequence[int]) -> Any:

@@ -35,6 +35,9 @@ class Sampler(ElasticSampler):
         global_batch_size: samples of all ranks in a step, whatever the number of ranks. With more ranks than samples
             each takes one. Use it as `DataLoader(batch_sampler=...)`. None: a sampler of single samples.
 
+    An iteration begins at the start of the epoch, or at the position that was loaded, whatever an earlier one that was
+    not finished has been given. The length does not change while it runs.
+
     Attributes:
         epoch: with the seed it decides the order.
         position: samples of this epoch that all ranks together have been given, or used (see `track`).
@@ -81,8 +84,9 @@ class Sampler(ElasticSampler):
             cast(Any, data), num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=False
         )
         self.drop_last, self.global_batch_size = drop_last, global_batch_size
-        self.epoch = self.position = self._begin = self._count = 0
+        self.epoch = self._begin = self._count = 0
         self._block = 1
+        self._go_to(0)
 
     @property
     def num_samples(self) -> int:
@@ -98,27 +102,28 @@ class Sampler(ElasticSampler):
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"epoch: expected an integer >= 0, got {epoch!r}")
         if epoch != self.epoch:
-            self.epoch, self.position = epoch, 0
+            self.epoch = epoch
+            self._go_to(0)
 
     def __len__(self) -> int:
-        """Samples of a rank from the position to the end of the epoch; batches with `global_batch_size`."""
-        left, block = max(self.num_samples - self.position, 0), self._samples_per_item(self.num_replicas)
+        """Samples of a rank in an iteration, to the end of the epoch; batches with `global_batch_size`."""
+        left, block = max(self.num_samples - self._start, 0), self._samples_per_item(self.num_replicas)
         return left // block if self.drop_last else -(-left // block)
 
     def __iter__(self) -> Iterator[Any]:
         self._ranks.check_tracked()
+        if self.over:
+            self._start = 0
         return self._items()
 
     def _items(self) -> Iterator[Any]:
         self._order.set_epoch(self.epoch)
         order, (rank, size) = list(self._order), self._ranks.now
-        self._begin, self._count, self._block = begin, count, block = (
-            self.position,
-            len(self),
-            self._samples_per_item(size),
-        )
+        self.position = self._begin = begin = self._start
+        self._count, self._block = count, block = len(self), self._samples_per_item(size)
         for step in range(count):
             self.used(step + 1)
+            self.untracked = step + 1 < count
             at = begin + step * block
             if self.global_batch_size is None:
                 yield order[(at + rank) % len(order)]
@@ -149,6 +154,20 @@ class Sampler(ElasticSampler):
         """Set the position to where each rank has used `num` items since the iteration began."""
         whole = num >= self._count
         self.position = self.num_samples if whole else self._begin + num * self._block
+        self._moved, self.untracked = True, False
+
+    @property
+    def over(self) -> bool:
+        """Whether an iteration has come to the end of the epoch. Not if a position at the end was loaded."""
+        return self._moved and self.position >= self.num_samples
+
+    def go_on(self) -> None:
+        """Begin the next iteration at the position."""
+        self._start = self.position
+
+    def _go_to(self, position: int) -> None:
+        self.position = self._start = position
+        self._moved = self.untracked = False
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch and position, equal on all ranks; and what the order depends on."""
@@ -163,7 +182,8 @@ class Sampler(ElasticSampler):
         for name, value in self._circumstances().items():
             if state.get(name) != value:
                 raise ValueError(f"sampler: {name} was {state.get(name)!r} and is {value!r}")
-        self.epoch, self.position = state["epoch"], state["position"]
+        self.epoch = state["epoch"]
+        self._go_to(state["position"])
 
     def _circumstances(self) -> dict[str, Any]:
         return {"num_samples": self.num_samples, "shuffle": self._order.shuffle, "seed": self._order.seed}

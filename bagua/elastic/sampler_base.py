@@ -94,7 +94,13 @@ class Ranks:
 
 
 class ElasticSampler(_TorchSampler[Any]):
-    """A sampler of one rank, which may follow the members of a fault-tolerant training."""
+    """A sampler of one rank, which may follow the members of a fault-tolerant training.
+
+    Attributes:
+        untracked: whether it is in the middle of an iteration outside `track`, which may be ahead of the training.
+    """
+
+    untracked = False
 
     def __init__(self, num_replicas: int | None, rank: int | None) -> None:
         self._ranks = Ranks(num_replicas, rank)
@@ -125,6 +131,15 @@ class Tracked(Protocol):
 
     epoch: int
 
+    @property
+    def over(self) -> bool:
+        """Whether an iteration has come to the end of the epoch."""
+        ...
+
+    def go_on(self) -> None:
+        """Begin the next iteration where the training is."""
+        ...
+
     def used(self, num: int) -> None:
         """Each rank has used `num` items since the iteration began."""
         ...
@@ -138,7 +153,7 @@ class Tracked(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Items of this rank to the end of the epoch."""
+        """Items of this rank in an iteration, to the end of the epoch."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,13 @@ class AlgorithmMemory:
             self.tensors[key] = torch.zeros_like(bucket.flat) if like is None else like.detach().clone()
             self._adopt(self.tensors[key])
         return self.tensors[key]
+
+    def renew_anchors(self, buckets: Sequence[Bucket]) -> None:
+        """Take the weights as the anchors, which are the weights that all ranks had at the last exchange."""
+        for bucket in buckets:
+            anchor = self.tensors.get(("anchor", bucket.index))
+            if anchor is not None:
+                anchor.copy_(bucket.flat)
 
     def scratch(self, name: str, bucket: Bucket) -> Tensor:
         """Return a named tensor of a bucket that is not saved; made on first use."""

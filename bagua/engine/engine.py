@@ -279,7 +279,7 @@ class Engine:
         if form is not None:
             binding.adopt_form(form)
         tuned = self._tuned_in(data)
-        state.order, state.step = data["order"], data["step"]
+        state.order, state.step, state.loaded = data["order"], data["step"], False
         fallback = self._probe.guard.fallback_on(self.groups.nodes) if self._probe is not None else None
         if self.tracker.chooser is not None and data.get("chosen") is not None:
             chosen = self.tracker.chooser.load_state_dict(data["chosen"], self.optimizers)
@@ -307,6 +307,13 @@ class Engine:
         """Whether the choice of the algorithm in `data` was not made yet, or does not hold for the nodes of now."""
         chooser, chosen = self.tracker.chooser, data.get("chosen")
         return chooser is not None and chosen is not None and not chooser.holds(chosen)
+
+    def weights_loaded(self) -> None:
+        """`module.load_state_dict` has replaced the weights. Before the first step they are the anchors, too."""
+        if self.state.step:
+            self.state.loaded = True
+        else:
+            self.memory.renew_anchors(self.state.buckets)
 
     def form_of(self, saved: object) -> Algorithm | None:
         """The form of the algorithm that a state was saved with, as text; None: a state of another algorithm."""

@@ -117,6 +117,7 @@ def attach(
         instead_of.remove_hooks()
     attachment.handles.append(module.register_forward_pre_hook(_before_forward))
     attachment.handles.append(module.register_forward_hook(_after_forward))
+    attachment.handles.append(module.register_load_state_dict_post_hook(_weights_loaded))
     engine.reducer.ask(_sync_asked(weakref.ref(module), weakref.ref(engine.failures)))
     reducer = weakref.ref(engine.reducer)
     gradient_hooks = [
@@ -159,6 +160,12 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
             engine.tracker.forward_begins()
             if engine.tracker.is_to_broadcast_buffers():
                 broadcast_buffers(module, engine, engine.tracker.announce(Moment.BUFFERS))
+
+
+def _weights_loaded(module: nn.Module, _keys: Any) -> None:
+    attachment = attachments.get(module)
+    if attachment is not None:
+        attachment.engine.weights_loaded()
 
 
 def _after_forward(module: nn.Module, _args: Any, output: Any) -> None:

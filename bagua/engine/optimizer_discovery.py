@@ -92,7 +92,8 @@ def _adopt(attachment: Attachment, optimizer: torch.optim.Optimizer, held: set[i
     )
     engine.state.notice(
         f"{type(optimizer).__name__}, not given to bagua.distribute(), steps with the module's parameters and is "
-        "tracked from now on; its options and state were not compared between ranks"
+        "tracked from now on; its options and state were not compared between ranks, and defaults that depend on the "
+        "optimizer were chosen without it"
     )
 
 

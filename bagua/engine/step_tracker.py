@@ -15,6 +15,7 @@ from bagua.engine.choosing import Chooser, EngineChoices
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.stream_lane import StreamLane
+from bagua.engine.loaded_weights import tell_of_loaded_weights
 from bagua.engine.missing_steps import look_for_steps
 from bagua.engine.nested_steps import Nesting
 from bagua.engine.parts import ExchangeParts, TrainingParts
@@ -256,6 +257,7 @@ class StepTracker:
             self.forward_begins()
         if self._watch.pass_begins() and not self.nesting.inside:
             look_for_steps(self._watch, self._state)
+        tell_of_loaded_weights(self._state)
         if self._passed:
             refuse_second_pass(self._state.algorithm, list(self._inventory.trainable.values()), self._reducer.first)
         if self.chooser is not None:

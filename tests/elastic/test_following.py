@@ -337,3 +337,18 @@ def test_what_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     follow(sampler)
     with pytest.raises(RuntimeError, match=r"sampler: with fault_tolerant, iterate with sampler.track\(loader\)"):
         iter(sampler)
+
+
+def test_an_epoch_that_is_over_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = lone_world(monkeypatch, 1).ranks[0]
+    while rank.sampler.epoch == 0:
+        rank.end_step(True)
+        rank.advance()
+    sampler = rank.sampler
+    while not sampler.over:
+        rank.end_step(True)
+        rank.advance()
+    rank.end_step(True)
+    again = rank.following.track(Loader(sampler, None, 1), 1)
+    with pytest.raises(RuntimeError, match=r"sampler: epoch 1 is over; call sampler.set_epoch\(\)"):
+        next(again)

@@ -25,6 +25,31 @@ DATA = range(101)
 HUNDRED: Any = list(range(100))
 
 
+LENGTHS = torch.randint(5, 60, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def make_tokens(indices: Sequence[int], size: int, rank: int) -> TokenBudgetBatchSampler:
+    return TokenBudgetBatchSampler([LENGTHS[i] for i in indices], 150, num_replicas=size, rank=rank)
+
+
+def make_balanced(indices: Sequence[int], size: int, rank: int) -> LoadBalancingDistributedSampler:
+    return LoadBalancingDistributedSampler(indices, [LENGTHS[i] for i in indices], size, rank)
+
+
+def make_batches(indices: Sequence[int], size: int, rank: int) -> LoadBalancingDistributedBatchSampler:
+    return LoadBalancingDistributedBatchSampler(
+        make_balanced(indices, size, rank), lambda ids: [ids[at : at + 4] for at in range(0, len(ids), 4)]
+    )
+
+
+ELASTIC = [
+    lambda: Sampler(DATA, num_replicas=2, rank=1),
+    lambda: Sampler(DATA, num_replicas=2, rank=0, global_batch_size=7),
+    lambda: Resharded(make_tokens, len(LENGTHS), num_replicas=2, rank=0),
+    lambda: Resharded(make_balanced, len(LENGTHS), num_replicas=2, rank=1),
+]
+
+
 def ranks(size: int, state: dict[str, Any] | None = None, **options: Any) -> list[Sampler]:
     made = [Sampler(DATA, seed=3, num_replicas=size, rank=rank, **options) for rank in range(size)]
     for sampler in made:
@@ -50,7 +75,7 @@ def test_the_order_is_that_of_distributed_sampler(shuffle: bool, drop_last: bool
             torchs.set_epoch(epoch)
             ours.set_epoch(epoch)
             assert list(ours) == list(torchs)
-            assert len(ours) == 0 and ours.position == 100
+            assert len(ours) == len(torchs) and ours.position == 100 and ours.over
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -66,7 +91,7 @@ def test_every_sample_once_while_the_number_of_ranks_changes(seed: int, drop_las
         states = [sampler.state_dict() for sampler in samplers]
         assert all(each == states[0] for each in states)
         state = states[0]
-        if len(samplers[0]) == 0:
+        if len(ranks(size, state, drop_last=drop_last)[0]) == 0:
             break
     counts = Counter(seen)
     if drop_last:
@@ -128,14 +153,74 @@ def count_what_a_loader_gives() -> None:
     assert again.position == len(DATA)
 
 
-def test_the_end_of_an_epoch_is_a_position() -> None:
-    sampler = Sampler(DATA, num_replicas=1, rank=0)
-    list(sampler)
-    assert list(sampler) == [] and sampler.state_dict()["position"] == len(DATA)
+@pytest.mark.parametrize("make", ELASTIC)
+def test_the_end_of_an_epoch_is_a_position_if_it_was_loaded(make: Any) -> None:
+    sampler, again = make(), make()
+    whole = list(sampler)
+    again.load_state_dict(sampler.state_dict())
+    assert sampler.over and not again.over
+    assert list(again) == [] and len(again) == 0
+    again.set_epoch(0)
+    assert list(again) == []
+    again.set_epoch(1)
+    assert len(again) == len(list(again)) > 0
+    again.set_epoch(0)
+    assert list(again) == whole
+
+
+@pytest.mark.parametrize("make", ELASTIC)
+def test_without_set_epoch_the_order_is_repeated(make: Any) -> None:
+    """As that of `DistributedSampler`."""
+    sampler = make()
+    whole = list(sampler)
+    assert len(whole) > 8
+    assert list(sampler) == whole and list(sampler) == whole
     sampler.set_epoch(0)
-    assert len(sampler) == 0
-    sampler.set_epoch(1)
-    assert len(sampler) == len(DATA)
+    assert list(sampler) == whole
+
+
+@pytest.mark.parametrize("make", ELASTIC)
+def test_a_look_at_the_first_items_takes_none_away(make: Any) -> None:
+    """Of a loader that asks for more, or of a model's summary, before training."""
+    sampler, loaded = make(), make()
+    whole = list(make())
+    list(itertools.islice(sampler, 5))
+    assert list(sampler) == whole
+    list(itertools.islice(sampler, 3))
+    loaded.load_state_dict(sampler.state_dict())
+    for _ in range(2):
+        list(itertools.islice(loaded, 2))
+        assert len(loaded) == len(whole) - 3
+    assert list(loaded) == whole[3:] and list(loaded) == whole
+
+
+@pytest.mark.parametrize("make", ELASTIC)
+def test_the_length_stays_during_an_epoch(make: Any) -> None:
+    """Loops compare the number of a batch with it, and divide by it after the epoch."""
+    sampler = make()
+    total = len(sampler)
+    assert [len(sampler) for _ in sampler] == [total] * total and len(sampler) == total
+    rest = make()
+    list(itertools.islice(sampler, 3))
+    rest.load_state_dict(sampler.state_dict())
+    assert [len(rest) for _ in rest] == [total - 3] * (total - 3)
+
+
+def test_a_tracked_epoch_is_whole_after_a_look_at_a_batch(pool: RankPool) -> None:
+    pool.run(1, track_after_a_look, init=False, fresh=True)
+
+
+def track_after_a_look() -> None:
+    data = TensorDataset(torch.arange(len(DATA)))
+    for workers in (0, 2):
+        sampler = Sampler(DATA, num_replicas=1, rank=0)
+        loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=workers)
+        next(iter(loader))
+        assert sampler.untracked
+        for _ in range(2):
+            seen = [index for (batch,) in sampler.track(loader) for index in batch.tolist()]
+            assert sorted(seen) == list(DATA) and not sampler.untracked
+            assert len(loader) == -(-len(DATA) // 4)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -162,23 +247,6 @@ def test_wrong_arguments_are_named() -> None:
         next(sampler.track(DataLoader(HUNDRED)))
 
 
-LENGTHS = torch.randint(5, 60, (90,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-def make_tokens(indices: Sequence[int], size: int, rank: int) -> TokenBudgetBatchSampler:
-    return TokenBudgetBatchSampler([LENGTHS[i] for i in indices], 150, num_replicas=size, rank=rank)
-
-
-def make_balanced(indices: Sequence[int], size: int, rank: int) -> LoadBalancingDistributedSampler:
-    return LoadBalancingDistributedSampler(indices, [LENGTHS[i] for i in indices], size, rank)
-
-
-def make_batches(indices: Sequence[int], size: int, rank: int) -> LoadBalancingDistributedBatchSampler:
-    return LoadBalancingDistributedBatchSampler(
-        make_balanced(indices, size, rank), lambda ids: [ids[at : at + 4] for at in range(0, len(ids), 4)]
-    )
-
-
 @pytest.mark.parametrize("make", [make_tokens, make_balanced, make_batches])
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3, 3, 2), (1, 3)])
 def test_balanced_samplers_go_on_with_what_is_left(make: Any, sizes: tuple[int, ...]) -> None:
@@ -194,7 +262,7 @@ def test_balanced_samplers_go_on_with_what_is_left(make: Any, sizes: tuple[int, 
         states = [sampler.state_dict() for sampler in samplers]
         assert all(each == states[0] for each in states)
         state = states[0]
-        assert len(samplers[0]) == 0 or at < len(sizes) - 1
+        assert samplers[0].over == (at == len(sizes) - 1)
     flat = [index for item in seen for index in (item if isinstance(item, list) else [item])]
     extra = len(flat) - len(LENGTHS)
     assert set(flat) == set(range(len(LENGTHS)))

@@ -262,7 +262,6 @@ class Relay {
     schedule(start, FLOW_READY, index, start + least_latency(f.src));
   }
 
-  // 5-tuple of TCP and UDP over IPv4 and IPv6, else the two addresses on the wire.
   // Bytes of the packets into which a frame behind its virtio_net_hdr is cut, all with the headers of the first.
   // The checksum of such a frame is not made yet, so the virtio_net_hdr says where its transport header begins.
   static uint32_t wire_bytes(const uint8_t* vnet, size_t got) {
@@ -280,6 +279,7 @@ class Relay {
     return uint32_t(length + (packets - 1) * headers);
   }
 
+  // 5-tuple of TCP and UDP over IPv4 and IPv6, else the two addresses on the wire.
   static uint32_t flow_of(const uint8_t* frame, size_t length) {
     const uint8_t* from = frame;
     size_t n = 12;
