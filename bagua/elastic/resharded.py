@@ -67,16 +67,15 @@ class Resharded(ElasticSampler):
         self._go_to([])
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. What is used is kept if the epoch is the one that was loaded.
+        """Choose the epoch of the next iteration, which begins where a state of this epoch was loaded, if one was.
 
         Raises:
             ValueError: not an integer >= 0.
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"epoch: expected an integer >= 0, got {epoch!r}")
-        if epoch != self.epoch:
-            self.epoch, self._planned = epoch, None
-            self._go_to([])
+        self._go_to(_copy(self._loaded) if epoch == self.epoch else [])
+        self.epoch, self._planned = epoch, None
 
     def __len__(self) -> int:
         """Items of this rank in an iteration, to the end of the epoch."""
@@ -85,8 +84,7 @@ class Resharded(ElasticSampler):
 
     def __iter__(self) -> Iterator[Any]:
         self._ranks.check_tracked()
-        if self.over:
-            self._start = []
+        self.repeat_if_over()
         return self._items()
 
     def _items(self) -> Iterator[Any]:
@@ -95,6 +93,7 @@ class Resharded(ElasticSampler):
         self._history = _copy(self._start)
         self._begin = begin = self._here(self._start)
         self._end = len(items)
+        self._moved = self._moved or not items[begin:]  # an end that was loaded is iterated once, in vain
         for at in range(begin, len(items)):
             self._note(at + 1)
             self.untracked = at + 1 < len(items)
@@ -117,6 +116,11 @@ class Resharded(ElasticSampler):
         """Begin the next iteration where this one is."""
         self._start = _copy(self._history)
 
+    def repeat_if_over(self) -> None:
+        """Begin the next iteration at the start of the epoch if one has come to its end."""
+        if self.over:
+            self._start = []
+
     def state_dict(self) -> dict[str, Any]:
         """Epoch, and what has been used; equal on all ranks."""
         return {"epoch": self.epoch, "num_samples": self.num_samples, "history": _copy(self._history)}
@@ -138,7 +142,7 @@ class Resharded(ElasticSampler):
         Args:
             history: (ranks, items that each has used), of this epoch.
         """
-        self._history, self._start = history, _copy(history)
+        self._history, self._start, self._loaded = history, _copy(history), _copy(history)
         self._moved = self.untracked = False
 
     def _here(self, history: list[list[int]]) -> int:

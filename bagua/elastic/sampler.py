@@ -94,16 +94,15 @@ class Sampler(ElasticSampler):
         return self._order.total_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. The position is kept if the epoch is the one that was loaded.
+        """Choose the epoch of the next iteration, which begins where a state of this epoch was loaded, if one was.
 
         Raises:
             ValueError: not an integer >= 0.
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"epoch: expected an integer >= 0, got {epoch!r}")
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self._go_to(0)
+        self._go_to(self._loaded if epoch == self.epoch else 0)
+        self.epoch = epoch
 
     def __len__(self) -> int:
         """Samples of a rank in an iteration, to the end of the epoch; batches with `global_batch_size`."""
@@ -112,8 +111,7 @@ class Sampler(ElasticSampler):
 
     def __iter__(self) -> Iterator[Any]:
         self._ranks.check_tracked()
-        if self.over:
-            self._start = 0
+        self.repeat_if_over()
         return self._items()
 
     def _items(self) -> Iterator[Any]:
@@ -121,6 +119,7 @@ class Sampler(ElasticSampler):
         order, (rank, size) = list(self._order), self._ranks.now
         self.position = self._begin = begin = self._start
         self._count, self._block = count, block = len(self), self._samples_per_item(size)
+        self._moved = self._moved or begin >= self.num_samples  # an end that was loaded is iterated once, in vain
         for step in range(count):
             self.used(step + 1)
             self.untracked = step + 1 < count
@@ -165,8 +164,13 @@ class Sampler(ElasticSampler):
         """Begin the next iteration at the position."""
         self._start = self.position
 
+    def repeat_if_over(self) -> None:
+        """Begin the next iteration at the start of the epoch if one has come to its end."""
+        if self.over:
+            self._start = 0
+
     def _go_to(self, position: int) -> None:
-        self.position = self._start = position
+        self.position = self._start = self._loaded = position
         self._moved = self.untracked = False
 
     def state_dict(self) -> dict[str, Any]:

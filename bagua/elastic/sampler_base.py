@@ -140,6 +140,10 @@ class Tracked(Protocol):
         """Begin the next iteration where the training is."""
         ...
 
+    def repeat_if_over(self) -> None:
+        """Begin the next iteration at the start of the epoch if one has come to its end."""
+        ...
+
     def used(self, num: int) -> None:
         """Each rank has used `num` items since the iteration began."""
         ...
@@ -170,6 +174,7 @@ def track(sampler: Tracked, ranks: Ranks, loader: Iterable[_T]) -> Iterator[_T]:
     if ranks.follower is not None:
         yield from ranks.follower.track(loader, batch_size)
         return
+    sampler.repeat_if_over()
     total = len(sampler)
     for index, batch in enumerate(loader, 1):
         sampler.used(min(index * batch_size, total))

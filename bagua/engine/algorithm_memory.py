@@ -64,11 +64,11 @@ class AlgorithmMemory:
         return self.tensors[key]
 
     def renew_anchors(self, buckets: Sequence[Bucket]) -> None:
-        """Take the weights as the anchors, which are the weights that all ranks had at the last exchange."""
+        """Take the weights as anchors and bases, which are the weights that all ranks had at the last exchange."""
         for bucket in buckets:
-            anchor = self.tensors.get(("anchor", bucket.index))
-            if anchor is not None:
-                anchor.copy_(bucket.flat)
+            for held in (self.tensors.get(("anchor", bucket.index)), self._scratch.get(("base", bucket.index))):
+                if held is not None:
+                    held.copy_(bucket.flat)
 
     def scratch(self, name: str, bucket: Bucket) -> Tensor:
         """Return a named tensor of a bucket that is not saved; made on first use."""

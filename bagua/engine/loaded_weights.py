@@ -14,8 +14,8 @@ def tell_of_loaded_weights(state: TrainingState) -> None:
     algorithm = state.algorithm
     if loaded and (algorithm.payload is Payload.PARAM or algorithm.exactness is Exactness.ASYNCHRONOUS):
         state.notice(
-            f"the model's weights were loaded after step {state.step}, and {algorithm.name} keeps state of those "
-            "before (anchors, momentum, replicas or moments), which pulls them back; load its state of the same step "
+            f"the model's weights were loaded in mid-training, and {algorithm.name} keeps state of those before "
+            "(anchors, momentum, replicas or moments), which pulls them back; load its state of the same step "
             "too, with bagua.load_state_dict(), or call bagua.detach() and bagua.distribute() again",
             urgent=True,
         )

@@ -162,6 +162,7 @@ def test_the_end_of_an_epoch_is_a_position_if_it_was_loaded(make: Any) -> None:
     assert list(again) == [] and len(again) == 0
     again.set_epoch(0)
     assert list(again) == []
+    assert list(again) == whole, "without set_epoch the epoch is over once"
     again.set_epoch(1)
     assert len(again) == len(list(again)) > 0
     again.set_epoch(0)
@@ -204,6 +205,33 @@ def test_the_length_stays_during_an_epoch(make: Any) -> None:
     list(itertools.islice(sampler, 3))
     rest.load_state_dict(sampler.state_dict())
     assert [len(rest) for _ in rest] == [total - 3] * (total - 3)
+
+
+@pytest.mark.parametrize("make", ELASTIC)
+def test_a_look_at_what_is_left_after_a_resume_repeats_nothing(make: Any) -> None:
+    sampler, loaded = make(), make()
+    whole = list(sampler)
+    sampler.set_epoch(0)
+    list(itertools.islice(sampler, len(whole) - 2))
+    loaded.load_state_dict(sampler.state_dict())
+    list(loaded)  # as workers ask for all that is left
+    loaded.set_epoch(0)
+    assert list(loaded) == whole[-2:]
+    assert list(loaded) == whole
+
+
+def test_positions_of_an_epoch_after_a_resumed_one(pool: RankPool) -> None:
+    pool.run(1, track_after_a_resume, init=False, fresh=True)
+
+
+def track_after_a_resume() -> None:
+    data = TensorDataset(torch.arange(len(DATA)))
+    sampler = Sampler(DATA, num_replicas=1, rank=0)
+    sampler.load_state_dict({**sampler.state_dict(), "position": 80})
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    for begin in (80, 0):
+        positions = [sampler.position for _ in sampler.track(loader)]
+        assert positions == [*range(begin + 4, len(DATA), 4), len(DATA)]
 
 
 def test_a_tracked_epoch_is_whole_after_a_look_at_a_batch(pool: RankPool) -> None:
