@@ -40,12 +40,13 @@ while time.monotonic() < end:
 """
 
 CUT_BLAST = """
-import socket, sys
+import socket, sys, time
 sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 sock.sendto(b"x", (sys.argv[1], 7001))
 sock.setsockopt(socket.SOL_UDP, 103, 1400)  # UDP_SEGMENT
 for _ in range(int(sys.argv[2])):
     sock.sendto(bytes(14000), (sys.argv[1], 7001))
+    time.sleep(0.01)  # a queue that is full drops datagrams
 """
 
 
@@ -91,10 +92,10 @@ def test_a_datagram_that_is_to_be_cut_counts_as_its_packets(wire: str) -> None:
         a, b = cluster.hosts
         a.run(python(CUT_BLAST, b.address, "0"), timeout=60)  # the neighbour's address is asked for
         before = cluster.report()
-        assert a.run(python(CUT_BLAST, b.address, "100"), timeout=60).returncode == 0
-        expected = 100 * 10 * (1400 + 14 + 20 + 8)
+        assert a.run(python(CUT_BLAST, b.address, "20"), timeout=60).returncode == 0
+        expected = 20 * 10 * (1400 + 14 + 20 + 8)
         assert within(20, lambda: cluster.report().since(before).hosts[0].sent_bytes >= expected)
-        assert cluster.report().since(before).hosts[0].sent_bytes < 1.02 * expected
+        assert cluster.report().since(before).hosts[0].sent_bytes < 1.05 * expected
 
 
 def test_congestion_control() -> None:
