@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
-from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+from torch.distributed.run import determine_local_world_size
 
 from bagua.distributed.failover import parse_endpoints
 from bagua.distributed.fork_server import ForkServer
 from bagua.distributed.founding import Founding, Job, JoinError, token_of_the_user
 from bagua.distributed.host_supervisor import HostSupervisor
 from bagua.distributed.job_store import ServedStore
+from bagua.distributed.node_counts import parse_nnodes
 from bagua.distributed.rank_command import rank_command
 from bagua.distributed.rank_process import Start, spawn
 from bagua.membership import Agent, Epoch, Member, Options, Record
@@ -83,12 +84,7 @@ class Settings:
                 raise ValueError(f"--{name.replace('_', '-')} cannot be used with --fault-tolerant yet")
         if args.rdzv_backend not in ("static", "c10d"):
             raise ValueError(f"--rdzv-backend {args.rdzv_backend}: --fault-tolerant has a rendezvous of its own")
-        try:
-            fewest, most = parse_min_max_nnodes(args.nnodes)
-        except (RuntimeError, ValueError):
-            fewest = most = 0
-        if not 0 < fewest <= most:
-            raise ValueError(f"--nnodes {args.nnodes}: expected N, or MIN:MAX with 0 < MIN <= MAX")
+        fewest, most = parse_nnodes(args.nnodes)
         if args.max_restarts < 0:
             raise ValueError(f"--max-restarts {args.max_restarts}: must not be negative")
         if not args.rdzv_endpoint and most > 1:

@@ -25,9 +25,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
-from torch.distributed.run import get_rdzv_endpoint, parse_min_max_nnodes
+from torch.distributed.run import get_rdzv_endpoint
 
 from bagua.distributed import failover
+from bagua.distributed.node_counts import parse_nnodes
 
 __all__ = ["FAILURES", "Meeting", "MeetingError"]
 
@@ -76,12 +77,7 @@ class Meeting:
         Raises:
             ValueError: names the flag that is malformed.
         """
-        try:
-            fewest, most = parse_min_max_nnodes(args.nnodes)
-        except (RuntimeError, ValueError):
-            fewest = most = 0
-        if not 0 < fewest <= most:
-            raise ValueError(f"--nnodes {args.nnodes}: expected N, or MIN:MAX with 0 < MIN <= MAX")
+        fewest, most = parse_nnodes(args.nnodes)
         static, conf = args.rdzv_backend == "static", _parse_rendezvous_config(args.rdzv_conf)
         elected = args.rdzv_backend == failover.BACKEND
         alone = args.standalone or (static and most == 1 and not args.rdzv_endpoint and args.master_port is None)
@@ -235,7 +231,7 @@ class Meeting:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_PROBE_S))
             state = C10dRendezvousBackend(store, name).get_state()
             return 0 if state is None else len(_StateReader(io.BytesIO(state[0])).load().participants)
-        except (*FAILURES, RuntimeError, AttributeError, pickle.UnpicklingError):
+        except Exception:  # what a damaged pickle raises is not limited
             return None
 
 

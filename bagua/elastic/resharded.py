@@ -129,8 +129,10 @@ class Resharded(ElasticSampler):
         """Continue the next iteration where `state` was taken, by any number of ranks.
 
         Raises:
-            ValueError: it was taken with other data.
+            ValueError: it was taken with other data, or of another kind of sampler.
         """
+        if "history" not in state:
+            raise ValueError("sampler: the state is not of a Resharded; it has no history")
         if state.get("num_samples") != self.num_samples:
             raise ValueError(f"sampler: num_samples was {state.get('num_samples')!r} and is {self.num_samples}")
         self.epoch, self._planned = state["epoch"], None

@@ -25,6 +25,9 @@ class Sampler(ElasticSampler):
     With `global_batch_size` it is a batch sampler: each item is this rank's share of the next so many samples. Shares
     differ by at most one sample.
 
+    An iteration begins at the start of the epoch, or at the position that was loaded, whatever an earlier one that was
+    not finished has been given. The length does not change while it runs.
+
     With a fault-tolerant module (docs/fault_tolerance.md) pass it to `bagua.elastic.State` and iterate with `track`. It
     then follows the members, also within an epoch, and a step that is lost is repeated with the same samples.
 
@@ -34,9 +37,6 @@ class Sampler(ElasticSampler):
         num_replicas, rank: None takes them from `torch.distributed`, or from the fault-tolerant module.
         global_batch_size: samples of all ranks in a step, whatever the number of ranks. With more ranks than samples
             each takes one. Use it as `DataLoader(batch_sampler=...)`. None: a sampler of single samples.
-
-    An iteration begins at the start of the epoch, or at the position that was loaded, whatever an earlier one that was
-    not finished has been given. The length does not change while it runs.
 
     Attributes:
         epoch: with the seed it decides the order.
@@ -181,11 +181,15 @@ class Sampler(ElasticSampler):
         """Continue the next iteration where `state` was taken, by any number of ranks.
 
         Raises:
-            ValueError: it was taken with other data or another order; names what differs.
+            ValueError: it was taken with other data or another order; names what differs. Or it is damaged.
         """
         for name, value in self._circumstances().items():
             if state.get(name) != value:
                 raise ValueError(f"sampler: {name} was {state.get(name)!r} and is {value!r}")
+        for name in ("epoch", "position"):
+            value = state.get(name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"sampler: {name} of the state must be an integer >= 0, not {value!r}")
         self.epoch = state["epoch"]
         self._go_to(state["position"])
 

@@ -271,6 +271,9 @@ def test_wrong_arguments_are_named() -> None:
         sampler.set_epoch(-1)
     with pytest.raises(ValueError, match="sampler: seed was 0 and is 1"):
         Sampler(DATA, seed=1, num_replicas=1, rank=0).load_state_dict(sampler.state_dict())
+    for name, wrong in (("position", -1), ("position", None), ("epoch", "1")):
+        with pytest.raises(ValueError, match=f"sampler: {name} of the state must be an integer >= 0, not {wrong!r}"):
+            sampler.load_state_dict({**sampler.state_dict(), name: wrong})
     with pytest.raises(TypeError, match="does not draw from this sampler"):
         next(sampler.track(DataLoader(HUNDRED)))
 
@@ -307,6 +310,8 @@ def test_as_many_ranks_go_on_with_the_same_plan() -> None:
     assert begun + list(second) == expected
     with pytest.raises(ValueError, match="num_samples was 90"):
         Resharded(make_tokens, 91, num_replicas=2, rank=0).load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="the state is not of a Resharded"):
+        second.load_state_dict(Sampler(range(len(LENGTHS)), num_replicas=2, rank=0).state_dict())
     with pytest.raises(ValueError, match="num_samples"):
         Resharded(make_tokens, 0, num_replicas=2, rank=0)
 

@@ -60,7 +60,7 @@ def test_where_and_for_whom(words: list[str], where: str, wanted: str, monkeypat
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["--standalone"], [*C10D, "/tmp/file", "--rdzv-conf", "store_type=file"], ["--rdzv-backend", "etcd"]],
+    [[], ["--standalone"], [*C10D, "a-file", "--rdzv-conf", "store_type=file"], ["--rdzv-backend", "etcd"]],
 )
 def test_nobody_to_wait_for(words: list[str]) -> None:
     assert of(*words) is None
@@ -129,6 +129,10 @@ def test_a_state_that_is_not_of_the_rendezvous_is_not_made(tmp_path: Path) -> No
     made = found("--nnodes", "2", "--rdzv-id", "job", *C10D, f"127.0.0.1:{store.port}")
     assert "came" not in made.describe()
     assert not (tmp_path / "called").exists()
+    for damaged in (b"\x80", pickle.dumps(_RendezvousState())[:-9], pickle.dumps([1])):
+        store.delete_key("torch.rendezvous.job")
+        meeting.C10dRendezvousBackend(store, "job").set_state(damaged)
+        assert "came" not in made.describe()
 
 
 def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
