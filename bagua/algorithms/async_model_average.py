@@ -198,9 +198,7 @@ class AsyncModelAverage(Algorithm):
             rounds.lane = ctx.background_lane()
             if self.mean_moments:
                 ctx.notice(told_of_mean_moments(self.name))
-                rounds.moments = DelayedMoments(ctx)
-                if ctx.fault_tolerant:  # the ranks may hold different weights
-                    rounds.moments.call_off()
+                rounds.moments = _first_moments(ctx)
             if not self._codec.lossless:
                 self._set_up_changes(ctx, rounds)
 
@@ -211,6 +209,17 @@ class AsyncModelAverage(Algorithm):
             ctx.prepare(self._first)
         for bucket in ctx.buckets:
             ctx.scratch("base", bucket).copy_(bucket.flat)
+
+    def on_start(self, ctx: Context) -> None:
+        """The weights are the base, and the moments at hand those that rounds begin with."""
+        if fit_scaling(self.scale_second_moment, ctx, self.name):
+            set_up_second_moments(ctx)
+        rounds = ctx.keep("rounds", _Rounds)
+        if rounds.moments is not None:
+            rounds.moments = _first_moments(ctx)
+        if rounds.lane is not None and not self._codec.lossless:
+            for bucket in ctx.buckets:
+                ctx.scratch("base", bucket).copy_(bucket.flat)
 
     def on_step_end(self, ctx: Context) -> None:
         """Add the difference if it is there; begin the next round if it is time. Never waits."""
@@ -370,6 +379,13 @@ def _leave(this: _Round, snapshot: Tensor, mean: Tensor, base: Tensor | None, wh
         base.copy_(mean) if whole else base.add_(mean)
         torch.sub(base, snapshot, out=mean)
     this.ended = time.monotonic()
+
+
+def _first_moments(ctx: Context) -> DelayedMoments:
+    made = DelayedMoments(ctx)
+    if ctx.fault_tolerant:  # the ranks may hold different weights
+        made.call_off()
+    return made
 
 
 def _take_over(ctx: Context, rounds: _Rounds) -> None:

@@ -370,6 +370,12 @@ class Algorithm:
         """Once the buckets exist: in `distribute` for PARAM, at the end of the first synchronised backward for GRAD."""
         ctx.prepare(self.exchange)
 
+    def on_start(self, ctx: Context) -> None:
+        """Before the first step, PARAM only: weights and moments may have been loaded since `setup`, on all ranks.
+
+        What is kept of them is made anew; the state of exchanges was. May be called several times.
+        """
+
     def on_forward(self, ctx: Context) -> None:
         """Before the first forward pass of a step, in training mode."""
 

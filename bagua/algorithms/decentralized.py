@@ -186,6 +186,13 @@ class Decentralized(Algorithm):
             set_up_second_moments(ctx)
         self._samples.set_up(ctx)
 
+    def on_start(self, ctx: Context) -> None:
+        """The moments at hand are taken as they are."""
+        if self._means(ctx):
+            set_up_mean_moments(ctx)
+        if self._scales(ctx):
+            set_up_second_moments(ctx)
+
     def on_forward(self, ctx: Context) -> None:
         """Average a copy of the weights, from now until the end of the backward pass."""
         if ctx.step % self.communication_interval:

@@ -241,6 +241,15 @@ class DiLoCo(Algorithm):
                 ctx.tensor("delta", bucket)
                 ctx.tensor("launched_at", bucket, torch.zeros(1, dtype=torch.int64))
 
+    def on_start(self, ctx: Context) -> None:
+        """The weights are the first anchor."""
+        if self._means(ctx):
+            set_up_rounds(ctx, self.interval)
+        if self._scales(ctx):
+            set_up_second_moments(ctx)
+        for bucket in ctx.buckets:
+            ctx.tensor("anchor", bucket).copy_(bucket.flat)
+
     def on_step_begin(self, ctx: Context) -> None:
         """Moments are inferred from the optimizers' steps alone."""
         if self._means(ctx):

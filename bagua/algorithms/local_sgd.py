@@ -158,6 +158,16 @@ class LocalSGD(Algorithm):
         if scales:
             set_up_second_moments(ctx)
 
+    def on_start(self, ctx: Context) -> None:
+        """Weights and moments at hand are those of the first round."""
+        if self._changes is not None:
+            self._changes.on_start(ctx)
+            return
+        if self._means(ctx):
+            set_up_rounds(ctx, self.interval)
+        if self._scales(ctx):
+            set_up_second_moments(ctx)
+
     def on_step_begin(self, ctx: Context) -> None:
         """Moments are inferred from the optimizers' steps alone."""
         if self._means(ctx):

@@ -139,6 +139,11 @@ class LowPrecisionDecentralized(Algorithm):
                 ctx.tensor("mixed", bucket)
                 ctx.tensor("pending", bucket, torch.zeros(1, dtype=torch.int64))
 
+    def on_start(self, ctx: Context) -> None:
+        """The moments at hand are taken as they are."""
+        if fit_scaling(self.scale_second_moment, ctx, self.name):
+            set_up_second_moments(ctx)
+
     def on_step_begin(self, ctx: Context) -> None:
         """The optimizers' state may have been loaded."""
         self._samples.begin(ctx)

@@ -85,7 +85,8 @@ def set_up_mean_moments(ctx: Context) -> None:
             ctx.tensor(name, bucket).zero_()
         for name, kind in (("size", torch.float64), ("counts", torch.int64)):
             ctx.tensor(name, bucket, torch.zeros(len(bucket.params), dtype=kind)).zero_()
-        ctx.tensor("sums", bucket, sums_of_bits(bucket))
+        sums = sums_of_bits(bucket)
+        ctx.tensor("sums", bucket, sums).copy_(sums)
         for param, first, second in _parts(ctx, bucket):
             if param in held:
                 first.copy_(held[param].state["exp_avg"])

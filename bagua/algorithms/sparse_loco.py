@@ -100,6 +100,11 @@ class SparseLoCo(Algorithm):
             anchor = ctx.tensor("anchor", bucket, bucket.flat if wide else bucket.flat.float())
             ctx.tensor("residual", bucket, torch.zeros_like(anchor))
 
+    def on_start(self, ctx: Context) -> None:
+        """The weights are the first anchor."""
+        for bucket in ctx.buckets:
+            ctx.tensor("anchor", bucket).copy_(bucket.flat)
+
     def on_step_end(self, ctx: Context) -> None:
         """Exchange after every `communication_interval`-th step."""
         if (ctx.step + 1) % self.communication_interval:

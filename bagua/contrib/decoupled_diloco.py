@@ -166,6 +166,12 @@ class DecoupledDiLoCo(Algorithm):
             rounds.lane = ctx.quorum_lane(quorum, float(self.grace))
             self._serve(ctx)
 
+    def on_start(self, ctx: Context) -> None:
+        """The weights, and what rounds of other ranks have added to them, are the anchor."""
+        shared = ctx.keep("rounds", Rounds).shared
+        if shared is not None:
+            shared.renew(ctx.buckets)
+
     def on_step_end(self, ctx: Context) -> None:
         """Adopt what was merged, offer what this rank has learnt. Never waits."""
         rounds = ctx.keep("rounds", Rounds)

@@ -117,6 +117,13 @@ class SharedRounds:
         self.pending = False
         self._record()
 
+    def renew(self, buckets: Sequence[Bucket]) -> None:
+        """The weights were replaced before this rank has learnt anything: u = 0. On a GPU the lane works behind it."""
+        with self.lock:
+            for each, bucket in zip(self.merging, buckets, strict=True):
+                torch.add(each.pull, bucket.flat, out=each.anchor)
+            self._record()
+
     def deposit(self, buckets: Sequence[Bucket]) -> None:
         """Offer what this rank has learnt, or more of it, once it is worth a copy."""
         due = max(1, self.outer.interval // 8) if self.offered_steps else self.outer.least

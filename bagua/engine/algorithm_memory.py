@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,13 +62,6 @@ class AlgorithmMemory:
             self.tensors[key] = torch.zeros_like(bucket.flat) if like is None else like.detach().clone()
             self._adopt(self.tensors[key])
         return self.tensors[key]
-
-    def renew_anchors(self, buckets: Sequence[Bucket]) -> None:
-        """Take the weights as anchors and bases, which are the weights that all ranks had at the last exchange."""
-        for bucket in buckets:
-            for held in (self.tensors.get(("anchor", bucket.index)), self._scratch.get(("base", bucket.index))):
-                if held is not None:
-                    held.copy_(bucket.flat)
 
     def scratch(self, name: str, bucket: Bucket) -> Tensor:
         """Return a named tensor of a bucket that is not saved; made on first use."""

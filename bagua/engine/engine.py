@@ -25,6 +25,7 @@ from bagua.engine.followed_optimizers import FollowedOptimizers
 from bagua.engine.lanes.dispatcher import Dispatcher
 from bagua.engine.lanes.lane import Lane
 from bagua.engine.lanes.pool import LanePool
+from bagua.engine.loaded_weights import note_load
 from bagua.engine.optimizer_steps import OptimizerSteps
 from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.recovery.manager import RecoveryManager
@@ -232,6 +233,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's own state on this rank; tensors are copies."""
         self.dispatcher.wait()
+        self.tracker.take_weights()
         binding = self.binding
         plan, bound, tuned = binding.plan, self.state.algorithm, None
         if binding.tuning is not None:
@@ -279,7 +281,7 @@ class Engine:
         if form is not None:
             binding.adopt_form(form)
         tuned = self._tuned_in(data)
-        state.order, state.step, state.loaded = data["order"], data["step"], False
+        state.order, state.step, state.before_load = data["order"], data["step"], None
         fallback = self._probe.guard.fallback_on(self.groups.nodes) if self._probe is not None else None
         if self.tracker.chooser is not None and data.get("chosen") is not None:
             chosen = self.tracker.chooser.load_state_dict(data["chosen"], self.optimizers)
@@ -302,18 +304,16 @@ class Engine:
         if anew and data.get("replicas_differ", True):
             self.replicas.equalise()
         self.tracker.go_on_within(data.get("stepped", ()))
+        self.tracker.started = False
 
     def chooses_anew(self, data: Mapping[str, Any]) -> bool:
         """Whether the choice of the algorithm in `data` was not made yet, or does not hold for the nodes of now."""
         chooser, chosen = self.tracker.chooser, data.get("chosen")
         return chooser is not None and chosen is not None and not chooser.holds(chosen)
 
-    def weights_loaded(self) -> None:
-        """`module.load_state_dict` has replaced the weights. Before the first step they are the anchors, too."""
-        if self.state.step:
-            self.state.loaded = True
-        else:
-            self.memory.renew_anchors(self.state.buckets)
+    def weights_are_loaded(self) -> None:
+        """`load_state_dict` of the module, or of a part of it, is about to replace weights."""
+        note_load(self.state, self.inventory.trainable.values())
 
     def form_of(self, saved: object) -> Algorithm | None:
         """The form of the algorithm that a state was saved with, as text; None: a state of another algorithm."""

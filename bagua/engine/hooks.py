@@ -80,6 +80,11 @@ class Attachment:
 # A module's hooks are plain functions that look the engine up here, so that the module can be copied and pickled
 # (the copy is a plain module) and is collected when dropped.
 class _Attachments(weakref.WeakKeyDictionary[nn.Module, Attachment]):
+    def __init__(self) -> None:
+        super().__init__()
+        # By a part of them, which is in several where they share it.
+        self.roots_of: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
     def all(self) -> list[Attachment]:
         """A list made at once: other threads may distribute modules meanwhile."""
         return list(vars(self)["data"].values())
@@ -117,7 +122,9 @@ def attach(
         instead_of.remove_hooks()
     attachment.handles.append(module.register_forward_pre_hook(_before_forward))
     attachment.handles.append(module.register_forward_hook(_after_forward))
-    attachment.handles.append(module.register_load_state_dict_post_hook(_weights_loaded))
+    for part in module.modules():
+        attachments.roots_of.setdefault(part, weakref.WeakSet()).add(module)
+        attachment.handles.append(part.register_load_state_dict_pre_hook(_weights_are_loaded))
     engine.reducer.ask(_sync_asked(weakref.ref(module), weakref.ref(engine.failures)))
     reducer = weakref.ref(engine.reducer)
     gradient_hooks = [
@@ -162,10 +169,11 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
                 broadcast_buffers(module, engine, engine.tracker.announce(Moment.BUFFERS))
 
 
-def _weights_loaded(module: nn.Module, _keys: Any) -> None:
-    attachment = attachments.get(module)
-    if attachment is not None:
-        attachment.engine.weights_loaded()
+def _weights_are_loaded(part: nn.Module, *_: Any) -> None:
+    for root in list(attachments.roots_of.get(part, ())):
+        attachment = attachments.get(root)
+        if attachment is not None:
+            attachment.engine.weights_are_loaded()
 
 
 def _after_forward(module: nn.Module, _args: Any, output: Any) -> None:

@@ -51,6 +51,7 @@ class StepTracker:
         ending: all optimizers have stepped, and the exchange with which the step ends has not succeeded yet.
         listeners: told of each step that was counted.
         chooser: of the algorithm, if the user left it open.
+        started: weights were changed by an optimizer, or by an exchange, since `distribute` or the state was loaded.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class StepTracker:
     ) -> None:
         self.broadcasts_buffers, self.buffers_due = broadcasts_buffers, True
         self.joining: Announcer | None = None
-        self.hooks_ran = self.forward_seen = self.step_begun = self.ending = False
+        self.hooks_ran = self.forward_seen = self.step_begun = self.ending = self.started = False
         self.stepped: set[int] = set()
         self.nesting = Nesting()
         self.listeners = StepListeners()
@@ -128,6 +129,7 @@ class StepTracker:
             if self.joining is not None and (self.joining.early or _acts_on_forward(state.algorithm)):
                 self.announce(Moment.FORWARD)
             if self._exchanges and not self.step_begun and not self._failures.step_is_lost:
+                self.take_weights()
                 state.algorithm.on_forward(self._ctx)
 
     def is_to_broadcast_buffers(self) -> bool:
@@ -166,6 +168,7 @@ class StepTracker:
     def step_begins(self) -> None:
         """Before an optimizer changes weights."""
         self.end_backward()
+        self.started = True
         if not self.step_begun and not self._may_step():
             self._drop_gradients()
         if self._failures.step_is_lost:
@@ -201,6 +204,7 @@ class StepTracker:
     def exchange_and_count(self) -> bool:
         """Make the exchange with which a step ends, and count the step. False: repeat it in other groups."""
         state, binding, algorithm = self._state, self._binding, self._state.algorithm
+        self.started = True
         if self._exchanges:
             self.ending = True
             try:
@@ -231,6 +235,14 @@ class StepTracker:
             listener.step_ended(state.step)
         return True
 
+    def take_weights(self) -> None:
+        """Before the first step: weights, or moments, may have been replaced since what is kept of them was made."""
+        state = self._state
+        if state.step or self.started or not state.buckets or state.algorithm.payload is not Payload.PARAM:
+            return
+        self._dispatcher.renew()
+        state.algorithm.on_start(self._ctx)
+
     def go_on_ending(self) -> None:
         """This engine takes over from another one whose step has not ended; `exchange_and_count` ends it."""
         self.ending = self.step_begun = True
@@ -257,7 +269,9 @@ class StepTracker:
             self.forward_begins()
         if self._watch.pass_begins() and not self.nesting.inside:
             look_for_steps(self._watch, self._state)
-        tell_of_loaded_weights(self._state)
+        if not _acts_on_forward(self._state.algorithm):
+            self.take_weights()
+        tell_of_loaded_weights(self._state, self._inventory.trainable.values())
         if self._passed:
             refuse_second_pass(self._state.algorithm, list(self._inventory.trainable.values()), self._reducer.first)
         if self.chooser is not None:

@@ -28,7 +28,7 @@ class TrainingState:
         step: training steps completed.
         exchanged: something was launched on the shared lanes since the backward pass of this step began.
         paused: nothing may begin in the background.
-        loaded: `module.load_state_dict` has replaced the weights since the last backward pass.
+        before_load: sums of the weights before `load_state_dict` replaced some since the last backward pass, else None.
         schedule: algorithms that take over, by the step after which they do.
         notices: remarks for the user.
     """
@@ -42,7 +42,7 @@ class TrainingState:
     step: int = 0
     exchanged: bool = False
     paused: bool = False
-    loaded: bool = False
+    before_load: list[int] | None = None
     schedule: dict[int, Algorithm] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 import bagua
+from bagua.algorithms import Algorithm, AsyncModelAverage
+from bagua.contrib import DecoupledDiLoCo
 from bagua.engine.hooks import attachments
+from bagua.optim.zero_one_adam import ZeroOneAdam
 from tests.rank_pool import RankPool
 from tests.rank_threads import teams
 
@@ -54,57 +57,133 @@ def test_loading_in_mid_training(algorithm: str, warns: int, caplog: pytest.LogC
     assert told(model) == warns, "it is said once"
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "options"),
-    [
-        ("diloco", {"communication_interval": 2, "outer_momentum": 0.5}),
-        ("sparse_loco", {"communication_interval": 2}),
-        ("local_sgd", {"communication_interval": 2}),
-        ("low_precision_decentralized", {}),
-        ("decentralized", {}),
-    ],
-)
-def test_weights_loaded_before_the_first_step_are_those_that_train(algorithm: str, options: dict[str, Any]) -> None:
-    """As scripts for `DistributedDataParallel` load them, after it was made."""
-    weights = torch.nn.Linear(4, 4).state_dict()
-    found = []
-    for when in ("before", "after"):
+STARTS = [
+    ("diloco", {"communication_interval": 2, "outer_momentum": 0.5}),
+    ("sparse_loco", {"communication_interval": 2}),
+    ("local_sgd", {"communication_interval": 2}),
+    ("local_sgd", {"communication_interval": 2, "codec": "minmax_uint8"}),
+    ("low_precision_decentralized", {}),
+    ("decentralized", {}),
+    ("decentralized", {"topology": "ring", "codec": "minmax_uint8"}),
+    ("zero_one_adam", {}),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "options"), STARTS, ids=str)
+def test_weights_loaded_before_the_first_step_are_those_that_train(
+    pool: RankPool, algorithm: str, options: dict[str, Any]
+) -> None:
+    """As scripts for `DistributedDataParallel` load them, after it was made; a part of them, or with `copy_`."""
+    pool.run(2, load_before_the_first_step, algorithm, options)
+
+
+def load_before_the_first_step(algorithm: str, options: dict[str, Any]) -> None:
+    source = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with torch.no_grad():
+        for number, param in enumerate(source.parameters()):
+            param.copy_(torch.linspace(-1, 1 + number, param.numel()).view_as(param))
+    made = ZeroOneAdam if algorithm == "zero_one_adam" else torch.optim.Adam
+    trained = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    trained.load_state_dict(source.state_dict())
+    used = made(trained.parameters(), lr=0.01)
+    step(trained, used)
+    weights, moments = copy.deepcopy((trained.state_dict(), used.state_dict()))
+    found: dict[str, list[torch.Tensor]] = {}
+    for way in ("before", "root", "parts", "copy", "data"):
         torch.manual_seed(0)
-        model = torch.nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        (team,) = teams(1)
-        if when == "before":
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        optimizer = made(model.parameters(), lr=0.01)
+        if way == "before":
             model.load_state_dict(weights)
-        bagua.distribute(model, optimizer, algorithm, process_group=team, **options)
-        if when == "after":
+            optimizer.load_state_dict(copy.deepcopy(moments))
+        bagua.distribute(model, optimizer, algorithm, **options)
+        if way == "root":
             model.load_state_dict(weights)
-        for _ in range(5):
-            step(model, optimizer)
-        found.append(model.weight.detach().clone())
+        elif way == "parts":
+            for number, part in enumerate(model):
+                part.load_state_dict({name: weights[f"{number}.{name}"] for name in ("weight", "bias")})
+        else:
+            with torch.no_grad():
+                for name, param in model.named_parameters():
+                    (param.data if way == "data" else param).copy_(weights[name])
+        if way != "before":
+            optimizer.load_state_dict(copy.deepcopy(moments))
+        for number in range(5):
+            model(torch.full((2, 4), 1.0 + number + torch.distributed.get_rank())).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        bagua.average_parameters(model)
+        found[way] = [param.detach().clone() for param in model.parameters()]
         assert told(model) == 0
-    assert torch.equal(*found)
+        bagua.detach(model)
+    for way, params in found.items():
+        for param, expected in zip(params, found["before"], strict=True):
+            assert torch.equal(param, expected), way
 
 
-def test_async_takes_them_as_its_base(pool: RankPool) -> None:
-    pool.run(2, load_and_look_at_the_base)
+@pytest.mark.parametrize("algorithm", [AsyncModelAverage(codec="minmax_uint8"), DecoupledDiLoCo()])
+def test_the_base_of_rounds_in_the_background(pool: RankPool, algorithm: Algorithm) -> None:
+    pool.run(2, load_and_look_at_the_base, algorithm)
 
 
-def load_and_look_at_the_base() -> None:
+def load_and_look_at_the_base(algorithm: Algorithm) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
-    bagua.distribute(model, optimizer, "async", codec="minmax_uint8")
+    bagua.distribute(model, optimizer, algorithm)
     weights = torch.nn.Linear(4, 4).state_dict()
-    model.load_state_dict(weights)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(weights[name])
     engine = attachments[model].engine
     assert engine.buckets
+    model(torch.ones(2, 4)).square().mean().backward()
     for bucket in engine.buckets:
-        assert torch.equal(engine.memory.scratch("base", bucket), bucket.flat)
+        decoupled = isinstance(algorithm, DecoupledDiLoCo)
+        kept = engine.memory.tensor("anchor", bucket) if decoupled else engine.memory.scratch("base", bucket)
+        assert torch.equal(kept, bucket.flat)
     for _ in range(4):
         step(model, optimizer)
     bagua.average_parameters(model)
     torch.testing.assert_close(model.weight.detach(), weights["weight"])
     bagua.detach(model)
+
+
+def test_the_state_saved_before_the_first_step_has_them() -> None:
+    model, _ = make("diloco")
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+        model.bias.fill_(2.0)
+    saved = bagua.state_dict(model)
+    anchors = [each["value"] for each in saved["tensors"] if each["name"] == "anchor"]
+    assert anchors
+    assert all(torch.equal(each, torch.full_like(each, 2.0)) for each in anchors)
+
+
+def test_a_part_that_is_loaded_in_mid_training() -> None:
+    (team,) = teams(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.distribute(model, optimizer, "diloco", process_group=team)
+    step(model, optimizer)
+    model[1].load_state_dict(torch.nn.Linear(4, 4).state_dict())
+    step(model, optimizer)
+    assert told(model) == 1
+
+
+def test_weights_that_are_exchanged_for_an_evaluation_and_back() -> None:
+    """Those of a moving average: what trains is what it was."""
+    model, optimizer = make("diloco")
+    average = torch.nn.Linear(4, 4).state_dict()
+    step(model, optimizer)
+    own = copy.deepcopy(model.state_dict())
+    model.load_state_dict(average)
+    model.eval()
+    model(torch.ones(2, 4))
+    model.train()
+    model.load_state_dict(own)
+    step(model, optimizer)
+    assert told(model) == 0
 
 
 def test_with_the_state_of_the_algorithm_nothing_is_said() -> None:
@@ -126,4 +205,4 @@ def test_copies_are_plain_modules() -> None:
         plain.load_state_dict(model.state_dict())
     bagua.detach(model)
     model.load_state_dict(model.state_dict())
-    assert not model._load_state_dict_post_hooks
+    assert not model._load_state_dict_pre_hooks

@@ -147,6 +147,14 @@ class Dispatcher:
                 for tensor in (each.flat, *made.values()):
                     self._pool.adopt(tensor)
 
+    def renew(self) -> None:
+        """Make the state of all exchanges anew, as the ranks hold other equal weights now. Nothing is in flight."""
+        for (exchange, index, part), state in self._memory.states.items():
+            lo, hi = self.parts(exchange, index)[part]
+            groups = self._pool.groups.as_of(self._gathers(exchange, index))
+            for name, made in exchange.init(self._state.buckets[index].flat[lo:hi], groups).items():
+                state[name].copy_(made)
+
     def rebuild(self) -> None:
         """Complete the state of all exchanges where the ranks hold different weights. Collective, between steps.
 
