@@ -210,6 +210,11 @@ class AsyncModelAverage(Algorithm):
         for bucket in ctx.buckets:
             ctx.scratch("base", bucket).copy_(bucket.flat)
 
+    @property
+    def keeps_weights(self) -> bool:
+        """The base, from which a lossy codec sends differences."""
+        return not self._codec.lossless
+
     def on_start(self, ctx: Context) -> None:
         """The weights are the base, and the moments at hand those that rounds begin with."""
         if fit_scaling(self.scale_second_moment, ctx, self.name):
@@ -217,7 +222,7 @@ class AsyncModelAverage(Algorithm):
         rounds = ctx.keep("rounds", _Rounds)
         if rounds.moments is not None:
             rounds.moments = _first_moments(ctx)
-        if rounds.lane is not None and not self._codec.lossless:
+        if self.keeps_weights and rounds.lane is not None:
             for bucket in ctx.buckets:
                 ctx.scratch("base", bucket).copy_(bucket.flat)
 

@@ -303,6 +303,14 @@ class Algorithm:
         raise TypeError(f"{type(self).__name__} must define `exchange`, or override `setup` and `bytes_per_rank`")
 
     @property
+    def keeps_weights(self) -> bool:
+        """Whether what is kept of weights must be alike on all ranks, so that they agree on these before `on_start`.
+
+        It is assumed of algorithms that have an `on_start`. The state of exchanges is made anew then, too.
+        """
+        return type(self).on_start is not Algorithm.on_start
+
+    @property
     def needs_steps(self) -> bool:
         """Whether replicas go wrong if steps are made by something else than an optimizer of torch."""
         kind = type(self)
@@ -371,9 +379,10 @@ class Algorithm:
         ctx.prepare(self.exchange)
 
     def on_start(self, ctx: Context) -> None:
-        """Before the first step, PARAM only: weights and moments may have been loaded since `setup`, on all ranks.
+        """Before the first step, PARAM only: weights and moments may have been loaded since `setup`.
 
-        What is kept of them is made anew; the state of exchanges was. May be called several times.
+        What is kept of them is made anew here. At the end of the first synchronised backward pass, or before
+        `on_forward` if there is one. Not with `fault_tolerant`, nor if `keeps_weights` and the ranks' weights differ.
         """
 
     def on_forward(self, ctx: Context) -> None:

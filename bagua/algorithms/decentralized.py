@@ -177,6 +177,11 @@ class Decentralized(Algorithm):
         if self.scale_second_moment:
             check_scalable(optimizers)
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Replicas, if differences are sent."""
+        return self.exchange.two_phases
+
     def setup(self, ctx: Context) -> None:
         """Prepare the exchange; the moments at hand are taken as they are."""
         ctx.prepare(self.exchange)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep, Payload
 from bagua.algorithms.decentralized import check_interval
+from bagua.algorithms.idle_rows import clear_idle_rows, launch_used_rows, loses_zeros, note_used_rows
 from bagua.algorithms.mean_moments import check_mean_moments
-from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.nodes import fit_hierarchy, num_encoding
 from bagua.algorithms.options import check_corrections, check_number, shown
 from bagua.algorithms.registry import register
 from bagua.algorithms.round_moments import (
@@ -281,7 +282,12 @@ class DiLoCo(Algorithm):
         if due and not self.delay:
             if self._means(ctx):
                 launch_round_votes(ctx, self.interval)
+            if self._clears_idle_rows(ctx):
+                launch_used_rows(ctx, due)
             ctx.commit()
+            if self._clears_idle_rows(ctx):
+                for bucket in due:
+                    clear_idle_rows(ctx, bucket, self._delta(ctx, bucket))
             self._outer_step(ctx, due)
 
     def _means(self, ctx: Context) -> bool:
@@ -291,6 +297,11 @@ class DiLoCo(Algorithm):
 
     def _scales(self, ctx: Context) -> bool:
         return fit_scaling(False if self._means(ctx) else self.scale_second_moment, ctx, self.name)
+
+    def _clears_idle_rows(self, ctx: Context) -> bool:
+        """Not what error feedback makes up for, nor with a delay, within which a state may be saved."""
+        apart = num_encoding(ctx, bool(self.hierarchical)) > 1
+        return apart and not self.error_feedback and not self.delay and loses_zeros(self._codec)
 
     def on_members_changed(self, ctx: Context) -> None:
         """Rounds in flight are lost; they begin again at the step at which they should have ended."""
@@ -305,6 +316,8 @@ class DiLoCo(Algorithm):
         # type of the weights: d must not hold what the last `x = anchor` rounded off, or the anchor would stick
         # to the grid of 16-bit numbers.
         d = self._delta(ctx, bucket).copy_(ctx.tensor("anchor", bucket)).sub_(bucket.flat)
+        if self._clears_idle_rows(ctx):
+            note_used_rows(ctx, bucket, bucket.split(d))
         ctx.launch(self.exchange, bucket, d)
         self._interrupted(ctx).discard(bucket.index)
 

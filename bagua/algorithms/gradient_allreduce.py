@@ -13,13 +13,13 @@ from torch import nn
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context, LostStep
 from bagua.algorithms.feedback import fit_feedback, fit_running_scale, helps_sgd
-from bagua.algorithms.nodes import fit_hierarchy
+from bagua.algorithms.idle_rows import clear_idle_rows, launch_used_rows, loses_zeros, note_used_rows
+from bagua.algorithms.nodes import fit_hierarchy, num_encoding
 from bagua.algorithms.noise import (
     check_denoisable,
     denoise_second_moments,
     fit_denoising,
     note_steps,
-    num_encoding,
     set_up_noise,
     share_of_noise,
 )
@@ -155,11 +155,19 @@ class GradientAllReduce(Algorithm):
 
     def on_ready(self, ctx: Context, bucket: Bucket) -> None:
         """Launch at once."""
+        clears = self._clears_idle_rows(ctx)
+        if clears:
+            note_used_rows(ctx, bucket, [param.grad for param in bucket.params])
         ctx.launch(self.exchange, bucket)
+        if clears and bucket.index == len(ctx.buckets) - 1:
+            launch_used_rows(ctx, ctx.buckets)
 
     def on_backward_end(self, ctx: Context) -> None:
         """The optimizer needs the means."""
         ctx.wait()
+        if self._clears_idle_rows(ctx):
+            for bucket in ctx.buckets:
+                clear_idle_rows(ctx, bucket, bucket.flat)
 
     def on_step_begin(self, ctx: Context) -> None:
         """Only parameters that make a step are corrected."""
@@ -173,6 +181,11 @@ class GradientAllReduce(Algorithm):
             scaled = fit_running_scale(self.running_scale, codec, feedback=False)
             share = share_of_noise(codec, num_encoding(ctx, bool(self.hierarchical)), gather_codec)
             denoise_second_moments(ctx, share, scaled)
+
+    def _clears_idle_rows(self, ctx: Context) -> bool:
+        """What error feedback has put into a row is made up for later."""
+        apart = num_encoding(ctx, bool(self.hierarchical)) > 1
+        return apart and not self._feedback and loses_zeros(*self._codecs)
 
     def _denoises(self, ctx: Context) -> bool:
         codec, hierarchical = codecs.get(self.codec), bool(self.hierarchical)

@@ -146,6 +146,11 @@ class LocalSGD(Algorithm):
         if self.scale_second_moment:
             check_scalable(optimizers)
 
+    @property
+    def keeps_weights(self) -> bool:
+        """The anchor, if changes are averaged."""
+        return self._changes is not None
+
     def setup(self, ctx: Context) -> None:
         """Prepare the exchange; the second moments at hand are taken as they are."""
         means, scales = self._means(ctx), self._scales(ctx)  # first: they are resolved once, with this name in notices

@@ -1,13 +1,14 @@
-"""Default of `hierarchical`, depending on the job's nodes."""
+"""Default of `hierarchical`, and who encodes, depending on the job's nodes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from bagua.algorithms.base import Context
 from bagua.comm.node_keys import Sites
 
-__all__ = ["fit_hierarchy"]
+__all__ = ["fit_hierarchy", "num_encoding"]
 
 
 def fit_hierarchy(algorithm: Any, nodes: tuple[tuple[int, ...], ...], default: bool) -> tuple[Any, str]:
@@ -34,3 +35,8 @@ def fit_hierarchy(algorithm: Any, nodes: tuple[tuple[int, ...], ...], default: b
     elif wanted and not several_ranks:
         remark = "hierarchical=True, but every node has one rank: the same as hierarchical=False"
     return algorithm, remark
+
+
+def num_encoding(ctx: Context, hierarchical: bool) -> int:
+    """Return how many ranks use the codec; with `hierarchical` one of each node."""
+    return len(ctx.groups.nodes) if hierarchical else ctx.groups.size

@@ -10,6 +10,7 @@ from torch import nn
 
 from bagua.algorithms.base import Context
 from bagua.algorithms.denoising import subtract_noise
+from bagua.algorithms.nodes import num_encoding
 from bagua.algorithms.second_moment import corrects_moments
 from bagua.codecs import Codec, Eden
 from bagua.codecs.kernels import Moments
@@ -19,7 +20,6 @@ __all__ = [
     "denoise_second_moments",
     "fit_denoising",
     "note_steps",
-    "num_encoding",
     "set_up_noise",
     "share_of_noise",
 ]
@@ -36,11 +36,6 @@ _LEFT = {
     (1, 32): 0.2906,
     (2, 8): 0.0835,
 }
-
-
-def num_encoding(ctx: Context, hierarchical: bool) -> int:
-    """Return how many ranks use the codec; with `hierarchical` one of each node."""
-    return len(ctx.groups.nodes) if hierarchical else ctx.groups.size
 
 
 def share_of_noise(codec: Eden, num: int, gather_codec: Codec | None = None) -> float:

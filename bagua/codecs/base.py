@@ -50,6 +50,9 @@ class Codec(RowParts):
     unbiased: ClassVar[bool] = False
     """The mean of decode(encode(x)) over the codec's random choices is x; error feedback is off by default then."""
 
+    keeps_zeros: ClassVar[bool] = True
+    """An element that is zero is decoded as zero, whatever its neighbours are."""
+
     @abstractmethod
     def wire_bytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
         """Exact bytes of one encoded row of `n` elements of `dtype`; a multiple of 4."""

@@ -65,6 +65,7 @@ class Eden(BlockCodec):
 
     name: ClassVar[str] = "eden"
     unbiased: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = False
 
     block: int = 256
     bits: int = 1

@@ -45,6 +45,7 @@ class Sign(BlockCodec):
     """
 
     name: ClassVar[str] = "sign"
+    keeps_zeros: ClassVar[bool] = False
     layout: ClassVar[Layout] = LAYOUT
 
     block: int = 2048

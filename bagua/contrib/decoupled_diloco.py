@@ -131,6 +131,11 @@ class DecoupledDiLoCo(Algorithm):
         """The exchange's, spread over the interval."""
         return self.exchange.bytes_per_rank(n, size) / self.communication_interval
 
+    @property
+    def keeps_weights(self) -> bool:
+        """No: nobody waits for a late rank, not even before the first step."""
+        return False
+
     def setup(self, ctx: Context) -> None:
         """Keep the weights as the first anchor, and open the lane.
 

@@ -233,7 +233,6 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's own state on this rank; tensors are copies."""
         self.dispatcher.wait()
-        self.tracker.take_weights()
         binding = self.binding
         plan, bound, tuned = binding.plan, self.state.algorithm, None
         if binding.tuning is not None:
@@ -304,7 +303,6 @@ class Engine:
         if anew and data.get("replicas_differ", True):
             self.replicas.equalise()
         self.tracker.go_on_within(data.get("stepped", ()))
-        self.tracker.started = False
 
     def chooses_anew(self, data: Mapping[str, Any]) -> bool:
         """Whether the choice of the algorithm in `data` was not made yet, or does not hold for the nodes of now."""

@@ -15,7 +15,7 @@ from bagua.engine.choosing import Chooser, EngineChoices
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.stream_lane import StreamLane
-from bagua.engine.loaded_weights import tell_of_loaded_weights
+from bagua.engine.loaded_weights import tell_of_loaded_weights, weight_sums
 from bagua.engine.missing_steps import look_for_steps
 from bagua.engine.nested_steps import Nesting
 from bagua.engine.parts import ExchangeParts, TrainingParts
@@ -51,7 +51,6 @@ class StepTracker:
         ending: all optimizers have stepped, and the exchange with which the step ends has not succeeded yet.
         listeners: told of each step that was counted.
         chooser: of the algorithm, if the user left it open.
-        started: weights were changed by an optimizer, or by an exchange, since `distribute` or the state was loaded.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class StepTracker:
     ) -> None:
         self.broadcasts_buffers, self.buffers_due = broadcasts_buffers, True
         self.joining: Announcer | None = None
-        self.hooks_ran = self.forward_seen = self.step_begun = self.ending = self.started = False
+        self.hooks_ran = self.forward_seen = self.step_begun = self.ending = False
         self.stepped: set[int] = set()
         self.nesting = Nesting()
         self.listeners = StepListeners()
@@ -89,6 +88,8 @@ class StepTracker:
         self._warned = False  # of quality, if nothing takes over
         self._watch = PassWatch(list(self._inventory.parameters.values()))
         self._withheld = Withheld()
+        self._starts = 0  # how often training was begun with the weights of then
+        self._begun_at_weights = False
 
     @property
     def fault_tolerant(self) -> bool:
@@ -129,7 +130,8 @@ class StepTracker:
             if self.joining is not None and (self.joining.early or _acts_on_forward(state.algorithm)):
                 self.announce(Moment.FORWARD)
             if self._exchanges and not self.step_begun and not self._failures.step_is_lost:
-                self.take_weights()
+                if _acts_on_forward(state.algorithm):
+                    self._take_weights()
                 state.algorithm.on_forward(self._ctx)
 
     def is_to_broadcast_buffers(self) -> bool:
@@ -168,7 +170,6 @@ class StepTracker:
     def step_begins(self) -> None:
         """Before an optimizer changes weights."""
         self.end_backward()
-        self.started = True
         if not self.step_begun and not self._may_step():
             self._drop_gradients()
         if self._failures.step_is_lost:
@@ -204,7 +205,6 @@ class StepTracker:
     def exchange_and_count(self) -> bool:
         """Make the exchange with which a step ends, and count the step. False: repeat it in other groups."""
         state, binding, algorithm = self._state, self._binding, self._state.algorithm
-        self.started = True
         if self._exchanges:
             self.ending = True
             try:
@@ -235,14 +235,6 @@ class StepTracker:
             listener.step_ended(state.step)
         return True
 
-    def take_weights(self) -> None:
-        """Before the first step: weights, or moments, may have been replaced since what is kept of them was made."""
-        state = self._state
-        if state.step or self.started or not state.buckets or state.algorithm.payload is not Payload.PARAM:
-            return
-        self._dispatcher.renew()
-        state.algorithm.on_start(self._ctx)
-
     def go_on_ending(self) -> None:
         """This engine takes over from another one whose step has not ended; `exchange_and_count` ends it."""
         self.ending = self.step_begun = True
@@ -252,8 +244,28 @@ class StepTracker:
 
         Where one optimizer steps less often than another, the end of a step is noticed at the next forward pass only.
         """
-        self.stepped = set(stepped)
+        self.stepped, self._begun_at_weights = set(stepped), bool(stepped)
         self.step_begun = self.forward_seen = bool(stepped)
+
+    def _take_weights(self) -> None:
+        """Before the first step: weights or moments may have been loaded since `distribute`, so begin with these.
+
+        What ranks keep of each other's weights begins anew only if they hold the same. All ranks pass here. With fault
+        tolerance weights are loaded before `distribute`, and a newcomer must not wait for the others here.
+        """
+        state, algorithm = self._state, self._state.algorithm
+        if self._begun_at_weights or state.step or self.fault_tolerant or algorithm.payload is not Payload.PARAM:
+            return
+        self._begun_at_weights, self._starts = True, self._starts + 1
+        if algorithm.keeps_weights:
+            sums = encode(weight_sums(self._inventory.trainable.values()))
+            what, key = "agreement on the first weights", f"weights/{self._key}/{self._starts}"
+            all_sums = self._team.all_gather_bytes_once(what, key, sums, self._failures.check_members)
+            if any(each != sums for each in all_sums):
+                state.notice("ranks begin with different weights, as they were changed since bagua.distribute()")
+                return
+            self._dispatcher.renew()
+        algorithm.on_start(self._ctx)
 
     # -- moments, called by the reducer --------------------------------------------------------------------------
 
@@ -269,8 +281,6 @@ class StepTracker:
             self.forward_begins()
         if self._watch.pass_begins() and not self.nesting.inside:
             look_for_steps(self._watch, self._state)
-        if not _acts_on_forward(self._state.algorithm):
-            self.take_weights()
         tell_of_loaded_weights(self._state, self._inventory.trainable.values())
         if self._passed:
             refuse_second_pass(self._state.algorithm, list(self._inventory.trainable.values()), self._reducer.first)
@@ -298,6 +308,8 @@ class StepTracker:
         if self._failures.trains_alone:
             return
         self._dispatcher.check_alive()
+        if not _acts_on_forward(state.algorithm):
+            self._take_weights()
         if self._inventory.sparse and self._team.size > 1:
             with self._dispatcher.side_exchange("sparse gradients") as group:
                 exchange_sparse(self._inventory.sparse, group, getattr(state.algorithm, "average", True))

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor, nn
 
 import bagua
-from bagua.algorithms import Algorithm, ByteGrad, GradientAllReduce, LocalSGD, LowPrecisionDecentralized
+from bagua.algorithms import (
+    Algorithm,
+    ByteGrad,
+    DiLoCo,
+    GradientAllReduce,
+    LocalSGD,
+    LowPrecisionDecentralized,
+    SparseLoCo,
+)
 from bagua.comm.team import Team
 from tests.rank_threads import run_teams
 
@@ -38,8 +46,16 @@ def moved(team: Team, algorithm: Algorithm) -> Tensor:
         GradientAllReduce(),
         *(ByteGrad(), ByteGrad(codec="minmax_uint8:block=100")),
         *(ByteGrad(codec="int4"), ByteGrad(error_feedback=True), LowPrecisionDecentralized(), LocalSGD()),
+        *(GradientAllReduce(codec="eden:bits=2"), ByteGrad(codec="eden", gather_codec="eden:bits=2")),
+        GradientAllReduce(codec="sign", error_feedback=False),
+        *(DiLoCo(), DiLoCo(communication_interval=4, codec="eden"), LocalSGD(codec="eden")),
+        SparseLoCo(communication_interval=4),
     ],
-    ids=["exact", "8 bits", "short blocks", "4 bits", "feedback", "gossip", "local steps"],
+    ids=[
+        *("exact", "8 bits", "short blocks", "4 bits", "feedback", "gossip", "local steps"),
+        *("rotated", "rotated, 1 bit", "signs", "outer steps", "outer steps in 1 bit", "local steps in 1 bit"),
+        "sparse",
+    ],
 )
 def test_rows_that_nobody_uses_stay(algorithm: Algorithm, size: int) -> None:
     used = torch.arange(ROWS) % 10 == 0

@@ -12,11 +12,12 @@ import torch
 
 import bagua
 from bagua.algorithms import Algorithm, AsyncModelAverage
+from bagua.comm.team import Team
 from bagua.contrib import DecoupledDiLoCo
 from bagua.engine.hooks import attachments
 from bagua.optim.zero_one_adam import ZeroOneAdam
 from tests.rank_pool import RankPool
-from tests.rank_threads import teams
+from tests.rank_threads import run_teams, teams
 
 TEXT = "the model's weights were loaded in mid-training"
 
@@ -149,15 +150,23 @@ def load_and_look_at_the_base(algorithm: Algorithm) -> None:
     bagua.detach(model)
 
 
-def test_the_state_saved_before_the_first_step_has_them() -> None:
-    model, _ = make("diloco")
+def test_ranks_that_begin_with_different_weights_meet() -> None:
+    """The anchor is still what `distribute` made equal: what they differ in counts as learnt."""
+    found = run_teams(2, different_weights)
+    assert torch.equal(*found)
+
+
+def different_weights(team: Team) -> torch.Tensor:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    bagua.distribute(model, optimizer, "diloco", process_group=team, communication_interval=2)
     with torch.no_grad():
-        model.weight.fill_(2.0)
-        model.bias.fill_(2.0)
-    saved = bagua.state_dict(model)
-    anchors = [each["value"] for each in saved["tensors"] if each["name"] == "anchor"]
-    assert anchors
-    assert all(torch.equal(each, torch.full_like(each, 2.0)) for each in anchors)
+        model.weight.fill_(1.0 + team.rank)
+    for _ in range(4):
+        step(model, optimizer)
+    assert "begin with different weights" in str(bagua.stats(model).notices)
+    bagua.detach(model)
+    return model.weight.detach()
 
 
 def test_a_part_that_is_loaded_in_mid_training() -> None:

@@ -180,7 +180,7 @@ def _take_over(engine: Engine, old: Engine) -> None:
     """What `old` keeps goes on in `engine`."""
     engine.followed.take_over(old.followed)
     engine.carry_statistics(old)
-    engine.state.paused, engine.tracker.started = old.state.paused, old.tracker.started
+    engine.state.paused = old.state.paused
     tensors = engine.memory.tensors
     for (name, index), tensor in kept_tensors(old).items():
         engine.memory.tensor(name, engine.buckets[index], tensor)

@@ -1,0 +1,112 @@
+"""Which rows of parameters no rank uses: the ranks' flags, packed in a small sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bagua
+from bagua.algorithms import GradientAllReduce
+from bagua.comm.team import Team
+from tests.rank_pool import RankPool
+from tests.rank_threads import run_teams
+
+SHAPES = [(5, 3), (7,), (), (4, 2, 3, 3), (0,), (3, 0), (2, 6), (600, 2)]
+
+
+class Table(nn.Module):
+    """The sum of products with tensors that the test chooses, which are the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.params = nn.ParameterList([torch.zeros(shape) for shape in SHAPES])
+        self.params[3] = nn.Parameter(torch.zeros(SHAPES[3]).to(memory_format=torch.channels_last))
+
+    def forward(self, factors: list[Tensor | None]) -> Tensor:
+        pairs = zip(self.params, factors, strict=True)
+        return torch.stack([(param * factor).sum() for param, factor in pairs if factor is not None]).sum()
+
+
+def factors(rank: int, size: int, seed: int) -> list[Tensor | None]:
+    """Of each row one of the ranks has a gradient, or none of them."""
+    generator = torch.Generator().manual_seed(seed)
+    made: list[Tensor | None] = []
+    for shape in SHAPES:
+        rows = shape[0] if len(shape) > 1 else 1
+        users = torch.randint(0, size + 2, (rows,), generator=generator)
+        values = torch.randn(shape, generator=generator) + 0.1
+        if shape and values.numel():
+            values.view(rows, -1)[::2, 0] = 0.0  # the first element says nothing
+        mine = (users == rank).view(-1, *[1] * (len(shape) - 1)) if len(shape) > 1 else users == rank
+        values = torch.where(mine, values, torch.zeros(())).reshape(shape)
+        made.append(None if not mine.any() and len(made) % 2 else values)
+    return made
+
+
+def trained(team: Team, bits: int | None) -> list[list[Tensor]]:
+    model = Table()
+    optimizer = torch.optim.Adam(model.parameters())
+    codec = "identity" if bits is None else f"eden:bits={bits}"
+    bagua.distribute(model, optimizer, GradientAllReduce(codec=codec), process_group=team, bucket_bytes=1 << 11)
+    steps = []
+    for seed in range(4):
+        optimizer.zero_grad()
+        model(factors(team.rank, team.size, seed)).backward()
+        steps.append([torch.zeros(()) if each.grad is None else each.grad.clone() for each in model.params])
+        optimizer.step()
+    bagua.detach(model)
+    return steps
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_rows_are_zero_where_the_exact_mean_is(size: int) -> None:
+    exact, coded = run_teams(size, trained, None), run_teams(size, trained, 2)
+    idle = rows = 0
+    for theirs, ours in zip(exact, coded, strict=True):
+        for expected, found in zip(theirs, ours, strict=True):
+            for a, b in zip(expected, found, strict=True):
+                if a.dim() < 2 or not a.numel():
+                    assert a.any() == b.any()
+                    continue
+                used = a.flatten(1).any(1)
+                assert torch.equal(used, b.flatten(1).any(1))
+                idle, rows = idle + int((~used).sum()), rows + len(used)
+    assert 0.1 < idle / rows < 0.9
+
+
+def test_error_feedback_keeps_what_it_makes_up_for() -> None:
+    """Nothing is cleared: what a rank has sent too much of a row it takes back later."""
+    assert all(each > 0 for each in run_teams(2, _with_feedback))
+
+
+def _with_feedback(team: Team) -> float:
+    model = nn.EmbeddingBag(64, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    algorithm = GradientAllReduce(codec="eden", error_feedback=True)
+    bagua.distribute(model, optimizer, algorithm, process_group=team)
+    model(torch.tensor([[1, 2], [3, 4]])).square().sum().backward()
+    assert model.weight.grad is not None
+    idle = float(model.weight.grad[5:].abs().sum())
+    bagua.detach(model)
+    return idle
+
+
+@pytest.mark.process
+def test_over_processes(pool: RankPool) -> None:
+    pool.run(2, one_step_of_a_sparse_table)
+
+
+def one_step_of_a_sparse_table() -> None:
+    rank = torch.distributed.get_rank()
+    model = nn.Embedding(512, 16)
+    optimizer = torch.optim.Adam(model.parameters())
+    bagua.distribute(model, optimizer, "gradient_allreduce", codec="eden:bits=1")
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.arange(4) + 8 * step + 4 * rank).square().sum().backward()
+        assert model.weight.grad is not None
+        used = model.weight.grad.any(1).nonzero().flatten()
+        assert used.tolist() == list(range(8 * step, 8 * step + 8))
+        optimizer.step()
+    bagua.detach(model)
