@@ -85,8 +85,6 @@ class Settings:
         if args.rdzv_backend not in ("static", "c10d"):
             raise ValueError(f"--rdzv-backend {args.rdzv_backend}: --fault-tolerant has a rendezvous of its own")
         fewest, most = parse_nnodes(args.nnodes)
-        if args.max_restarts < 0:
-            raise ValueError(f"--max-restarts {args.max_restarts}: must not be negative")
         if not args.rdzv_endpoint and most > 1:
             raise ValueError("--fault-tolerant needs --rdzv-endpoint HOST:PORT,HOST:PORT,... with the hosts of the job")
         config = _parse_rendezvous_config(args.rdzv_conf)

@@ -6,10 +6,10 @@
 The second form has the defaults of Bagua 0.9's module of that name: `--nproc-per-node auto`, a rank for each GPU, or
 each CPU core where there is none, and `--max-restarts 3`. The first has torchrun's: 1 and 0.
 
-Differs: from torchrun, in that a restarted gloo job starts (each attempt gets a rendezvous store of its own,
-unless `TORCH_DISABLE_SHARE_RDZV_TCP_STORE` is set to something else), that the root cause in the summary of a
-failure is the rank that failed first, that Ctrl-C exits with 130 and nohup is respected, and that the default
-`OMP_NUM_THREADS=1` is said in one line.
+Differs: from torchrun, in that a restarted gloo job starts (where there may be several attempts, each gets a rendezvous
+store of its own, unless `TORCH_DISABLE_SHARE_RDZV_TCP_STORE` is set to something else), that the root cause in the
+summary of a failure is the rank that failed first, that Ctrl-C exits with 130 and nohup is respected, and that the
+default `OMP_NUM_THREADS=1` is said in one line.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from bagua.distributed.failures import FirstFailure
 from bagua.distributed.fork_server import ForkServer
 from bagua.distributed.forked_workers import forked_workers
 from bagua.distributed.meeting import FAILURES, Meeting, MeetingError
+from bagua.distributed.node_counts import parse_nnodes
 from bagua.distributed.rank_command import check_preload, rank_command
 from bagua.distributed.run_directory import run_directory
 from bagua.distributed.run_status import serve_status
@@ -53,15 +54,18 @@ def start(args: Namespace, prog: str) -> int:
 
 
 def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None) -> int:
-    # Shared with the launcher's own store, a restarted gloo group finds the addresses of the attempt before
-    # it.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if not _only_once(args):
+        # Shared with the launcher's own store, a restarted gloo group finds the addresses of the attempt before
+        # it. A store of its own listens on a port that was free a moment ago.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     _keep_nohup(args)
     _silence_numpy()
     tolerant: fault_tolerant.Settings | None = None
     meeting: Meeting | None = None
     try:
         num_ranks = _num_ranks(args)
+        if args.max_restarts < 0:
+            raise ValueError(f"--max-restarts {args.max_restarts}: must not be negative")
         if args.preload:
             check_preload(args)
         if args.fault_tolerant:
@@ -113,6 +117,15 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
             del os.environ[memory.VARIABLE]
             held.close()
     return 0
+
+
+def _only_once(args: Namespace) -> bool:
+    """Whether there is one attempt: no restart, and no nodes that come or go."""
+    try:
+        fewest, most = parse_nnodes(args.nnodes)
+    except ValueError:
+        return False  # refused below
+    return args.max_restarts == 0 and fewest == most and not args.fault_tolerant
 
 
 def _num_ranks(args: Namespace) -> int:

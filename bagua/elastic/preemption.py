@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -114,14 +115,28 @@ def _forget() -> None:
 def ignore_sigterm(worker_id: int = 0) -> None:
     """For `DataLoader(worker_init_fn=...)`: keeps a worker alive after SIGTERM, so that the rank can still commit.
 
-    The launcher sends SIGTERM to a rank's whole process group. A worker that ends takes the rank with it; one that
-    ignores the signal ends when its rank does.
+    The launcher sends SIGTERM to a rank's whole process group. A worker that ends takes the rank with it. One that
+    ignores the signal ends when its rank does, or when its rank sends the signal, as at the end of a script for
+    workers that are still there (`persistent_workers=True`). Where Python has no `signal.sigwaitinfo` (macOS) it
+    ignores all, and a script that ends with such workers would wait for them: delete the loader before.
 
     Examples:
         >>> from torch.utils.data import DataLoader
         >>> loader = DataLoader(inputs, num_workers=1, worker_init_fn=bagua.elastic.ignore_sigterm)
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank = multiprocessing.parent_process()
+    if rank is None or rank.pid is None or not hasattr(signal, "sigwaitinfo"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return
+    # Blocked, the signal waits for the thread, which learns who has sent it; later threads inherit that.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_for, args=(rank.pid,), name="bagua-elastic-worker", daemon=True).start()
+
+
+def _end_for(pid: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != pid:
+        pass
+    os._exit(0)  # another status would be the failure of a worker for DataLoader
 
 
 shield = ignore_sigterm  # its name until 2026-11-28

@@ -16,6 +16,7 @@ from torch import nn
 
 from bagua.algorithms.base import Algorithm, Payload
 from bagua.autotune import Autotune
+from bagua.comm import error_file
 from bagua.comm.groups import Groups
 from bagua.comm.shutdown import before_exit
 from bagua.comm.team import Team
@@ -144,6 +145,7 @@ def distribute(
         >>> model(inputs).square().mean().backward()  # averages the gradients over the ranks
         >>> optimizer.step()
     """
+    error_file.install()  # scripts without bagua.init_process_group, as fault-tolerant ones, have no other place
     tolerance = as_fault_tolerance(fault_tolerant)
     previous = attachments.get(module) if isinstance(module, nn.Module) else None
     if process_group is None and previous is not None:

@@ -178,7 +178,8 @@ class StepTracker:
         if self._failures.final and self._state.algorithm.payload is Payload.GRAD:
             self._failures.check_alive()  # the gradients are not the mean of all ranks'
         own, algorithm = self._inventory.trains_its_own, self._state.algorithm
-        refuse_plain_scaler(algorithm, self._optimizers.alive, self._team.size, own, self.fault_tolerant)
+        for each in (algorithm, *self._state.schedule.values()):  # not after a warm-up of hours
+            refuse_plain_scaler(each, self._optimizers.alive, self._team.size, own, self.fault_tolerant)
         if not self.step_begun:
             self.step_begun = True
             if self.chooser is not None and not self.chooser.settled:

@@ -114,7 +114,7 @@ WARMUP = bagua.algorithms.Warmup(4, "gradient_allreduce", "local_sgd")
     [
         ("local_sgd", "torch", 3),
         ("decentralized", "torch", 3),
-        (WARMUP, "torch", 4),
+        (WARMUP, "torch", 3),  # not only at the switch
         ("local_sgd", "bagua", -1),
         ("local_sgd", "disabled", -1),
         ("gradient_allreduce", "torch", -1),

@@ -17,7 +17,7 @@ from tests.launch.launching import LAUNCH, MODULE, RUN, launch_forked, script
 # No torch in it, so that a launch costs little more than the launcher.
 SHOW = """
 import json, os, sys
-SEEN = ("BAGUA_", "TORCH_DISABLE", "LOCAL_RANK", "NODE_RANK", "OMP_")
+SEEN = ("BAGUA_", "TORCH_DISABLE", "TORCHELASTIC_USE_AGENT_STORE", "LOCAL_RANK", "NODE_RANK", "OMP_")
 seen = {k: v for k, v in os.environ.items() if k.startswith(SEEN)}
 sys.stdout.write(json.dumps({"argv": sys.argv[1:], **seen}) + "\\n")  # one write: ranks share the stream
 """
@@ -37,9 +37,19 @@ def test_run_sets_the_environment_of_the_ranks(fork_server: ForkServer, tmp_path
     for r in ranks:
         assert r["argv"] == ["--epochs", "3"]
         assert r["BAGUA_DEFAULT_BUCKET_SIZE"] == "4096"
-        assert r["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+        # The only attempt shares the launcher's store: no other process can take its port.
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in r
+        assert r["TORCHELASTIC_USE_AGENT_STORE"] == "True"
         assert r["OMP_NUM_THREADS"] == "1"
     assert ended.err.count("--bagua-service-port has no effect") == 1
+
+
+def test_attempts_that_can_be_repeated_have_a_store_each(fork_server: ForkServer, tmp_path: Path) -> None:
+    ended = launch_forked(fork_server, tmp_path, *RUN, "--max-restarts", "1", script(tmp_path, SHOW))
+    assert ended.code == 0, ended.err
+    (rank,) = shown(ended.out)
+    assert rank["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert rank["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 
 
 def test_the_users_environment_wins(fork_server: ForkServer, tmp_path: Path) -> None:
