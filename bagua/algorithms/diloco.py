@@ -317,7 +317,7 @@ class DiLoCo(Algorithm):
         # to the grid of 16-bit numbers.
         d = self._delta(ctx, bucket).copy_(ctx.tensor("anchor", bucket)).sub_(bucket.flat)
         if self._clears_idle_rows(ctx):
-            note_used_rows(ctx, bucket, bucket.split(d))
+            note_used_rows(ctx, bucket, d)
         ctx.launch(self.exchange, bucket, d)
         self._interrupted(ctx).discard(bucket.index)
 

@@ -157,7 +157,7 @@ class GradientAllReduce(Algorithm):
         """Launch at once."""
         clears = self._clears_idle_rows(ctx)
         if clears:
-            note_used_rows(ctx, bucket, [param.grad for param in bucket.params])
+            note_used_rows(ctx, bucket)
         ctx.launch(self.exchange, bucket)
         if clears and bucket.index == len(ctx.buckets) - 1:
             launch_used_rows(ctx, ctx.buckets)

@@ -1,4 +1,7 @@
-"""Rows of parameters for which no rank has a gradient: zero, whatever a codec makes of zeros."""
+"""Rows of parameters for which no rank has a gradient: zero, whatever a codec makes of zeros.
+
+Source: docs/design/0023-rows-that-nobody-uses.md.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class _Rows:
     order: tuple[int, ...] = ()
 
 
-def note_used_rows(ctx: Context, bucket: Bucket, parts: Sequence[Tensor | None]) -> None:
+def note_used_rows(ctx: Context, bucket: Bucket, sent_N: Tensor | None = None) -> None:
     """Note which rows of a bucket this rank has something to send for, before they are exchanged.
 
     A row is an index of a parameter's first dimension, or the parameter if it has only one: a token of an embedding, a
@@ -45,22 +48,13 @@ def note_used_rows(ctx: Context, bucket: Bucket, parts: Sequence[Tensor | None])
     Args:
         ctx: of the algorithm.
         bucket: of the parameters.
-        parts: of each parameter what is sent, in its shape; None stands for zeros.
+        sent_N: [N] what is sent; None: the gradients, which may lie outside the bucket still.
     """
-    firsts: list[Tensor] = []
-    parts = [part if part is None or part.layout is torch.strided else part.to_dense() for part in parts]
-    for param, part in zip(bucket.params, parts, strict=True):
-        rows = _num_rows(param)
-        if part is None or not part.numel():
-            firsts.append(torch.zeros(rows, dtype=param.dtype, device=param.device))
-        else:
-            firsts.append(part[(slice(None),) + (0,) * (part.dim() - 1)] if part.dim() > 1 else part.reshape(-1)[:1])
-    used = torch.cat(firsts) != 0
-    # Most gradients have something in the first place of each row. On a GPU asking so would wait for it.
-    if used.device.type != "cpu" or not used.all():
-        for mine, part in zip(used.split([len(each) for each in firsts]), parts, strict=True):
-            if part is not None and part.numel() and not (mine.device.type == "cpu" and mine.all()):
-                torch.any((part != 0).reshape(len(mine), -1), 1, out=mine)
+    if _runs_flat(bucket):
+        used = _used_of_flat(ctx, bucket, bucket.flat if sent_N is None else sent_N)
+    else:
+        parts = [param.grad for param in bucket.params] if sent_N is None else bucket.split(sent_N)
+        used = _used_of_parts(bucket, parts)
     _rows(ctx).own[bucket.index] = used
 
 
@@ -72,7 +66,7 @@ def launch_used_rows(ctx: Context, buckets: Iterable[Bucket]) -> None:
     rows, base = _rows(ctx), ctx.groups.size + 1
     rows.order = tuple(bucket.index for bucket in buckets)
     flags = torch.cat([rows.own[index] for index in rows.order])
-    powers = _powers(base, flags.device)
+    powers = _powers(ctx, base, flags.device)
     padded = torch.nn.functional.pad(flags, (0, -len(flags) % len(powers))).view(-1, len(powers))
     rows.words = (padded * powers).sum(1).float()
     ctx.launch_sum(rows.words)
@@ -87,33 +81,85 @@ def clear_idle_rows(ctx: Context, bucket: Bucket, result_N: Tensor) -> None:
         bucket: one of those of `launch_used_rows`.
         result_N: [N], of the exchange.
     """
-    rows = _rows(ctx)
+    rows, base = _rows(ctx), ctx.groups.size + 1
     assert rows.words is not None
     begin = sum(len(rows.own[index]) for index in rows.order[: rows.order.index(bucket.index)])
     num = len(rows.own[bucket.index])
-    base = ctx.groups.size + 1
-    powers = _powers(base, result_N.device)
+    powers = _powers(ctx, base, result_N.device)
     lo, hi = begin // len(powers), -(-(begin + num) // len(powers))
     counts = rows.words[lo:hi, None].long() // powers % base
     idle = counts.view(-1)[begin - lo * len(powers) :][:num] == 0
-    if idle.device.type == "cpu" and not idle.any():
+    if _runs_flat(bucket):
+        lengths = _lengths(ctx, bucket)
+        result_N.masked_fill_(idle.repeat_interleave(lengths, output_size=result_N.numel()), 0)
         return
-    parts = bucket.split(result_N)
-    for mine, part in zip(idle.split([_num_rows(param) for param in bucket.params]), parts, strict=True):
-        if part.numel() and not (mine.device.type == "cpu" and not mine.any()):
+    if not idle.any():
+        return
+    for mine, part in zip(idle.split(_nums_of_rows(bucket)), bucket.split(result_N), strict=True):
+        if part.numel() and mine.any():
             part.masked_fill_(mine.view(-1, *[1] * (part.dim() - 1)) if part.dim() else mine[0], 0)
 
 
-def _num_rows(param: Tensor) -> int:
-    return param.shape[0] if param.dim() > 1 else 1
+def _nums_of_rows(bucket: Bucket) -> list[int]:
+    return [param.shape[0] if param.dim() > 1 else 1 for param in bucket.params]
 
 
-def _powers(base: int, device: torch.device) -> Tensor:
+def _runs_flat(bucket: Bucket) -> bool:
+    """Whether rows are found in the bucket's memory: on a device, where a question of the host would wait.
+
+    A row must be one range of it, which it is not if the first dimension is not the outermost in memory.
+    """
+    if bucket.params[0].device.type == "cpu":
+        return False
+    rows = zip(bucket.params, _nums_of_rows(bucket), strict=True)
+    return all(param.dim() < 2 or num < 2 or param.stride(0) * num == param.numel() for param, num in rows)
+
+
+def _used_of_flat(ctx: Context, bucket: Bucket, sent_N: Tensor) -> Tensor:
+    counts = torch.nn.functional.pad((sent_N != 0).cumsum(0, dtype=torch.int32), (1, 0))
+    ends = torch.nn.functional.pad(_lengths(ctx, bucket).cumsum(0), (1, 0))
+    return counts[ends].diff() != 0
+
+
+def _used_of_parts(bucket: Bucket, parts: Sequence[Tensor | None]) -> Tensor:
+    """None stands for zeros. Most gradients have something in the first place of each row."""
+    nums, firsts = _nums_of_rows(bucket), list[Tensor]()
+    parts = [part if part is None or part.layout is torch.strided else part.to_dense() for part in parts]
+    for param, part, num in zip(bucket.params, parts, nums, strict=True):
+        if part is None or not part.numel():
+            firsts.append(torch.zeros(num, dtype=param.dtype, device=param.device))
+        else:
+            firsts.append(part[(slice(None),) + (0,) * (part.dim() - 1)] if part.dim() > 1 else part.reshape(-1)[:1])
+    used = torch.cat(firsts) != 0
+    if used.all():
+        return used
+    for mine, part in zip(used.split(nums), parts, strict=True):
+        if part is not None and part.numel() and not mine.all():
+            torch.any((part != 0).reshape(len(mine), -1), 1, out=mine)
+    return used
+
+
+def _lengths(ctx: Context, bucket: Bucket) -> Tensor:
+    """Elements of each row, [K] on the bucket's device."""
+
+    def make() -> Tensor:
+        pairs = zip(bucket.params, _nums_of_rows(bucket), strict=True)
+        each = [param.numel() // num if num else 0 for param, num in pairs for _ in range(num)]
+        return torch.tensor(each, device=bucket.params[0].device)
+
+    return ctx.keep(f"lengths of rows {bucket.index}", make)
+
+
+def _powers(ctx: Context, base: int, device: torch.device) -> Tensor:
     """Weights of the flags of a word, whose sums over all ranks are exact."""
-    values = [1]
-    while values[-1] * base * base <= _EXACT:
-        values.append(values[-1] * base)
-    return torch.tensor(values, device=device)
+
+    def make() -> Tensor:
+        values = [1]
+        while values[-1] * base * base <= _EXACT:
+            values.append(values[-1] * base)
+        return torch.tensor(values, device=device)
+
+    return ctx.keep("powers of flags", make)
 
 
 def _rows(ctx: Context) -> _Rows:

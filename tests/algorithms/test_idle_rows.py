@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import bagua
-from bagua.algorithms import GradientAllReduce
+from bagua.algorithms import GradientAllReduce, idle_rows
 from bagua.comm.team import Team
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
@@ -59,8 +59,11 @@ def trained(team: Team, bits: int | None) -> list[list[Tensor]]:
     return steps
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["parts", "flat, as on a GPU"])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_rows_are_zero_where_the_exact_mean_is(size: int) -> None:
+def test_rows_are_zero_where_the_exact_mean_is(size: int, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if flat:
+        monkeypatch.setattr(idle_rows, "_runs_flat", lambda bucket: True)
     exact, coded = run_teams(size, trained, None), run_teams(size, trained, 2)
     idle = rows = 0
     for theirs, ours in zip(exact, coded, strict=True):
