@@ -12,9 +12,9 @@ import torch
 from bagua.checkpoint.items import Item, kind_of
 from bagua.elastic.commit import pack, unpack
 from bagua.elastic.resize import Resize
-from bagua.elastic.sampler_base import Tracked
 from bagua.engine.recovery.step_gate import StepGate
 from bagua.errors import CommunicationError
+from bagua.sampling import Resumable
 
 __all__ = ["Following", "Place"]
 
@@ -128,7 +128,7 @@ class Following:
         finally:
             self.tracking = False
 
-    def _track(self, sampler: Tracked, loader: Iterable[_T], items_per_batch: int) -> Iterator[_T]:
+    def _track(self, sampler: Resumable[Any, Any], loader: Iterable[_T], items_per_batch: int) -> Iterator[_T]:
         batches: Iterator[_T] | None = None
         given = total = deal = 0
         fresh = True

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from bagua.elastic.sampler_base import ElasticSampler, track
+from bagua.elastic.sampler_base import ElasticSampler
 
 __all__ = ["Resharded"]
 
-_T = TypeVar("_T")
+_History = tuple[tuple[int, int], ...]  # (ranks, items that each has used), of an epoch
 
 
-class Resharded(ElasticSampler):
+class Resharded(ElasticSampler[_History]):
     """Wraps samplers that plan an epoch for a certain number of ranks, such as those of `bagua.data`.
 
         def make(indices, num_replicas, rank):
@@ -60,70 +60,26 @@ class Resharded(ElasticSampler):
     ) -> None:
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
             raise ValueError(f"num_samples: expected an integer >= 1, got {num_samples!r}")
-        super().__init__(num_replicas, rank)
+        super().__init__((), num_replicas, rank)
         self._make, self.num_samples = make, num_samples
-        self.epoch = self._begin = self._end = 0
-        self._planned: tuple[tuple[int, int], tuple[Sequence[int], Any]] | None = None
-        self._go_to([])
+        self._planned: tuple[tuple[int, _History, tuple[int, int]], tuple[Sequence[int], Any]] | None = None
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, which begins where a state of this epoch was loaded, if one was.
+    def _left(self, start: _History) -> int:
+        indices, sampler = self._current(start)
+        return max(len(list(sampler)) - self._here(start), 0) if indices else 0
 
-        Raises:
-            ValueError: not an integer >= 0.
-        """
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"epoch: expected an integer >= 0, got {epoch!r}")
-        self._go_to(_copy(self._loaded) if epoch == self.epoch else [])
-        self.epoch, self._planned = epoch, None
+    def _give(self, start: _History) -> Iterator[Any]:
+        indices, sampler = self._current(start)
+        for item in list(sampler)[self._here(start) :] if indices else []:
+            yield [indices[each] for each in item] if isinstance(item, list | tuple) else indices[item]
 
-    def __len__(self) -> int:
-        """Items of this rank in an iteration, to the end of the epoch."""
-        indices, sampler = self._current(self._start)
-        return max(len(list(sampler)) - self._here(self._start), 0) if indices else 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self._ranks.check_tracked()
-        self.repeat_if_over()
-        return self._items()
-
-    def _items(self) -> Iterator[Any]:
-        indices, sampler = self._current(self._start)
-        items = list(sampler) if indices else []
-        self._history = _copy(self._start)
-        self._begin = begin = self._here(self._start)
-        self._end = len(items)
-        self._moved = self._moved or not items[begin:]  # an end that was loaded is iterated once, in vain
-        for at in range(begin, len(items)):
-            self._note(at + 1)
-            self.untracked = at + 1 < len(items)
-            yield _translate(items[at], indices)
-
-    def track(self, loader: Iterable[_T]) -> Iterator[_T]:
-        """The batches of a `DataLoader` that has this sampler, counted as used when the training has seen them."""
-        return track(self, self._ranks, loader)
-
-    def used(self, num: int) -> None:
-        """Each rank has used `num` items since the iteration began."""
-        self._note(self._begin + num)
-
-    @property
-    def over(self) -> bool:
-        """Whether an iteration has come to the end of the epoch. Not if a position at the end was loaded."""
-        return self._moved and self._here(self._history) >= self._end
-
-    def go_on(self) -> None:
-        """Begin the next iteration where this one is."""
-        self._start = _copy(self._history)
-
-    def repeat_if_over(self) -> None:
-        """Begin the next iteration at the start of the epoch if one has come to its end."""
-        if self.over:
-            self._start = []
+    def _after(self, start: _History, num: int, whole: bool) -> _History:
+        past = start[:-1] if self._goes_on(start) else start
+        return (*past, (self.num_replicas, self._here(start) + num))
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch, and what has been used; equal on all ranks."""
-        return {"epoch": self.epoch, "num_samples": self.num_samples, "history": _copy(self._history)}
+        return {"epoch": self.epoch, "num_samples": self.num_samples, "history": [list(each) for each in self._at]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the next iteration where `state` was taken, by any number of ranks.
@@ -135,36 +91,20 @@ class Resharded(ElasticSampler):
             raise ValueError("sampler: the state is not of a Resharded; it has no history")
         if state.get("num_samples") != self.num_samples:
             raise ValueError(f"sampler: num_samples was {state.get('num_samples')!r} and is {self.num_samples}")
-        self.epoch, self._planned = state["epoch"], None
-        self._go_to([[int(size), int(num)] for size, num in state["history"]])
+        self.epoch = state["epoch"]
+        self._go_to(tuple((int(size), int(num)) for size, num in state["history"]))
 
-    def _go_to(self, history: list[list[int]]) -> None:
-        """Begin the next iteration there.
-
-        Args:
-            history: (ranks, items that each has used), of this epoch.
-        """
-        self._history, self._start, self._loaded = history, _copy(history), _copy(history)
-        self._moved = self.untracked = False
-
-    def _here(self, history: list[list[int]]) -> int:
+    def _here(self, history: _History) -> int:
         return history[-1][1] if self._goes_on(history) else 0
 
-    def _goes_on(self, history: list[list[int]]) -> bool:
+    def _goes_on(self, history: _History) -> bool:
         """Whether the last entry is of as many ranks as there are now, so that its plan is still in use."""
         return bool(history) and history[-1][0] == self.num_replicas
 
-    def _note(self, num: int) -> None:
-        if self._goes_on(self._history):
-            self._history[-1][1] = num
-        else:
-            self._history.append([self.num_replicas, num])
-        self._moved, self.untracked = True, False
-
-    def _current(self, history: list[list[int]]) -> tuple[Sequence[int], Any]:
+    def _current(self, history: _History) -> tuple[Sequence[int], Any]:
         """The samples that these ranks began with, and this rank's sampler of them."""
         past = history[:-1] if self._goes_on(history) else history
-        key = self.epoch, len(past)
+        key = self.epoch, past, self._ranks.now
         if self._planned is None or self._planned[0] != key:
             left: Sequence[int] = range(self.num_samples)
             for size, num in past:
@@ -181,11 +121,3 @@ class Resharded(ElasticSampler):
         sampler = self._make(indices, size, rank)
         sampler.set_epoch(self.epoch)
         return sampler
-
-
-def _copy(history: list[list[int]]) -> list[list[int]]:
-    return [list(each) for each in history]
-
-
-def _translate(item: Any, indices: Sequence[int]) -> Any:
-    return [indices[each] for each in item] if isinstance(item, list | tuple) else indices[item]

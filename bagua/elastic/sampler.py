@@ -7,14 +7,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from bagua.elastic.sampler_base import ElasticSampler, track
+from bagua.elastic.sampler_base import ElasticSampler
+from bagua.sampling import checked_count
 
 __all__ = ["Sampler"]
 
 _T = TypeVar("_T")
 
 
-class Sampler(ElasticSampler):
+class Sampler(ElasticSampler[int]):
     """Each rank's samples of an epoch, in the order of `torch.utils.data.DistributedSampler`.
 
     With R ranks that begin at position p, rank r takes samples p + r, p + r + R, ... of the epoch's order. Ranks take
@@ -40,7 +41,6 @@ class Sampler(ElasticSampler):
 
     Attributes:
         epoch: with the seed it decides the order.
-        position: samples of this epoch that all ranks together have been given, or used (see `track`).
 
     Raises:
         ValueError, TypeError, RuntimeError: an argument is wrong; names it.
@@ -69,7 +69,7 @@ class Sampler(ElasticSampler):
         rank: int | None = None,
         global_batch_size: int | None = None,
     ) -> None:
-        super().__init__(num_replicas, rank)
+        super().__init__(0, num_replicas, rank)
         if isinstance(source, torch.utils.data.DistributedSampler):
             shuffle, seed, drop_last, data = source.shuffle, source.seed, source.drop_last, source.dataset
         elif isinstance(source, Sized):
@@ -84,51 +84,36 @@ class Sampler(ElasticSampler):
             cast(Any, data), num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=False
         )
         self.drop_last, self.global_batch_size = drop_last, global_batch_size
-        self.epoch = self._begin = self._count = 0
-        self._block = 1
-        self._go_to(0)
 
     @property
     def num_samples(self) -> int:
         """In the data."""
         return self._order.total_size
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, which begins where a state of this epoch was loaded, if one was.
+    @property
+    def position(self) -> int:
+        """Samples of this epoch that all ranks together have been given, or used (see `track`)."""
+        return self._at
 
-        Raises:
-            ValueError: not an integer >= 0.
-        """
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"epoch: expected an integer >= 0, got {epoch!r}")
-        self._go_to(self._loaded if epoch == self.epoch else 0)
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        """Samples of a rank in an iteration, to the end of the epoch; batches with `global_batch_size`."""
-        left, block = max(self.num_samples - self._start, 0), self._samples_per_item(self.num_replicas)
+    def _left(self, start: int) -> int:
+        """Samples of a rank, or batches with `global_batch_size`."""
+        left, block = max(self.num_samples - start, 0), self._samples_per_item(self.num_replicas)
         return left // block if self.drop_last else -(-left // block)
 
-    def __iter__(self) -> Iterator[Any]:
-        self._ranks.check_tracked()
-        self.repeat_if_over()
-        return self._items()
-
-    def _items(self) -> Iterator[Any]:
+    def _give(self, start: int) -> Iterator[Any]:
         self._order.set_epoch(self.epoch)
         order, (rank, size) = list(self._order), self._ranks.now
-        self.position = self._begin = begin = self._start
-        self._count, self._block = count, block = len(self), self._samples_per_item(size)
-        self._moved = self._moved or begin >= self.num_samples  # an end that was loaded is iterated once, in vain
-        for step in range(count):
-            self.used(step + 1)
-            self.untracked = step + 1 < count
-            at = begin + step * block
+        block = self._samples_per_item(size)
+        for step in range(self._left(start)):
+            at = start + step * block
             if self.global_batch_size is None:
                 yield order[(at + rank) % len(order)]
             else:
                 mine = range(at + rank, min(at + block, len(order)), size)
                 yield [order[each % len(order)] for each in mine or (at + rank,)]
+
+    def _after(self, start: int, num: int, whole: bool) -> int:
+        return self.num_samples if whole else start + num * self._samples_per_item(self.num_replicas)
 
     def _samples_per_item(self, size: int) -> int:
         """Of all ranks together."""
@@ -147,31 +132,7 @@ class Sampler(ElasticSampler):
         if by_batch != (self.global_batch_size is not None) and (by_batch or getattr(loader, "sampler", None) is self):
             right = "sampler" if by_batch else "batch_sampler"
             raise TypeError(f"loader: pass this sampler as {right}; with global_batch_size it yields batches")
-        return track(self, self._ranks, loader)
-
-    def used(self, num: int) -> None:
-        """Set the position to where each rank has used `num` items since the iteration began."""
-        whole = num >= self._count
-        self.position = self.num_samples if whole else self._begin + num * self._block
-        self._moved, self.untracked = True, False
-
-    @property
-    def over(self) -> bool:
-        """Whether an iteration has come to the end of the epoch. Not if a position at the end was loaded."""
-        return self._moved and self.position >= self.num_samples
-
-    def go_on(self) -> None:
-        """Begin the next iteration at the position."""
-        self._start = self.position
-
-    def repeat_if_over(self) -> None:
-        """Begin the next iteration at the start of the epoch if one has come to its end."""
-        if self.over:
-            self._start = 0
-
-    def _go_to(self, position: int) -> None:
-        self.position = self._start = self._loaded = position
-        self._moved = self.untracked = False
+        return super().track(loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch and position, equal on all ranks; and what the order depends on."""
@@ -186,12 +147,11 @@ class Sampler(ElasticSampler):
         for name, value in self._circumstances().items():
             if state.get(name) != value:
                 raise ValueError(f"sampler: {name} was {state.get(name)!r} and is {value!r}")
-        for name in ("epoch", "position"):
-            value = state.get(name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"sampler: {name} of the state must be an integer >= 0, not {value!r}")
-        self.epoch = state["epoch"]
-        self._go_to(state["position"])
+        epoch, position = (
+            checked_count(f"sampler: {name} of the state", state.get(name)) for name in ("epoch", "position")
+        )
+        self.epoch = epoch
+        self._go_to(position)
 
     def _circumstances(self) -> dict[str, Any]:
         return {"num_samples": self.num_samples, "shuffle": self._order.shuffle, "seed": self._order.seed}

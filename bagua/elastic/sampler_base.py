@@ -6,14 +6,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.utils.data import Sampler as _TorchSampler
 
 from bagua.engine.hooks import attachments
 from bagua.engine.recovery.options import is_fault_tolerant
+from bagua.sampling import Resumable
 
-__all__ = ["ElasticSampler", "Follower", "Ranks", "Tracked", "track"]
+__all__ = ["ElasticSampler", "Follower", "Ranks"]
 
 _T = TypeVar("_T")
+_Place = TypeVar("_Place")
 
 
 class Follower(Protocol):
@@ -93,17 +94,17 @@ class Ranks:
             raise RuntimeError("sampler: with fault_tolerant, iterate with sampler.track(loader)")
 
 
-class ElasticSampler(_TorchSampler[Any]):
+class ElasticSampler(Resumable[Any, _Place]):
     """A sampler of one rank, which may follow the members of a fault-tolerant training.
 
-    Attributes:
-        untracked: whether it is in the middle of an iteration outside `track`, which may be ahead of the training.
+    Args:
+        origin: position of the start of an epoch.
+        num_replicas, rank: see `Ranks`.
     """
 
-    untracked = False
-
-    def __init__(self, num_replicas: int | None, rank: int | None) -> None:
+    def __init__(self, origin: _Place, num_replicas: int | None, rank: int | None) -> None:
         self._ranks = Ranks(num_replicas, rank)
+        super().__init__(origin)
 
     @property
     def num_replicas(self) -> int:
@@ -125,60 +126,15 @@ class ElasticSampler(_TorchSampler[Any]):
             raise ValueError("sampler: leave out num_replicas and rank: they change with a fault-tolerant module")
         self._ranks.follower = follower
 
+    def __iter__(self) -> Iterator[Any]:
+        self._ranks.check_tracked()
+        return super().__iter__()
 
-class Tracked(Protocol):
-    """A sampler that can be told how far the training is."""
-
-    epoch: int
-
-    @property
-    def over(self) -> bool:
-        """Whether an iteration has come to the end of the epoch."""
-        ...
-
-    def go_on(self) -> None:
-        """Begin the next iteration where the training is."""
-        ...
-
-    def repeat_if_over(self) -> None:
-        """Begin the next iteration at the start of the epoch if one has come to its end."""
-        ...
-
-    def used(self, num: int) -> None:
-        """Each rank has used `num` items since the iteration began."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Epoch and position."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there."""
-        ...
-
-    def __len__(self) -> int:
-        """Items of this rank in an iteration, to the end of the epoch."""
-        ...
-
-
-def track(sampler: Tracked, ranks: Ranks, loader: Iterable[_T]) -> Iterator[_T]:
-    """Yield the loader's batches; before each, tell the sampler what is used once the batch is.
-
-    Raises:
-        TypeError: the loader does not draw from the sampler.
-    """
-    by_batch = getattr(loader, "batch_sampler", None) is sampler
-    if not by_batch and getattr(loader, "sampler", None) is not sampler:
-        raise TypeError(f"loader: a {type(loader).__name__} that does not draw from this sampler")
-    batch_size = 1 if by_batch else getattr(loader, "batch_size", None) or 1  # without batches: one sample at a time
-    if ranks.follower is not None:
-        yield from ranks.follower.track(loader, batch_size)
-        return
-    sampler.repeat_if_over()
-    total = len(sampler)
-    for index, batch in enumerate(loader, 1):
-        sampler.used(min(index * batch_size, total))
-        yield batch
+    def _track(self, loader: Iterable[_T], items_per_batch: int) -> Iterator[_T]:
+        if self._ranks.follower is None:
+            yield from super()._track(loader, items_per_batch)
+        else:
+            yield from self._ranks.follower.track(loader, items_per_batch)
 
 
 def _can_follow() -> bool:

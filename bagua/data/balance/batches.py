@@ -49,10 +49,6 @@ class LoadBalancingDistributedBatchSampler(Progress[list[int]]):
         self.sampler, self.batch_fn, self.drop_last = sampler, batch_fn, check_flag("drop_last", drop_last)
         self._planned: tuple[int, list[list[int]]] | None = None
 
-    def __len__(self) -> int:
-        """Batches of a rank in this epoch."""
-        return len(self._items())
-
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, here and in the sampler."""
         self.sampler.set_epoch(epoch)
@@ -64,16 +60,18 @@ class LoadBalancingDistributedBatchSampler(Progress[list[int]]):
         Raises:
             ValueError: it was taken with other data, options or another number of ranks; names what differs.
         """
-        if isinstance(state.get("epoch"), int):
-            self.sampler.set_epoch(state["epoch"])
         super().load_state_dict(state)
+        self.sampler.set_epoch(self.epoch)
 
     def _circumstances(self) -> dict[str, Any]:
         inner = self.sampler._circumstances()
         return {**inner, "drop_last": [self.sampler.drop_last, self.drop_last]}
 
+    def _take_epoch(self) -> None:
+        if self.sampler.epoch != self.epoch:
+            super().set_epoch(self.sampler.epoch)
+
     def _items(self) -> Sequence[list[int]]:
-        super().set_epoch(self.sampler.epoch)
         if self._planned is None or self._planned[0] != self.epoch:
             self._planned = self.epoch, self._plan()
         return self._planned[1]

@@ -77,10 +77,6 @@ class LoadBalancingDistributedSampler(Progress[int]):
         self._fingerprint = fingerprint(self.complexities)
         self._planned: tuple[int, Tensor] | None = None
 
-    def __len__(self) -> int:
-        """Samples of a rank in an epoch."""
-        return self.num_samples
-
     def all_indices(self) -> Tensor:
         """This epoch's samples of all ranks: [num_samples, num_replicas] int64."""
         if self._planned is None or self._planned[0] != self.epoch:

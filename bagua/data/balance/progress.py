@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import Sampler
+
+from bagua.sampling import Resumable, checked_count
 
 __all__ = ["Progress", "check_flag", "check_seed", "check_share"]
 
 _T = TypeVar("_T")
 
 
-class Progress(Sampler[_T], Generic[_T]):
-    """A sampler of one rank whose epochs can be resumed.
+class Progress(Resumable[_T, int]):
+    """A sampler of one rank whose position is how many items of the epoch each rank has used.
 
     Subclasses give an epoch's items with `_items` and what must not differ on resuming with `_circumstances`.
-
-    Attributes:
-        epoch: the number that, with the seed, decides the order.
     """
 
     def __init__(self) -> None:
-        self.epoch = 0
-        self._begin = 0  # where the next iteration begins
-        self._given = 0  # items of this epoch that were given out
+        super().__init__(0)
 
     def _items(self) -> Sequence[_T]:
         raise NotImplementedError
@@ -33,50 +29,47 @@ class Progress(Sampler[_T], Generic[_T]):
     def _circumstances(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. A loaded position is kept if it is of the same epoch.
+    def _left(self, start: int) -> int:
+        return max(len(self._items()) - start, 0)
 
-        Raises:
-            ValueError: not an integer >= 0.
-        """
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"epoch: expected an integer >= 0, got {epoch!r}")
-        if epoch != self.epoch:
-            self.epoch, self._begin, self._given = epoch, 0, 0
-
-    def __iter__(self) -> Iterator[_T]:
-        items, begin = self._items(), self._begin
-        self._begin, self._given = 0, begin
-        for at in range(begin, len(items)):
-            self._given = at + 1
+    def _give(self, start: int) -> Iterator[_T]:
+        items = self._items()
+        for at in range(start, len(items)):
             yield items[at]
+
+    def _after(self, start: int, num: int, whole: bool) -> int:
+        return start + num
 
     def state_dict(self, given: int | None = None) -> dict[str, Any]:
         """Position in this epoch; equal on all ranks.
 
         Args:
-            given: how many items of the epoch the training has used. None takes those given out, which are more
-                when a DataLoader's workers run ahead.
+            given: how many items of the epoch the training has used, from its start. None takes what `track` has
+                counted; outside `track` those given out, which are more when a DataLoader's workers run ahead.
 
         Raises:
             ValueError: `given` is negative or more than there are.
         """
-        position = self._given if given is None else given
-        if not 0 <= position <= len(self._items()):
-            raise ValueError(f"given: expected 0 to {len(self._items())}, got {position}")
+        self._take_epoch()
+        count = len(self._items())
+        position = self._at if given is None else given
+        if not 0 <= position <= count:
+            raise ValueError(f"given: expected 0 to {count}, got {position}")
         return {"epoch": self.epoch, "position": position, **self._circumstances()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the next iteration where `state` was taken. It is empty if that was the end of an epoch.
 
         Raises:
-            ValueError: it was taken with other data, options or another number of ranks; names what differs.
+            ValueError: it was taken with other data, options or another number of ranks; names what differs. Or it is
+                damaged.
         """
         for name, value in self._circumstances().items():
             if state.get(name) != value:
                 raise ValueError(f"state: {name} was {state.get(name)!r} and is {value!r}")
-        self.epoch = state["epoch"]
-        self._begin = self._given = state["position"]
+        epoch, position = (checked_count(f"state: {name}", state.get(name)) for name in ("epoch", "position"))
+        self.epoch = epoch
+        self._go_to(position)
 
 
 def check_share(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -79,10 +79,6 @@ class TokenBudgetBatchSampler(Progress[list[int]]):
         self._fingerprint = fingerprint(self.lengths)
         self._planned: tuple[int, _Steps] | None = None
 
-    def __len__(self) -> int:
-        """Batches of a rank in this epoch; with `jitter` it may differ a little between epochs."""
-        return len(self._steps())
-
     def batches(self, rank: int) -> Sequence[list[int]]:
         """This epoch's batches of a rank."""
         if not 0 <= rank < self.num_replicas:

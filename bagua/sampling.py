@@ -1,0 +1,147 @@
+"""Base of all samplers of Bagua: where an iteration begins, and how far the training is in the epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import Sampler
+
+__all__ = ["Resumable", "checked_count"]
+
+_T = TypeVar("_T")
+_Batch = TypeVar("_Batch")
+_Place = TypeVar("_Place")
+
+
+class Resumable(Sampler[_T], Generic[_T, _Place]):
+    """A sampler of one rank whose epochs can be resumed.
+
+    An iteration begins at the start of the epoch, or at the position that was loaded, whatever an earlier one that was
+    not finished has been given. Its length does not change. Subclasses say with `_left`, `_give` and `_after` what a
+    position is; it is never changed in place.
+
+    Args:
+        origin: position of the start of an epoch.
+
+    Attributes:
+        epoch: the number that, with the seed, decides the order.
+        untracked: whether it is in the middle of an iteration outside `track`, which may be ahead of the training.
+    """
+
+    def __init__(self, origin: _Place) -> None:
+        self.epoch = 0
+        self._origin = origin
+        self._go_to(origin)
+
+    def _left(self, start: _Place) -> int:
+        """Items of this rank from there to the end of the epoch."""
+        raise NotImplementedError
+
+    def _give(self, start: _Place) -> Iterator[_T]:
+        """These items."""
+        raise NotImplementedError
+
+    def _after(self, start: _Place, num: int, whole: bool) -> _Place:
+        """The position when each rank has used `num` items from `start` on; `whole`: all that were left."""
+        raise NotImplementedError
+
+    def _go_to(self, place: _Place) -> None:
+        """Begin the next iteration there: at a position that was loaded, or at the start of an epoch."""
+        self._at = self._loaded = place
+        self._over = self.untracked = False
+        self._begin(place)
+
+    def _begin(self, place: _Place) -> None:
+        self._start = place
+        self._total: int | None = None  # items from there on, once it is needed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, which begins where a state of this epoch was loaded, if one was.
+
+        Raises:
+            ValueError: not an integer >= 0.
+        """
+        checked_count("epoch", epoch)
+        self._go_to(self._loaded if epoch == self.epoch else self._origin)
+        self.epoch = epoch
+
+    def _take_epoch(self) -> None:
+        """For subclasses whose epoch may have been set at another sampler."""
+
+    def __len__(self) -> int:
+        """Items of this rank in an iteration, to the end of the epoch."""
+        self._take_epoch()
+        return self._left(self._start)
+
+    def __iter__(self) -> Iterator[_T]:
+        self._take_epoch()
+        self._repeat_if_over()
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[_T]:
+        self._take_epoch()
+        self._at = self._start
+        self._over = self._left(self._start) == 0  # an end that was loaded is iterated once, in vain
+        for number, item in enumerate(self._give(self._start), 1):
+            self.used(number)
+            self.untracked = not self._over
+            yield item
+
+    def track(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+        """The batches of a `DataLoader` that has this sampler, with the position set to what they have used up.
+
+        A loader with workers asks the sampler for more than the training has seen; without this, a checkpoint counts
+        that as used.
+
+        Raises:
+            TypeError: the loader does not draw from the sampler.
+        """
+        return self._track(loader, self._items_per_batch(loader))
+
+    def _track(self, loader: Iterable[_Batch], items_per_batch: int) -> Iterator[_Batch]:
+        self._take_epoch()
+        self._repeat_if_over()
+        total = len(self)
+        for number, batch in enumerate(loader, 1):
+            self.used(min(number * items_per_batch, total))
+            yield batch
+        self.used(total)  # a loader with drop_last leaves some out
+
+    def _items_per_batch(self, loader: Any) -> int:
+        if getattr(loader, "batch_sampler", None) is self:
+            return 1
+        if getattr(loader, "sampler", None) is not self:
+            raise TypeError(f"loader: a {type(loader).__name__} that does not draw from this sampler")
+        return getattr(loader, "batch_size", None) or 1  # without batches: one sample at a time
+
+    def used(self, num: int) -> None:
+        """Set the position to where each rank has used `num` items since the iteration began."""
+        if self._total is None:
+            self._total = self._left(self._start)
+        self._over, self.untracked = num >= self._total, False
+        self._at = self._after(self._start, num, self._over)
+
+    @property
+    def over(self) -> bool:
+        """Whether an iteration has come to the end of the epoch. Not if a position at the end was loaded."""
+        return self._over
+
+    def go_on(self) -> None:
+        """Begin the next iteration at the position."""
+        self._begin(self._at)
+
+    def _repeat_if_over(self) -> None:
+        if self._over:
+            self._begin(self._origin)
+
+
+def checked_count(name: str, value: Any) -> int:
+    """Return `value` if it is an integer >= 0.
+
+    Raises:
+        ValueError: it is not; names it.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name}: expected an integer >= 0, got {value!r}")
+    return value

@@ -1,0 +1,179 @@
+"""Where iterations of all samplers begin: at the start of the epoch, or at a position that was loaded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from bagua.data import (
+    LoadBalancingDistributedBatchSampler,
+    LoadBalancingDistributedSampler,
+    TokenBudgetBatchSampler,
+)
+from bagua.elastic import Resharded, Sampler
+
+LENGTHS = torch.randint(5, 60, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+SAMPLES: Any = range(len(LENGTHS))
+
+
+def make_tokens(indices: Sequence[int], size: int, rank: int) -> TokenBudgetBatchSampler:
+    return TokenBudgetBatchSampler([LENGTHS[i] for i in indices], 150, num_replicas=size, rank=rank)
+
+
+def make_balanced(indices: Sequence[int], size: int, rank: int) -> LoadBalancingDistributedSampler:
+    return LoadBalancingDistributedSampler(indices, [LENGTHS[i] for i in indices], size, rank)
+
+
+def make_batches(indices: Sequence[int], size: int, rank: int) -> LoadBalancingDistributedBatchSampler:
+    return LoadBalancingDistributedBatchSampler(
+        make_balanced(indices, size, rank), lambda ids: [ids[at : at + 4] for at in range(0, len(ids), 4)]
+    )
+
+
+SAMPLERS = {
+    "elastic": lambda: Sampler(SAMPLES, num_replicas=2, rank=1),
+    "elastic_batches": lambda: Sampler(SAMPLES, num_replicas=2, rank=0, global_batch_size=7),
+    "resharded_tokens": lambda: Resharded(make_tokens, len(LENGTHS), num_replicas=2, rank=0),
+    "resharded_balanced": lambda: Resharded(make_balanced, len(LENGTHS), num_replicas=2, rank=1),
+    "tokens": lambda: make_tokens(SAMPLES, 2, 1),
+    "balanced": lambda: make_balanced(SAMPLES, 2, 0),
+    "batches": lambda: make_batches(SAMPLES, 2, 1),
+}
+every_sampler = pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+
+
+def with_loader(make: Any, num_workers: int = 0, drop_last: bool = False) -> tuple[Any, DataLoader[Any]]:
+    """A sampler and its loader: of batches of four samples, or of the sampler's batches."""
+    sampler, options = make(), {}
+    if isinstance(next(iter(make())), list):
+        options["batch_sampler"] = sampler
+    else:
+        options.update(sampler=sampler, batch_size=4, drop_last=drop_last)
+    return sampler, DataLoader(SAMPLES, num_workers=num_workers, **options)
+
+
+def flat(items: Any) -> list[int]:
+    """Samples of a list of batches, or of samples."""
+    return [index for item in items for index in torch.as_tensor(item).view(-1).tolist()]
+
+
+@every_sampler
+def test_the_end_of_an_epoch_is_a_position_if_it_was_loaded(make: Any) -> None:
+    sampler, again = make(), make()
+    whole = list(sampler)
+    again.load_state_dict(sampler.state_dict())
+    assert sampler.over and not again.over
+    assert list(again) == [] and len(again) == 0
+    again.set_epoch(0)
+    assert list(again) == []
+    assert list(again) == whole, "without set_epoch the epoch is over once"
+    again.set_epoch(1)
+    assert len(again) == len(list(again)) > 0
+    again.set_epoch(0)
+    assert list(again) == whole
+
+
+@every_sampler
+def test_without_set_epoch_the_order_is_repeated(make: Any) -> None:
+    """As that of `DistributedSampler`."""
+    sampler = make()
+    whole = list(sampler)
+    assert len(whole) > 8
+    assert list(sampler) == whole and list(sampler) == whole
+    sampler.set_epoch(0)
+    assert list(sampler) == whole
+
+
+@every_sampler
+def test_a_look_at_the_first_items_takes_none_away(make: Any) -> None:
+    """Of a loader that asks for more, or of a model's summary, before training."""
+    sampler, loaded = make(), make()
+    whole = list(make())
+    list(itertools.islice(sampler, 5))
+    assert list(sampler) == whole
+    list(itertools.islice(sampler, 3))
+    loaded.load_state_dict(sampler.state_dict())
+    for _ in range(2):
+        list(itertools.islice(loaded, 2))
+        assert len(loaded) == len(whole) - 3
+    assert list(loaded) == whole[3:] and list(loaded) == whole
+
+
+@every_sampler
+def test_the_length_stays_during_an_epoch(make: Any) -> None:
+    """Loops compare the number of a batch with it, and divide by it after the epoch."""
+    sampler = make()
+    total = len(sampler)
+    assert [len(sampler) for _ in sampler] == [total] * total and len(sampler) == total
+    rest = make()
+    list(itertools.islice(sampler, 3))
+    rest.load_state_dict(sampler.state_dict())
+    assert [len(rest) for _ in rest] == [total - 3] * (total - 3)
+
+
+@every_sampler
+def test_a_look_at_what_is_left_after_a_resume_repeats_nothing(make: Any) -> None:
+    sampler, loaded = make(), make()
+    whole = list(sampler)
+    sampler.set_epoch(0)
+    list(itertools.islice(sampler, len(whole) - 2))
+    loaded.load_state_dict(sampler.state_dict())
+    list(loaded)  # as workers ask for all that is left
+    loaded.set_epoch(0)
+    assert list(loaded) == whole[-2:]
+    assert list(loaded) == whole
+
+
+@every_sampler
+def test_what_was_loaded_stays_while_loops_are_broken_off(make: Any) -> None:
+    """A look at the first batch of a resumed epoch takes nothing away."""
+    sampler, (loaded, loader) = make(), with_loader(make)
+    whole = list(make())
+    list(itertools.islice(sampler, 2))
+    loaded.load_state_dict(sampler.state_dict())
+    next(iter(loader))
+    for _ in loader:
+        break
+    assert len(loaded) == len(whole) - 2 and len(loader) == len(list(loader))
+    loaded.load_state_dict(sampler.state_dict())
+    assert list(loaded) == whole[2:]
+
+
+@every_sampler
+def test_a_tracked_loop_counts_what_it_has_seen(make: Any) -> None:
+    """With a loader that drops the last batch, the epoch is over at its end."""
+    sampler, loader = with_loader(make, drop_last=True)
+    loaded, rest_of = with_loader(make, drop_last=True)
+    whole = flat(make())
+    seen = flat(itertools.islice(sampler.track(loader), 2))
+    assert seen == whole[: len(seen)] and not sampler.over
+    loaded.load_state_dict(sampler.state_dict())
+    rest = flat(loaded.track(rest_of))
+    assert loaded.over and rest == whole[len(seen) :][: len(rest)] and len(whole) - len(seen) - len(rest) < 4
+    assert flat(loaded.track(rest_of))[: len(seen)] == seen, "the epoch is repeated without set_epoch"
+    with pytest.raises(TypeError, match="does not draw from this sampler"):
+        sampler.track(DataLoader(SAMPLES))
+
+
+@pytest.mark.parametrize("name", ["tokens", "balanced", "batches"])
+def test_damaged_states_are_refused(name: str) -> None:
+    sampler = SAMPLERS[name]()
+    for key, wrong in (("position", -1), ("position", None), ("epoch", True)):
+        with pytest.raises(ValueError, match=f"state: {key}: expected an integer >= 0, got {wrong!r}"):
+            sampler.load_state_dict({**sampler.state_dict(), key: wrong})
+
+
+def test_an_epoch_that_is_set_at_the_sampler_of_samples() -> None:
+    batches = make_batches(SAMPLES, 2, 1)
+    whole = list(batches)
+    list(itertools.islice(batches, 3))
+    batches.load_state_dict(batches.state_dict())
+    assert len(batches) == len(whole) - 3
+    batches.sampler.set_epoch(1)
+    assert len(batches) == len(list(batches)) == len(whole)
+    assert batches.state_dict()["epoch"] == 1
