@@ -32,6 +32,7 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
     def __init__(self, origin: _Place) -> None:
         self.epoch = 0
         self._origin = origin
+        self._tracked = False  # from the first `track` on, iterations outside it do not count
         self._go_to(origin)
 
     def _left(self, start: _Place) -> int:
@@ -76,23 +77,27 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
 
     def __iter__(self) -> Iterator[_T]:
         self._take_epoch()
-        self._repeat_if_over()
+        if not self._tracked:
+            self._begin(self._next())
         return self._iterate()
 
     def _iterate(self) -> Iterator[_T]:
         self._take_epoch()
-        self._at = self._start
-        self._over = self._left(self._start) == 0  # an end that was loaded is iterated once, in vain
-        for number, item in enumerate(self._give(self._start), 1):
-            self.used(number)
-            self.untracked = not self._over
+        start = self._next()
+        if not self._tracked:
+            self._at = start
+            self._over = self._left(start) == 0  # an end that was loaded is iterated once, in vain
+        for number, item in enumerate(self._give(start), 1):
+            if not self._tracked:
+                self.used(number)
+                self.untracked = not self._over
             yield item
 
     def track(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """The batches of a `DataLoader` that has this sampler, with the position set to what they have used up.
 
         A loader with workers asks the sampler for more than the training has seen; without this, a checkpoint counts
-        that as used.
+        that as used. Other iterations, for an evaluation say, do not count from then on.
 
         Raises:
             TypeError: the loader does not draw from the sampler.
@@ -101,7 +106,10 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
 
     def _track(self, loader: Iterable[_Batch], items_per_batch: int) -> Iterator[_Batch]:
         self._take_epoch()
-        self._repeat_if_over()
+        # What iterations outside `track` have used up until now was not training.
+        self._at = start = self._next() if self._tracked else self._loaded
+        self._begin(start)
+        self._tracked, self._over, self.untracked = True, False, False
         total = len(self)
         for number, batch in enumerate(loader, 1):
             self.used(min(number * items_per_batch, total))
@@ -131,9 +139,9 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
         """Begin the next iteration at the position."""
         self._begin(self._at)
 
-    def _repeat_if_over(self) -> None:
-        if self._over:
-            self._begin(self._origin)
+    def _next(self) -> _Place:
+        """Where the next iteration begins."""
+        return self._origin if self._over else self._start
 
 
 def checked_count(name: str, value: Any) -> int:

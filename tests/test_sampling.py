@@ -177,3 +177,31 @@ def test_an_epoch_that_is_set_at_the_sampler_of_samples() -> None:
     batches.sampler.set_epoch(1)
     assert len(batches) == len(list(batches)) == len(whole)
     assert batches.state_dict()["epoch"] == 1
+
+
+@every_sampler
+def test_a_pass_outside_track_does_not_count_in_a_tracked_loop(make: Any) -> None:
+    """An evaluation on the loader of the training, in an epoch or between two."""
+    sampler, loader = with_loader(make)
+    whole, total = flat(loader), len(loader)
+    sampler.set_epoch(0)
+    for number, _ in enumerate(sampler.track(loader), 1):
+        state = sampler.state_dict()
+        assert flat(loader) == whole
+        assert sampler.state_dict() == state and sampler.over == (number == total) and len(loader) == total
+    sampler.set_epoch(1)
+    state = sampler.state_dict()
+    list(loader)
+    assert sampler.state_dict() == state and not sampler.over
+
+
+@every_sampler
+def test_a_pass_before_the_tracked_loop_takes_nothing_from_a_resumed_epoch(make: Any) -> None:
+    (sampler, loader), (loaded, rest) = with_loader(make), with_loader(make)
+    seen = flat(itertools.islice(sampler.track(loader), 3))
+    list(loader)
+    loaded.load_state_dict(sampler.state_dict())
+    for _ in range(2):
+        list(rest)
+    assert seen + flat(loaded.track(rest)) == flat(make())
+    assert flat(loaded.track(rest)) == flat(make()), "the epoch is repeated without set_epoch"

@@ -134,6 +134,7 @@ class ElasticSampler(Resumable[Any, _Place]):
         if self._ranks.follower is None:
             yield from super()._track(loader, items_per_batch)
         else:
+            self._tracked = True
             yield from self._ranks.follower.track(loader, items_per_batch)
 
 
