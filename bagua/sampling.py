@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -9,6 +10,7 @@ from torch.utils.data import Sampler
 
 __all__ = ["Resumable", "checked_count"]
 
+_log = logging.getLogger("bagua")
 _T = TypeVar("_T")
 _Batch = TypeVar("_Batch")
 _Place = TypeVar("_Place")
@@ -18,20 +20,25 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
     """A sampler of one rank whose epochs can be resumed.
 
     An iteration begins at the start of the epoch, or at the position that was loaded, whatever an earlier one that was
-    not finished has been given. Its length does not change. Subclasses say with `_left`, `_give` and `_after` what a
-    position is; it is never changed in place.
+    not finished has been given. One that was given all may have been a look at a batch, for which workers have fetched
+    the rest: so what was loaded stays until `set_epoch` is called, if it ever is. Else the next iteration repeats the
+    epoch from its start. The end of a tracked loop is certain. Lengths do not change in an iteration.
+
+    Subclasses say with `_left`, `_give` and `_after` what a position is; it is never changed in place.
 
     Args:
         origin: position of the start of an epoch.
 
     Attributes:
         epoch: the number that, with the seed, decides the order.
+        epochs_set: how often it was set.
         untracked: whether it is in the middle of an iteration outside `track`, which may be ahead of the training.
     """
 
     def __init__(self, origin: _Place) -> None:
-        self.epoch = 0
+        self.epoch = self.epochs_set = 0
         self._origin = origin
+        self._iterations = 0
         self._tracked = False  # from the first `track` on, iterations outside it do not count
         self._go_to(origin)
 
@@ -50,12 +57,16 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
     def _go_to(self, place: _Place) -> None:
         """Begin the next iteration there: at a position that was loaded, or at the start of an epoch."""
         self._at = self._loaded = place
-        self._over = self.untracked = False
+        self._ends = 0  # of untracked iterations since
         self._begin(place)
 
-    def _begin(self, place: _Place) -> None:
+    def _begin(self, place: _Place) -> int:
+        """Begin an iteration there; it counts while the number that is returned is that of the last one."""
         self._start = place
         self._total: int | None = None  # items from there on, once it is needed
+        self._over = self.untracked = False
+        self._iterations += 1
+        return self._iterations
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, which begins where a state of this epoch was loaded, if one was.
@@ -66,6 +77,7 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
         checked_count("epoch", epoch)
         self._go_to(self._loaded if epoch == self.epoch else self._origin)
         self.epoch = epoch
+        self.epochs_set += 1
 
     def _take_epoch(self) -> None:
         """For subclasses whose epoch may have been set at another sampler."""
@@ -78,20 +90,32 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
     def __iter__(self) -> Iterator[_T]:
         self._take_epoch()
         if not self._tracked:
-            self._begin(self._next())
+            self._begin(self._next())  # of this length
         return self._iterate()
 
     def _iterate(self) -> Iterator[_T]:
         self._take_epoch()
         start = self._next()
+        mine = 0
         if not self._tracked:
-            self._at = start
-            self._over = self._left(start) == 0  # an end that was loaded is iterated once, in vain
+            if self._ends == 2 and self.epochs_set and start != self._origin:
+                _log.warning(
+                    "sampler: the rest of epoch %d, which was loaded, is iterated for the third time; call set_epoch "
+                    "for the next epoch",
+                    self.epoch,
+                )
+            self._at, mine = start, self._begin(start)
+            self._end_if(self._left(start) == 0)
         for number, item in enumerate(self._give(start), 1):
-            if not self._tracked:
+            if mine == self._iterations:
                 self.used(number)
-                self.untracked = not self._over
+                self._end_if(self._over)
             yield item
+
+    def _end_if(self, over: bool) -> None:
+        """Note whether an untracked iteration has been given all."""
+        self._over, self.untracked = over, not over
+        self._ends += over
 
     def track(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """The batches of a `DataLoader` that has this sampler, with the position set to what they have used up.
@@ -108,13 +132,13 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
         self._take_epoch()
         # What iterations outside `track` have used up until now was not training.
         self._at = start = self._next() if self._tracked else self._loaded
-        self._begin(start)
-        self._tracked, self._over, self.untracked = True, False, False
-        total = len(self)
+        self._tracked, mine, total = True, self._begin(start), len(self)
         for number, batch in enumerate(loader, 1):
-            self.used(min(number * items_per_batch, total))
+            if mine == self._iterations:
+                self.used(min(number * items_per_batch, total))
             yield batch
-        self.used(total)  # a loader with drop_last leaves some out
+        if mine == self._iterations:
+            self.used(total)  # a loader with drop_last leaves some out
 
     def _items_per_batch(self, loader: Any) -> int:
         if getattr(loader, "batch_sampler", None) is self:
@@ -136,12 +160,14 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
         return self._over
 
     def go_on(self) -> None:
-        """Begin the next iteration at the position."""
+        """Begin the next iteration at the position. An epoch that is over stays so."""
+        over = self._over
         self._begin(self._at)
+        self._over = over
 
     def _next(self) -> _Place:
         """Where the next iteration begins."""
-        return self._origin if self._over else self._start
+        return self._origin if self._over and (self._tracked or not self.epochs_set) else self._start
 
 
 def checked_count(name: str, value: Any) -> int:

@@ -69,9 +69,10 @@ def test_the_end_of_an_epoch_is_a_position_if_it_was_loaded(make: Any) -> None:
     again.load_state_dict(sampler.state_dict())
     assert sampler.over and not again.over
     assert list(again) == [] and len(again) == 0
-    again.set_epoch(0)
-    assert list(again) == []
     assert list(again) == whole, "without set_epoch the epoch is over once"
+    again.load_state_dict(sampler.state_dict())
+    again.set_epoch(0)
+    assert list(again) == list(again) == []
     again.set_epoch(1)
     assert len(again) == len(list(again)) > 0
     again.set_epoch(0)
@@ -117,15 +118,26 @@ def test_the_length_stays_during_an_epoch(make: Any) -> None:
 
 
 @every_sampler
-def test_a_look_at_what_is_left_after_a_resume_repeats_nothing(make: Any) -> None:
+def test_a_look_for_which_all_that_is_left_is_fetched_takes_none_away(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As workers do that run ahead. A script that never calls `set_epoch` can't tell such a look from an epoch."""
     sampler, loaded = make(), make()
     whole = list(sampler)
     sampler.set_epoch(0)
     list(itertools.islice(sampler, len(whole) - 2))
     loaded.load_state_dict(sampler.state_dict())
-    list(loaded)  # as workers ask for all that is left
+    assert list(loaded) == whole[-2:] and list(loaded) == whole
+    loaded.load_state_dict(sampler.state_dict())
+    list(loaded)
     loaded.set_epoch(0)
-    assert list(loaded) == whole[-2:]
+    assert list(loaded) == list(loaded) == whole[-2:] and not caplog.records
+    for _ in range(2):
+        assert list(loaded) == whole[-2:]
+    assert [record.message[:37] for record in caplog.records] == ["sampler: the rest of epoch 0, which w"]
+    loaded.set_epoch(1)
+    assert len(list(loaded)) == len(loaded) > 2
+    loaded.set_epoch(0)
     assert list(loaded) == whole
 
 
@@ -174,9 +186,24 @@ def test_an_epoch_that_is_set_at_the_sampler_of_samples() -> None:
     list(itertools.islice(batches, 3))
     batches.load_state_dict(batches.state_dict())
     assert len(batches) == len(whole) - 3
+    batches.sampler.set_epoch(0)
+    assert list(batches) == list(batches) == whole[3:]
     batches.sampler.set_epoch(1)
     assert len(batches) == len(list(batches)) == len(whole)
     assert batches.state_dict()["epoch"] == 1
+
+
+@every_sampler
+def test_what_goes_on_after_the_epoch_was_set_does_not_count(make: Any) -> None:
+    sampler, loader = with_loader(make)
+    fresh = make()
+    fresh.set_epoch(1)
+    for iterator in (iter(sampler), sampler.track(loader)):
+        next(iterator)
+        sampler.set_epoch(1)
+        list(iterator)
+        assert sampler.state_dict() == fresh.state_dict() and not sampler.over
+        sampler.set_epoch(0)
 
 
 @every_sampler

@@ -349,6 +349,7 @@ def test_an_epoch_that_is_over_is_not_begun_again(monkeypatch: pytest.MonkeyPatc
         rank.end_step(True)
         rank.advance()
     rank.end_step(True)
+    sampler.go_on()  # as when the members have changed meanwhile
     again = rank.following.track(Loader(sampler, None, 1), 1)
     with pytest.raises(RuntimeError, match=r"sampler: epoch 1 is over; call sampler.set_epoch\(\)"):
         next(again)

@@ -48,11 +48,16 @@ class LoadBalancingDistributedBatchSampler(Progress[list[int]]):
             raise TypeError(f"batch_fn: expected a function, got {type(batch_fn).__name__}")
         self.sampler, self.batch_fn, self.drop_last = sampler, batch_fn, check_flag("drop_last", drop_last)
         self._planned: tuple[int, list[list[int]]] | None = None
+        self._taken = 0  # calls of `sampler.set_epoch` that were taken over here
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, here and in the sampler."""
+        """Choose the epoch of the next iteration, here and in the sampler.
+
+        Raises:
+            ValueError: not an integer >= 0.
+        """
         self.sampler.set_epoch(epoch)
-        super().set_epoch(epoch)
+        self._take_epoch()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the next iteration where `state` was taken.
@@ -62,13 +67,15 @@ class LoadBalancingDistributedBatchSampler(Progress[list[int]]):
         """
         super().load_state_dict(state)
         self.sampler.set_epoch(self.epoch)
+        self._taken = self.sampler.epochs_set
 
     def _circumstances(self) -> dict[str, Any]:
         inner = self.sampler._circumstances()
         return {**inner, "drop_last": [self.sampler.drop_last, self.drop_last]}
 
     def _take_epoch(self) -> None:
-        if self.sampler.epoch != self.epoch:
+        if self.sampler.epochs_set != self._taken:
+            self._taken = self.sampler.epochs_set
             super().set_epoch(self.sampler.epoch)
 
     def _items(self) -> Sequence[list[int]]:

@@ -163,9 +163,11 @@ def test_a_state_of_the_end_of_an_epoch_does_not_repeat_it(given: bool) -> None:
     state = sampler.state_dict(given=len(whole) if given else None)
     other = TokenBudgetBatchSampler(lengths_of(300), 3000, 2, 0)
     other.load_state_dict(state)
+    assert list(other) == []
+    assert list(other) == whole  # without set_epoch, another iteration begins anew
+    other.load_state_dict(state)
     other.set_epoch(1)
     assert list(other) == []
-    assert list(other) == whole  # another iteration begins anew
     other.load_state_dict(state)
     other.set_epoch(2)
     sampler.set_epoch(2)
