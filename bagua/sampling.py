@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -32,13 +33,13 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
     Attributes:
         epoch: the number that, with the seed, decides the order.
         epochs_set: how often it was set.
-        untracked: whether it is in the middle of an iteration outside `track`, which may be ahead of the training.
     """
 
     def __init__(self, origin: _Place) -> None:
         self.epoch = self.epochs_set = 0
         self._origin = origin
         self._iterations = 0
+        self._warned = False
         self._tracked = False  # from the first `track` on, iterations outside it do not count
         self._go_to(origin)
 
@@ -58,13 +59,14 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
         """Begin the next iteration there: at a position that was loaded, or at the start of an epoch."""
         self._at = self._loaded = place
         self._ends = 0  # of untracked iterations since
+        self._ahead = False  # whether the position may count what workers of a loader have fetched
         self._begin(place)
 
     def _begin(self, place: _Place) -> int:
         """Begin an iteration there; it counts while the number that is returned is that of the last one."""
         self._start = place
         self._total: int | None = None  # items from there on, once it is needed
-        self._over = self.untracked = False
+        self._over = False
         self._iterations += 1
         return self._iterations
 
@@ -104,6 +106,7 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
                     "for the next epoch",
                     self.epoch,
                 )
+            self._ahead = self._ahead or _may_fetch_ahead()
             self._at, mine = start, self._begin(start)
             self._end_if(self._left(start) == 0)
         for number, item in enumerate(self._give(start), 1):
@@ -114,7 +117,7 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
 
     def _end_if(self, over: bool) -> None:
         """Note whether an untracked iteration has been given all."""
-        self._over, self.untracked = over, not over
+        self._over = over
         self._ends += over
 
     def track(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
@@ -132,6 +135,7 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
         self._take_epoch()
         # What iterations outside `track` have used up until now was not training.
         self._at = start = self._next() if self._tracked else self._loaded
+        self._ahead = False
         self._tracked, mine, total = True, self._begin(start), len(self)
         for number, batch in enumerate(loader, 1):
             if mine == self._iterations:
@@ -151,8 +155,19 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
         """Set the position to where each rank has used `num` items since the iteration began."""
         if self._total is None:
             self._total = self._left(self._start)
-        self._over, self.untracked = num >= self._total, False
+        self._over = num >= self._total
         self._at = self._after(self._start, num, self._over)
+
+    def _warn_if_ahead(self, remedy: str = "") -> None:
+        """Warn once if the position may be ahead of the training. After the last item, the loop may have ended."""
+        if self._ahead and not self._warned and (not self._over or _may_fetch_ahead()):
+            self._warned = True
+            _log.warning(
+                "sampler: epoch %d is iterated outside track, so its state counts batches that workers of the loader "
+                "have fetched as used, and they are left out after a resume: iterate with sampler.track(loader)%s",
+                self.epoch,
+                remedy,
+            )
 
     @property
     def over(self) -> bool:
@@ -168,6 +183,11 @@ class Resumable(Sampler[_T], Generic[_T, _Place]):
     def _next(self) -> _Place:
         """Where the next iteration begins."""
         return self._origin if self._over and (self._tracked or not self.epochs_set) else self._start
+
+
+def _may_fetch_ahead() -> bool:
+    """Whether there are processes that may be workers of a `DataLoader`."""
+    return any(process.daemon for process in multiprocessing.active_children())
 
 
 def checked_count(name: str, value: Any) -> int:

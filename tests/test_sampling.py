@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from bagua.data import (
     TokenBudgetBatchSampler,
 )
 from bagua.elastic import Resharded, Sampler
+from tests.rank_pool import RankPool
 
 LENGTHS = torch.randint(5, 60, (90,), generator=torch.Generator().manual_seed(1)).tolist()
 SAMPLES: Any = range(len(LENGTHS))
@@ -47,9 +49,13 @@ SAMPLERS = {
 every_sampler = pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
 
 
-def with_loader(make: Any, num_workers: int = 0, drop_last: bool = False) -> tuple[Any, DataLoader[Any]]:
+def with_loader(
+    make: Any, num_workers: int = 0, drop_last: bool = False, **options: Any
+) -> tuple[Any, DataLoader[Any]]:
     """A sampler and its loader: of batches of four samples, or of the sampler's batches."""
-    sampler, options = make(), {}
+    sampler = make()
+    if num_workers:
+        options["multiprocessing_context"] = "fork"
     if isinstance(next(iter(make())), list):
         options["batch_sampler"] = sampler
     else:
@@ -232,3 +238,39 @@ def test_a_pass_before_the_tracked_loop_takes_nothing_from_a_resumed_epoch(make:
         list(rest)
     assert seen + flat(loaded.track(rest)) == flat(make())
     assert flat(loaded.track(rest)) == flat(make()), "the epoch is repeated without set_epoch"
+
+
+def test_a_state_that_counts_what_workers_have_fetched_is_warned_of(pool: RankPool) -> None:
+    pool.run(1, count_warnings, init=False, fresh=True)
+
+
+def count_warnings() -> None:
+    """Once, within a loop over a loader with workers, also if all is fetched; and what to do is named."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("bagua").addHandler(handler)
+    for name, make in SAMPLERS.items():
+        for prefetch_factor in (1, 100):
+            sampler, loader = with_loader(make, 1, prefetch_factor=prefetch_factor)
+            for _ in loader:
+                if name in ("tokens", "balanced", "batches"):
+                    sampler.state_dict(given=1)
+                    assert not messages
+                for _ in range(2):
+                    sampler.state_dict()
+                break
+            assert len(messages) == 1 and "iterate with sampler.track(loader)" in messages.pop()
+        sampler, loader = with_loader(make, 1)
+        next(iter(loader))
+        for _ in sampler.track(loader):
+            sampler.state_dict()
+            break
+        sampler, loader = with_loader(make, 0)
+        for _ in loader:
+            sampler.state_dict()
+        assert not messages
+    sampler, loader = with_loader(SAMPLERS["elastic"], 1)
+    list(loader)
+    sampler.state_dict()
+    assert not messages, "the epoch has ended"

@@ -86,7 +86,8 @@ def save(
     Args:
         directory: of this training alone; seen by all ranks; made if it is not there.
         objects: by name: modules (of a distributed one the algorithm's state is saved too), optimizers, anything
-            with `state_dict` and `load_state_dict`, and plain data.
+            with `state_dict` and `load_state_dict`, and plain data. Iterate a sampler of Bagua with its `track`, or
+            what workers of a DataLoader have fetched counts as used.
         step: training steps made so far; the same on all ranks.
         keep: remove all but the last so many checkpoints once this one is complete; None keeps all.
         process_group: a `ProcessGroup` or one-dimensional `DeviceMesh`; None for all ranks.

@@ -78,7 +78,11 @@ class Resharded(ElasticSampler[_History]):
         return (*past, (self.num_replicas, self._here(start) + num))
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, and what has been used; equal on all ranks."""
+        """Epoch, and what has been used; equal on all ranks.
+
+        Logs a warning where it may count what workers of a loader have fetched (see `track`).
+        """
+        self._warn_if_ahead()
         return {"epoch": self.epoch, "num_samples": self.num_samples, "history": [list(each) for each in self._at]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -135,7 +135,11 @@ class Sampler(ElasticSampler[int]):
         return super().track(loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and position, equal on all ranks; and what the order depends on."""
+        """Epoch and position, equal on all ranks; and what the order depends on.
+
+        Logs a warning where it may count what workers of a loader have fetched (see `track`).
+        """
+        self._warn_if_ahead()
         return {"epoch": self.epoch, "position": self.position, **self._circumstances()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -118,7 +118,7 @@ class State:
             self._objects["sampler"] = sampler
         self._on_resize = on_resize
         self._number = self._generation = 0
-        self._checked = self._warned = False
+        self._checked = False
         self._preemption: PreemptionHandler | None = None
         self._following: Following | None = None
         if is_fault_tolerant(model):
@@ -173,12 +173,6 @@ class State:
         if self._following is not None:
             self._following.number += 1
             return
-        if getattr(self._objects.get("sampler"), "untracked", False) and not self._warned:
-            self._warned = True
-            _log.warning(
-                "elastic: commit within an epoch that is iterated without sampler.track(loader): batches that workers "
-                "of the loader have fetched count as used, and are left out after a restart"
-            )
         what, handler = f"commit {self.number + 1}", self._arm()
         data: dict[str, bytes] = {}
         kinds: dict[str, str] = {}

@@ -45,12 +45,15 @@ class Progress(Resumable[_T, int]):
 
         Args:
             given: how many items of the epoch the training has used, from its start. None takes what `track` has
-                counted; outside `track` those given out, which are more when a DataLoader's workers run ahead.
+                counted; outside `track` those given out, which are more when a DataLoader's workers run ahead. That
+                logs a warning.
 
         Raises:
             ValueError: `given` is negative or more than there are.
         """
         self._take_epoch()
+        if given is None:
+            self._warn_if_ahead(", or pass `given` to state_dict")
         count = len(self._items())
         position = self._at if given is None else given
         if not 0 <= position <= count:
