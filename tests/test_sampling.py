@@ -18,6 +18,7 @@ from bagua.data import (
 )
 from bagua.elastic import Resharded, Sampler
 from tests.rank_pool import RankPool
+from tests.sampler_script import RunsAhead, Script, flat
 
 LENGTHS = torch.randint(5, 60, (90,), generator=torch.Generator().manual_seed(1)).tolist()
 SAMPLES: Any = range(len(LENGTHS))
@@ -61,11 +62,6 @@ def with_loader(
     else:
         options.update(sampler=sampler, batch_size=4, drop_last=drop_last)
     return sampler, DataLoader(SAMPLES, num_workers=num_workers, **options)
-
-
-def flat(items: Any) -> list[int]:
-    """Samples of a list of batches, or of samples."""
-    return [index for item in items for index in torch.as_tensor(item).view(-1).tolist()]
 
 
 @every_sampler
@@ -274,3 +270,14 @@ def count_warnings() -> None:
     list(loader)
     sampler.state_dict()
     assert not messages, "the epoch has ended"
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sample_is_trained_on_once_however_a_script_is_killed(name: str) -> None:
+    kills = 0
+    for seed in range(60):
+        script = Script(SAMPLERS[name], RunsAhead, seed, has_given=name in ("tokens", "balanced", "batches"))
+        script.run()
+        assert script.trained == script.expected, seed
+        kills += script.kills
+    assert kills > 30
