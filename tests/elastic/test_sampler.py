@@ -131,7 +131,7 @@ def count_what_a_loader_gives() -> None:
     """Its workers have been given eight batches when the training has seen two."""
     sampler = Sampler(DATA, num_replicas=2, rank=0)
     data = TensorDataset(torch.arange(len(DATA)))
-    loader = DataLoader(data, batch_size=5, sampler=sampler, num_workers=2, prefetch_factor=3)
+    loader = DataLoader(data, 5, sampler=sampler, num_workers=2, prefetch_factor=3, multiprocessing_context="fork")
     seen = list(itertools.islice(sampler.track(loader), 2))
     assert sampler.position == 2 * 5 * 2
     again = Sampler(DATA, num_replicas=2, rank=0)
@@ -167,7 +167,8 @@ def track_after_a_look() -> None:
     data = TensorDataset(torch.arange(len(DATA)))
     for workers in (0, 2):
         sampler = Sampler(DATA, num_replicas=1, rank=0)
-        loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=workers)
+        context = "fork" if workers else None
+        loader = DataLoader(data, 4, sampler=sampler, num_workers=workers, multiprocessing_context=context)
         next(iter(loader))
         for _ in range(2):
             seen = [index for (batch,) in sampler.track(loader) for index in batch.tolist()]
@@ -247,7 +248,7 @@ def test_tracking_a_batch_sampler(pool: RankPool) -> None:
 def track_a_batch_sampler() -> None:
     sampler = Resharded(make_tokens, len(LENGTHS), num_replicas=1, rank=0)
     data: Any = list(range(len(LENGTHS)))
-    loader = DataLoader(data, batch_sampler=sampler, num_workers=1)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=1, multiprocessing_context="fork")
     batches = list(itertools.islice(sampler.track(loader), 2))
     assert sampler.state_dict()["history"] == [[1, 2]] and len(batches) == 2
 
