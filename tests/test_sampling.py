@@ -193,6 +193,12 @@ def test_an_epoch_that_is_set_at_the_sampler_of_samples() -> None:
     batches.sampler.set_epoch(1)
     assert len(batches) == len(list(batches)) == len(whole)
     assert batches.state_dict()["epoch"] == 1
+    other = make_balanced(SAMPLES, 2, 1)
+    other.set_epoch(2)
+    batches.sampler.load_state_dict(other.state_dict())
+    expected = make_batches(SAMPLES, 2, 1)
+    expected.set_epoch(2)
+    assert list(batches) == list(expected) and batches.epoch == 2
 
 
 @every_sampler

@@ -74,7 +74,7 @@ class LoadBalancingDistributedBatchSampler(Progress[list[int]]):
         return {**inner, "drop_last": [self.sampler.drop_last, self.drop_last]}
 
     def _take_epoch(self) -> None:
-        if self.sampler.epochs_set != self._taken:
+        if self.sampler.epochs_set != self._taken or self.sampler.epoch != self.epoch:
             self._taken = self.sampler.epochs_set
             super().set_epoch(self.sampler.epoch)
 
