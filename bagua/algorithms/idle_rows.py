@@ -135,7 +135,11 @@ def _used_of_parts(bucket: Bucket, parts: Sequence[Tensor | None]) -> Tensor:
         return used
     for mine, part in zip(used.split(nums), parts, strict=True):
         if part is not None and part.numel() and not mine.all():
-            torch.any((part != 0).reshape(len(mine), -1), 1, out=mine)
+            if part.dim() > 1:
+                rest = tuple(range(1, part.dim()))  # several times as fast as `any`
+                torch.logical_or(part.amax(rest), part.amin(rest), out=mine)
+            else:
+                mine.fill_(bool(part.any()))
     return used
 
 
