@@ -10,15 +10,27 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+from tests.tiers import starts_processes
+
 __all__ = ["FileScheduling", "pytest_xdist_make_scheduler"]
+
+UNIT_WORKERS = 4  # one in so many workers prefers files that start no process
 
 
 class FileScheduling(LoadFileScheduling):
     """Files are given to workers in order, and the tests that a lost worker had left to the one that takes its place.
 
+    Tests that start processes wait for most of their time, and unit tests compute. So every fourth worker is given
+    files of unit tests as long as there are any, and the others files that start processes: the processors are busy
+    from the beginning to the end.
+
     xdist's own puts back all files of a lost worker: those that have ended, too, and the test that it was lost in.
     The new worker is given an ended file, runs nothing and is never given another, or is lost in the same test.
     """
+
+    def __init__(self, config: pytest.Config, log: Producer | None = None) -> None:
+        super().__init__(config, log)
+        self._kinds: dict[str, bool] = {}
 
     def remove_node(self, node: WorkerController) -> str | None:
         work = self.assigned_work[node]
@@ -29,7 +41,14 @@ class FileScheduling(LoadFileScheduling):
         return left[0][1] if left else None
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        """What a worker is sent that is lost, but not yet known to be, comes back in `remove_node`."""
+        """Give a worker the first file of the kind that it prefers, or the first of all.
+
+        What a worker is sent that is lost, but not yet known to be, comes back in `remove_node`.
+        """
+        for scope in self.workqueue:
+            if self._has_processes(scope) != self._prefers_unit_tests(node):
+                self.workqueue.move_to_end(scope, last=False)
+                break
         with contextlib.suppress(OSError):
             super()._assign_work_unit(node)
 
@@ -45,6 +64,16 @@ class FileScheduling(LoadFileScheduling):
             self._assign_work_unit(node)
         if not self.workqueue and not node.shutting_down:
             node.shutdown()
+
+    def _prefers_unit_tests(self, node: WorkerController) -> bool:
+        number = node.gateway.id.removeprefix("gw")
+        return number.isdigit() and int(number) % UNIT_WORKERS == UNIT_WORKERS - 1
+
+    def _has_processes(self, scope: str) -> bool:
+        if scope not in self._kinds:
+            path = self.config.rootpath / scope.partition("::")[0]
+            self._kinds[scope] = path.is_file() and starts_processes(path)
+        return self._kinds[scope]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -10,11 +10,21 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-__all__ = ["TIERS", "assign_tier", "holds_no_unit_test", "install_guard", "running", "tier_of", "wants_unit_tests_only"]
+__all__ = [
+    "TIERS",
+    "assign_tier",
+    "holds_no_unit_test",
+    "install_guard",
+    "running",
+    "starts_processes",
+    "tier_of",
+    "wants_unit_tests_only",
+]
 
 TIERS = ("unit", "process", "lab", "docs")
 _FOLDERS = {
@@ -28,6 +38,9 @@ _FOLDERS = {
 }
 _MARKS_THE_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.(process|lab|docs)\b", re.MULTILINE)
 _STARTS_A_PROCESS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
+_MARKS_A_TEST = re.compile(
+    r"^@pytest\.mark\.(process|lab|docs)\b|\b(pool: RankPool|fork_server: ForkServer)\b", re.MULTILINE
+)
 _running: list[str] = []  # tier of the test that runs now; an audit hook cannot be removed, so it reads this
 _started: list[str] = []  # events of a unit test that started a process
 
@@ -43,10 +56,15 @@ def tier_of(item: pytest.Item) -> str:
         raise ValueError(f"{item.nodeid}: marked with several tiers ({', '.join(marked)}); keep one")
     if marked:
         return marked[0]
-    folder = Path(item.path).relative_to(Path(__file__).parent).parts[0]
+    folder = _folder_of(item.path)
     if folder in _FOLDERS:
         return _FOLDERS[folder]
     return "process" if "pool" in getattr(item, "fixturenames", ()) else "unit"
+
+
+@cache  # an item a test: many for each file
+def _folder_of(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).parts[0]
 
 
 def assign_tier(item: pytest.Item) -> None:
@@ -73,6 +91,13 @@ def holds_no_unit_test(path: Path) -> bool:
     if parts and parts[0] in _FOLDERS:
         return True
     return path.suffix == ".py" and _MARKS_THE_FILE.search(path.read_text(encoding="utf-8")) is not None
+
+
+def starts_processes(path: Path) -> bool:
+    """Whether a file holds tests that start processes, and so wait for them, by its text."""
+    if not path.is_relative_to(Path(__file__).parent):
+        return False
+    return holds_no_unit_test(path) or _MARKS_A_TEST.search(path.read_text(encoding="utf-8")) is not None
 
 
 def install_guard() -> None:
