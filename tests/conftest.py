@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import sys
 from collections.abc import Generator, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -31,6 +33,22 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files of other tiers for `-m unit`."""
     return True if wants_unit_tests_only(config.option.markexpr) and holds_no_unit_test(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, object, object]:
+    """Of workers that find a file not compiled yet one compiles it, with its assertions, and the others read that."""
+    path = collector.path
+    if (
+        sys.dont_write_bytecode
+        or not hasattr(collector.config, "workerinput")
+        or not isinstance(collector, pytest.Module)
+        or any(path.parent.glob(f"__pycache__/{path.stem}.*-pytest-*.pyc"))
+    ):
+        return (yield)
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,15 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skips tests where these are not installed, without an import of them in every worker, which takes seconds."""
+    missing = [each for each in packages if importlib.util.find_spec(each) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
 def load_digits() -> ModuleType:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 import bagua
-from tests.examples.scripts import start
+from tests.examples.scripts import needs, start
 
-pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
+pytestmark = needs("sklearn", "matplotlib")
 
 
 def test_quick_demo(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 
 import bagua
-from tests.examples.scripts import load_digits, load_script, start
+from tests.examples.scripts import load_digits, load_script, needs, start
 from tests.rank_pool import RankPool
 
-pytest.importorskip("sklearn")
+pytestmark = needs("sklearn")
 
 SCRIPT = "examples/digits.py"
 SMALLEST = ["--epochs", "1", "--batch-size", "128", "--device", "cpu"]

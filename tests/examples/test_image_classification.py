@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.examples.scripts import ROOT
+from tests.examples.scripts import ROOT, needs
 from tests.rank_pool import RankPool
 
-pytest.importorskip("sklearn")
+pytestmark = needs("sklearn")
 
 SMALLEST = ["--no-cuda", "--scale", "0.0625", "--batch-size", "128", "--image-size", "32", "--epochs", "2"]
 

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from tests.examples.scripts import load_script
+from tests.examples.scripts import load_script, needs
 from tests.rank_pool import RankPool
 
-pytest.importorskip("sklearn")
+pytestmark = needs("sklearn")
 
 SMALLEST = ["--epochs", "1", "--batch-size", "128", "--device", "cpu"]
 
