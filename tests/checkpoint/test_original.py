@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from bagua.checkpoint import CheckpointError, archive
 from bagua.torch_api.checkpoint import checkpointing, load_checkpoint, save_checkpoint
 from tests.engine.training import equal
+from tests.fork_server import ForkServer
 from tests.rank_pool import RankPool
 
 
@@ -133,7 +134,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert load_checkpoint(str(tmp_path), parts(2)[0]) == 1
 
 
-def die_at(place: str, path: str, iteration: int) -> None:
+def die_at(pipe: Connection, place: str, path: str, iteration: int) -> None:
     """A save that is killed just before `place`, a file or directory, gets its name."""
 
     def dying(move: Callable[..., None]) -> Callable[..., None]:
@@ -146,10 +147,11 @@ def die_at(place: str, path: str, iteration: int) -> None:
 
     os.replace, os.rename = dying(os.replace), dying(os.rename)
     save_checkpoint(iteration, path, *parts(iteration))
+    pipe.send("not killed")
 
 
 @pytest.mark.process
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed(fork_server: ForkServer, tmp_path: Path) -> None:
     def entries() -> list[str]:
         return sorted(path.name for path in tmp_path.rglob("*") if re.match(r"\.|writing", path.name))
 
@@ -158,10 +160,10 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     mine.parent.mkdir()
     mine.touch()
     for iteration, place in ((20, "mp_rank_00"), (30, "latest"), (40, "checkpoint-")):
-        killed = multiprocessing.get_context("spawn").Process(target=die_at, args=(place, str(tmp_path), iteration))
-        killed.start()
-        killed.join(60)
-        assert killed.exitcode == -signal.SIGKILL
+        pipe = fork_server.fork(die_at, place, str(tmp_path), iteration)
+        assert pipe.poll(60), "it has not ended"
+        with pytest.raises(EOFError):
+            pipe.recv()
         assert len(entries()) == 2, "the next save, of whatever iteration, removes what the last one left"
     assert load_checkpoint(str(tmp_path), *parts(2)) == 10
     save_checkpoint(15, str(tmp_path), *parts(1))

@@ -17,11 +17,13 @@ import bagua
 from bagua.elastic import Sampler
 from bagua.lab import Cluster, LabError
 from tests import pids
-from tests.launch.launching import RUN, Launcher, launch, script
+from tests.fork_server import ForkServer
+from tests.launch.launching import RUN, Launcher, launch_forked, script
 from tests.ports import free_ports
 
 pytestmark = pytest.mark.process
 
+PRELOADS = ("--preload", "torch,bagua")  # or each rank would import them
 TRAIN = """
 import os, signal, sys, time
 from datetime import timedelta
@@ -68,11 +70,11 @@ def used(out: str) -> Counter[int]:
     return Counter(index for _, _, indices in lines for index in json.loads(indices))
 
 
-def test_a_killed_rank_costs_what_was_after_the_commit(tmp_path: Path) -> None:
+def test_a_killed_rank_costs_what_was_after_the_commit(fork_server: ForkServer, tmp_path: Path) -> None:
     """The second rank dies after its fifth step; both start again from the third, in the memory of the launcher."""
     path = script(tmp_path, TRAIN)
-    words = (*RUN, "--nproc-per-node", "2", "--max-restarts", "1", path)
-    ended = launch(tmp_path, *words, env={"KILL_AT": "5"})
+    words = (*RUN, *PRELOADS, "--nproc-per-node", "2", "--max-restarts", "1", path)
+    ended = launch_forked(fork_server, tmp_path, *words, env={"KILL_AT": "5"})
     assert ended.code == 0, ended.err
     assert ended.out.count("restored None at 0 of 2") == 2
     assert ended.out.count("restored Restored(number=1, size=2, source='memory') at 3 of 2") == 2
@@ -87,7 +89,7 @@ def test_sigterm_commits_and_nothing_is_lost(tmp_path: Path) -> None:
     """The launcher is told to end. What is on the disk then is of the very last step, and knows what is left."""
     path = script(tmp_path, TRAIN)
     env = {"DIRECTORY": str(tmp_path / "commits"), "PAUSE": "0.1"}
-    launcher = Launcher(tmp_path, (*RUN, "--nproc-per-node", "2", path), env)
+    launcher = Launcher(tmp_path, (*RUN, *PRELOADS, "--nproc-per-node", "2", path), env)
     launcher.wait_for_ranks(2)
     launcher._process.terminate()
     ended = launcher.wait()

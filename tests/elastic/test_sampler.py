@@ -123,6 +123,11 @@ def test_more_ranks_than_the_batch_has_samples() -> None:
     assert samplers[0].position == 5
 
 
+def workers(number: int) -> Any:
+    """Arguments of a loader on a fresh rank, whose workers would else be spawned and import torch, as it was itself."""
+    return {"num_workers": number, "multiprocessing_context": "fork" if number else None}
+
+
 def test_a_loader_that_runs_ahead_is_not_counted(pool: RankPool) -> None:
     pool.run(1, count_what_a_loader_gives, init=False, fresh=True)
 
@@ -131,7 +136,7 @@ def count_what_a_loader_gives() -> None:
     """Its workers have been given eight batches when the training has seen two."""
     sampler = Sampler(DATA, num_replicas=2, rank=0)
     data = TensorDataset(torch.arange(len(DATA)))
-    loader = DataLoader(data, 5, sampler=sampler, num_workers=2, prefetch_factor=3, multiprocessing_context="fork")
+    loader = DataLoader(data, batch_size=5, sampler=sampler, **workers(2), prefetch_factor=3)
     seen = list(itertools.islice(sampler.track(loader), 2))
     assert sampler.position == 2 * 5 * 2
     again = Sampler(DATA, num_replicas=2, rank=0)
@@ -165,10 +170,9 @@ def test_a_tracked_epoch_is_whole_after_a_look_at_a_batch(pool: RankPool) -> Non
 
 def track_after_a_look() -> None:
     data = TensorDataset(torch.arange(len(DATA)))
-    for workers in (0, 2):
+    for number in (0, 2):
         sampler = Sampler(DATA, num_replicas=1, rank=0)
-        context = "fork" if workers else None
-        loader = DataLoader(data, 4, sampler=sampler, num_workers=workers, multiprocessing_context=context)
+        loader = DataLoader(data, batch_size=4, sampler=sampler, **workers(number))
         next(iter(loader))
         for _ in range(2):
             seen = [index for (batch,) in sampler.track(loader) for index in batch.tolist()]
@@ -248,7 +252,7 @@ def test_tracking_a_batch_sampler(pool: RankPool) -> None:
 def track_a_batch_sampler() -> None:
     sampler = Resharded(make_tokens, len(LENGTHS), num_replicas=1, rank=0)
     data: Any = list(range(len(LENGTHS)))
-    loader = DataLoader(data, batch_sampler=sampler, num_workers=1, multiprocessing_context="fork")
+    loader = DataLoader(data, batch_sampler=sampler, **workers(1))
     batches = list(itertools.islice(sampler.track(loader), 2))
     assert sampler.state_dict()["history"] == [[1, 2]] and len(batches) == 2
 
