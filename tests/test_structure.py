@@ -58,7 +58,7 @@ def imported(name: str, path: Path, known: dict[str, Path]) -> set[str]:
 def top_level(tree: ast.AST) -> Iterator[ast.AST]:
     """Nodes that run, or are read by type checkers, at import."""
     for node in ast.iter_child_nodes(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
             yield node
             yield from top_level(node)
 

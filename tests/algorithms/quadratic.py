@@ -5,6 +5,7 @@ Rank r minimises |x - t(r, step)|^2 / 2 over two parameters laid out as x = (b, 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,12 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([model.b.reshape(-1), model.w.reshape(-1)])  # type: ignore[operator]
 
 
+@cache  # a generator takes as long as a step of the model
 def target(rank: int, step: int) -> np.ndarray:
-    """t(r, step)."""
-    return np.random.default_rng([rank, step]).normal(size=N)
+    """t(r, step), not to be written to."""
+    found = np.random.default_rng([rank, step]).normal(size=N)
+    found.setflags(write=False)
+    return found
 
 
 def start() -> np.ndarray:

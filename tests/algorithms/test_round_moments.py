@@ -201,11 +201,11 @@ def test_resume_is_bit_identical(algorithm: Algorithm) -> None:
 
 
 def second_moment(team: Team, algorithm: Any) -> float:
-    """Mean over the elements, after 240 steps with a small learning rate."""
+    """Mean over the elements, after 120 steps with a small learning rate."""
     model = Quadratic()
     own = adamw(model.parameters(), lr=1e-3, weight_decay=0.0)
     bagua.distribute(model, own, algorithm, process_group=team)
-    for step in range(240):
+    for step in range(120):
         own.zero_grad()
         model(torch.tensor(targets(4, step)[team.rank], dtype=torch.float32)).backward()
         own.step()

@@ -106,7 +106,7 @@ def test_resume_is_bit_identical(algorithm: LocalSGD | DiLoCo) -> None:
 
 def test_second_moments_are_those_of_mean_gradients() -> None:
     """On average over the elements, in a long run at the optimum; without, they are `size` times as large."""
-    size, steps = 4, 240
+    size, steps = 4, 120
     held: dict[str, list[torch.optim.Optimizer]] = {}
 
     def make(name: str, params: Any) -> torch.optim.Optimizer:
