@@ -15,6 +15,13 @@ from tests.tiers import starts_processes
 __all__ = ["FileScheduling", "pytest_xdist_make_scheduler"]
 
 UNIT_WORKERS = 4  # one in so many workers prefers files that start no process
+#: Files that take longest, all of them with processes: begun late, one of them would run alone at the end.
+LONG = (
+    "tests/parity/test_parity.py",
+    "tests/launch/test_fork_server.py",
+    "tests/launch/test_shutdown.py",
+    "tests/examples/test_demo.py",
+)
 
 
 class FileScheduling(LoadFileScheduling):
@@ -41,11 +48,11 @@ class FileScheduling(LoadFileScheduling):
         return left[0][1] if left else None
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        """Give a worker the first file of the kind that it prefers, or the first of all.
+        """Give a worker the first file of the kind that it prefers, or the first of all; but long ones before others.
 
         What a worker is sent that is lost, but not yet known to be, comes back in `remove_node`.
         """
-        for scope in self.workqueue:
+        for scope in [*(each for each in LONG if each in self.workqueue), *self.workqueue]:
             if self._has_processes(scope) != self._prefers_unit_tests(node):
                 self.workqueue.move_to_end(scope, last=False)
                 break

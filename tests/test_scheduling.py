@@ -73,6 +73,22 @@ def test_the_fourth_worker_runs_unit_tests_as_long_as_there_are_any(scheduler: F
     assert all(order.values()), "all have work"
 
 
+def test_long_files_are_begun_first(scheduler: FileScheduling, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"p{number}.py::test" for number in range(9)]
+    monkeypatch.setattr(scheduling, "LONG", ("p8.py", "p7.py"))
+    workers: list[Any] = [Worker(number) for number in range(4)]
+    for worker in workers:
+        scheduler.add_node(worker)
+        scheduler.add_node_collection(worker, names)
+    scheduler.schedule()
+    assert [worker.sent[0] for worker in workers[:3]] == [8, 7, 0]
+    assert sorted(file for _, file in run_all(scheduler, workers, names)) == [f"p{number}.py" for number in range(9)]
+
+
+def test_long_files_exist() -> None:
+    assert all(starts_processes(HERE.parent / file) for file in scheduling.LONG)
+
+
 def test_files_are_known_by_their_text() -> None:
     assert starts_processes(HERE / "test_lost_workers.py"), "a mark of the file"
     assert starts_processes(HERE / "test_tiers.py"), "a mark of a test"
