@@ -15,6 +15,7 @@ from bagua.algorithms.rounds import interval_of
 from bagua.comm.team import Team
 from tests.algorithms.quadratic import Quadratic, targets
 from tests.algorithms.test_diloco import follow
+from tests.daily import one_in
 from tests.rank_threads import run_teams
 
 SGD = partial(torch.optim.SGD, lr=0.05)
@@ -73,8 +74,7 @@ def test_rounds_of_each_optimizer(name: str) -> None:
             assert len(notices) == notes and all("(mean_moments)" in each for each in notices)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-@pytest.mark.parametrize("codec", ["minmax_uint8", "int4", "eden:bits=2"])
+@pytest.mark.parametrize(("size", "codec"), one_in(2, [1, 2, 3, 8], ["minmax_uint8", "int4", "eden:bits=2"]))
 def test_local_sgd_with_a_codec_is_diloco_with_a_plain_outer_step(size: int, codec: str) -> None:
     """Bit for bit; and close to the average of the weights themselves."""
     coded = run_teams(size, follow, LocalSGD(3, codec=codec))

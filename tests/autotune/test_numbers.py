@@ -93,9 +93,9 @@ def test_gossip_does_not_depend_on_cuts(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        "bytegrad",
+        pytest.param("bytegrad", marks=pytest.mark.slow),  # as the next one, without feedback
         GradientAllReduce(codec="sign", error_feedback=True),
-        "low_precision_decentralized",
+        pytest.param("low_precision_decentralized", marks=pytest.mark.slow),
         bagua.algorithms.get("low_precision_decentralized", overlap=True),
         "power_sgd",
         bagua.algorithms.get("diloco", communication_interval=2, delay=1),

@@ -21,6 +21,11 @@ BACKENDS = codecs.available_backends()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
+BACKENDS_OF_TESTS = (*BACKENDS, "triton") if HAS_TRITON else BACKENDS
+#: For what the compiled kernels of all instruction sets share, such as their threads: every day only the widest.
+FEW_BACKENDS = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in BACKENDS[1:-1] else []) for name in BACKENDS_OF_TESTS
+]
 DEVICES = ("cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []))
 
 
@@ -44,7 +49,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture(params=(*BACKENDS, "triton") if HAS_TRITON else BACKENDS)
+@pytest.fixture(params=BACKENDS_OF_TESTS)
 def backend(request: pytest.FixtureRequest, device: torch.device) -> Iterator[str]:
     """Forces a backend. Without a GPU Triton's kernels run in its interpreter, on CPU tensors."""
     name = request.param

@@ -18,6 +18,8 @@ from bagua import codecs
 from bagua.codecs import Bf16, Codec, Eden, Fp16, Identity, Int4, MinMaxUInt8, PackedTopK, Sign, TopK, chunks
 from bagua.codecs.minmax_torch import MinMaxTorch
 
+from .conftest import FEW_BACKENDS
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SIZES = (1, 2, 3, 5, 31, 95, 96, 97, 1023, 1024, 1025, 3 * 1024 + 17)
 
@@ -262,6 +264,7 @@ def test_no_elements_and_no_rows(codec: Codec, device: torch.device):
 
 
 @pytest.mark.not_interpreted
+@pytest.mark.parametrize("backend", FEW_BACKENDS, indirect=True)
 @pytest.mark.usefixtures("backend")
 def test_deterministic_and_independent_of_threads(codec: Codec, make):
     x = make(4, 20_000)
@@ -279,6 +282,7 @@ def test_deterministic_and_independent_of_threads(codec: Codec, make):
 
 
 @pytest.mark.not_interpreted
+@pytest.mark.parametrize("backend", FEW_BACKENDS, indirect=True)
 @pytest.mark.usefixtures("backend")
 def test_many_threads_at_once(codec: Codec, make):
     rows = [make(r, 5000) for r in range(1, 7)]

@@ -17,7 +17,7 @@ from bagua import codecs
 from bagua.codecs import Codec, Int4, MinMaxUInt8, Sign, TopK
 from bagua.codecs.blocks import BlockCodec
 
-from .conftest import BACKENDS
+from .conftest import BACKENDS, FEW_BACKENDS
 from .test_minmax_uint8 import numbers
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -226,6 +226,7 @@ def test_nothing_is_lost_over_time(codec: Codec, make):
 
 
 @pytest.mark.not_interpreted
+@pytest.mark.parametrize("backend", FEW_BACKENDS, indirect=True)
 @pytest.mark.usefixtures("backend")
 def test_many_threads_at_once(codec: Codec, make):
     rows = [make(r, 5000) for r in range(1, 5)]

@@ -23,6 +23,7 @@ from bagua.engine.recovery import mean
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.replicas import Replicas
 from bagua.errors import CommunicationError
+from tests.daily import one_in
 from tests.engine.membership_store import Killed, drop_rank
 from tests.engine.shared_membership import SharedMembership
 from tests.engine.test_recovery_rounds import Script
@@ -112,9 +113,7 @@ def all_equal(weights: torch.Tensor, value: float, atol: float = 1e-3) -> bool:
     return torch.allclose(weights, torch.full((SIZE,), value), atol=atol)
 
 
-@pytest.mark.parametrize("place", [0, 2])
-@pytest.mark.parametrize("dies", range(POINTS))
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("name", "dies", "place"), one_in(2, ALGORITHMS, range(POINTS), [0, 2]))
 def test_a_rank_is_lost(monkeypatch: pytest.MonkeyPatch, store: str, name: str, dies: int, place: int) -> None:
     """It has not said that it has the mean, so those that are left take theirs."""
     first, second = run(monkeypatch, Averaging(store, place, dies, None), ALGORITHMS[name])

@@ -17,6 +17,7 @@ from bagua.comm.store_team import StoreTeam
 from bagua.engine.hooks import attachments
 from bagua.engine.recovery import together
 from bagua.errors import CommunicationError
+from tests.daily import one_in
 from tests.engine.membership_store import Killed, drop_rank
 from tests.engine.shared_membership import SharedMembership
 from tests.engine.test_recovery_rounds import Script
@@ -140,9 +141,9 @@ def test_all_ranks_save_one_checkpoint(monkeypatch: pytest.MonkeyPatch, store: s
     assert size == SIZE and torch.equal(found, full(4.0)) and place == 0
 
 
-@pytest.mark.parametrize("place", [0, 2])
-@pytest.mark.parametrize("dies", range(POINTS))
-@pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized", "async"])
+@pytest.mark.parametrize(
+    ("name", "dies", "place"), one_in(2, ["gradient_allreduce", "decentralized", "async"], range(POINTS), [0, 2])
+)
 def test_a_rank_is_lost(
     monkeypatch: pytest.MonkeyPatch, store: str, tmp_path: Path, name: str, dies: int, place: int
 ) -> None:

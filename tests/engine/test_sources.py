@@ -17,6 +17,7 @@ from bagua.engine.reducer import bucket as bucket_module
 from bagua.engine.reducer.bucket import Bucket
 from bagua.exchanges import AllReduce, Exchange
 from bagua.exchanges import payload_source as source_module
+from tests.daily import one_in
 from tests.rank_threads import run_teams
 
 SGD = [
@@ -88,8 +89,9 @@ def compare(monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
                 assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(("algorithm", "options"), SGD, ids=str)
+@pytest.mark.parametrize(
+    ("algorithm", "options", "accumulate"), one_in(2, [pytest.param(*each) for each in SGD], [False, True]), ids=str
+)
 def test_with_sgd(algorithm: str, options: dict[str, Any], accumulate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(monkeypatch, algorithm, options, lambda params: torch.optim.SGD(params, 0.003), accumulate)
 

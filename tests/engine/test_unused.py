@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import bagua
+from tests.daily import one_in
 from tests.engine.training import Branches, distributed, equal, values
 from tests.rank_pool import RankPool
 
@@ -64,9 +65,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
-@pytest.mark.parametrize("zero", ["none", "zeros"])
+@pytest.mark.parametrize(("name", "bucket_bytes", "zero"), one_in(2, SCHEDULES, [1, 100, 1 << 20], ["none", "zeros"]))
 def test_gradients_are_means_over_all_ranks(pool: RankPool, name: str, bucket_bytes: int, zero: str) -> None:
     schedule = SCHEDULES[name]
     results = pool.run(3, follow, schedule, "gradient_allreduce", bucket_bytes, zero)

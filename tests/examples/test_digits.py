@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 import bagua
+from tests.daily import one_in
 from tests.examples.scripts import load_digits, load_script, needs, start
 from tests.rank_pool import RankPool
 
@@ -36,7 +37,7 @@ def run_script(words: list[str]) -> dict[str, float]:
     return {name: value.double().sum().item() for name, value in kept[0].state_dict().items()}
 
 
-@pytest.mark.parametrize("algorithm", [row.name for row in bagua.algorithms.available(builtin_only=True)])
+@pytest.mark.parametrize("algorithm", one_in(2, [row.name for row in bagua.algorithms.available(builtin_only=True)]))
 def test_two_ranks(pool: RankPool, tmp_path: Path, algorithm: str) -> None:
     file = tmp_path / "result.json"
     words = [*SMALLEST, "--algorithm", algorithm, "--bucket-bytes", "100000", "--json", str(file)]

@@ -24,6 +24,7 @@ from bagua.exchanges import (
     scatter_gather,
 )
 from bagua.exchanges import payload_source as source_module
+from tests.daily import one_in
 from tests.exchanges.test_exchanges import values
 from tests.rank_threads import run_threads
 
@@ -106,9 +107,7 @@ def both_of_each(groups: Groups, exchange: Exchange, layouts: Sequence[Sequence[
         both(groups, exchange, sizes, with_hook)
 
 
-@pytest.mark.parametrize("with_hook", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
+@pytest.mark.parametrize(("exchange", "size", "with_hook"), one_in(2, EXCHANGES, [1, 2, 3], [False, True]), ids=str)
 def test_same_bits(exchange: Exchange, size: int, with_hook: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "_CACHED", 1500)
     if size > 1 or not with_hook:  # a single rank exchanges nothing, and the engine does not ask it to
