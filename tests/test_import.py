@@ -24,6 +24,13 @@ assert {"data", "lab", "net"} <= set(bagua.__all__) & set(dir(bagua))
 
 
 @pytest.mark.process
+def test_the_compiler_is_not_imported() -> None:
+    """Hooks that it must not trace are marked where an optimizer is followed, which has imported it."""
+    code = "import sys, bagua; bagua.distribute; assert 'torch' in sys.modules and 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True, timeout=120)
+
+
+@pytest.mark.process
 def test_packages_are_imported_at_their_first_use() -> None:
     subprocess.run([sys.executable, "-c", LAZY], cwd=Path(__file__).parents[1], check=True, timeout=120)
 

@@ -142,12 +142,19 @@ def attach(
 
 
 def hook_optimizer(attachment: Attachment, number: int, optimizer: torch.optim.Optimizer) -> None:
-    """Install hooks that report the steps of `optimizer` to the engine."""
-    before, after = _step_hooks(attachment.steps, number)
+    """Install hooks that report the steps of `optimizer` to the engine.
+
+    Where a step is compiled, the compiler does not trace them. It has been imported when the optimizer was made.
+    """
+    before, after = map(_untraced, _step_hooks(attachment.steps, number))
     attachment.step_hooks[number] = [
         optimizer.register_step_pre_hook(before),
         optimizer.register_step_post_hook(after),
     ]
+
+
+def _untraced(hook: Any) -> Any:
+    return torch.compiler.disable(hook, reason="Bagua exchanges gradients or weights there")
 
 
 def _before_forward(module: nn.Module, _args: Any) -> None:
