@@ -81,11 +81,29 @@ class ZeroOneAdam(MomentumAverage):
             super().on_ready(ctx, bucket)
 
     def on_step_end(self, ctx: Context) -> None:
-        """Exchange at the end of an interval."""
+        """Exchange at the end of an interval; where weights are equal, look for parameters without a second moment."""
         optimizer = self.optimizer(ctx)
         assert isinstance(optimizer, ZeroOneAdamOptimizer)
-        if optimizer.kind(optimizer.num_steps) is not StepKind.MEET:
+        kind = optimizer.kind(optimizer.num_steps)
+        if kind is StepKind.LOCAL:
             return
+        late = optimizer.late([param for bucket in ctx.buckets for param in bucket.params])
+        used = [float(bool(optimizer.state.get(param, {}).get("step"))) for param in late]
+        if kind is StepKind.MEET:
+            used = self._meet(ctx, optimizer, used)
+        if num := sum(map(bool, used)):
+            ctx.notice(
+                f"{self.name}: {num} parameters got their first gradient after var_freeze_step, so they "
+                f"have no second moment to move with; both policies begin anew after {optimizer.num_steps} steps",
+                urgent=True,
+            )
+            optimizer.begin_anew()
+
+    def _meet(self, ctx: Context, optimizer: ZeroOneAdamOptimizer, used: list[float]) -> list[float]:
+        """Exchange; returns the sums over the ranks of `used`, which has the same length on all of them."""
+        votes = torch.tensor(used, device=ctx.buckets[0].flat.device)
+        if used:
+            ctx.launch_sum(votes)
         means = [ctx.scratch("drift", bucket) for bucket in ctx.buckets]
         for bucket, flat in zip(ctx.buckets, means, strict=True):
             optimizer.mean_momenta(bucket.params, bucket.split(flat))
@@ -93,3 +111,4 @@ class ZeroOneAdam(MomentumAverage):
         ctx.commit()
         for bucket, flat in zip(ctx.buckets, means, strict=True):
             optimizer.meet(bucket.params, bucket.split(flat))
+        return votes.tolist()

@@ -56,6 +56,10 @@ class ZeroOneAdam(TwoStage):
     synchronisation weight decay counts for every step of the interval, for parameters too that had a gradient in
     some of them only.
 
+    A parameter whose first gradient comes when no variance step is left has no second moment, and would stay where it
+    is: a layer that is unfrozen late, or added. So the algorithm begins both policies anew then. Without the algorithm,
+    call `begin_anew`.
+
     Gradients within an interval are local:
     use no `GradScaler` there, whose decision to skip a step differs by rank. Checkpoints within an interval
     differ by rank too, weights included; save and load them on each rank.
@@ -117,7 +121,7 @@ class ZeroOneAdam(TwoStage):
         defaults |= {"variance_floor": variance_floor, "decoupled_weight_decay": decoupled_weight_decay}
         defaults |= {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
         defaults |= {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
-        super().__init__(params, {**defaults, "num_steps": 0})
+        super().__init__(params, {**defaults, "num_steps": 0, "begun_after": 0})
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Check the options of a parameter group."""
@@ -131,10 +135,29 @@ class ZeroOneAdam(TwoStage):
         """Steps are counted for all parameters at once: in local steps each rank may use others."""
         super().recount()
         self._num_steps = max(self._num_steps, *(group["num_steps"] for group in self.param_groups))
+        self._begun_after = max(group["begun_after"] for group in self.param_groups)
+
+    def begin_anew(self) -> None:
+        """Begin both policies anew, as after no step; momenta and second moments stay, and learn on.
+
+        What was kept of parameters without a second moment is dropped. Call it on all ranks after the same step, where
+        their weights are equal. The algorithm does so where `late` parameters had a gradient on any rank.
+        """
+        for param in [param for param, slot in self.state.items() if not slot.get("num_updates")]:
+            del self.state[param]  # in local steps only some ranks had a gradient
+        self._begun_after = self._num_steps
+        for group in self.param_groups:
+            group["begun_after"] = self._begun_after
+
+    def late(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Those of `params` without a second moment where no variance step is left; the same on all ranks."""
+        if self._num_steps - self._begun_after <= self.param_groups[0]["var_freeze_step"]:
+            return []
+        return [param for param in params if param.numel() and not self.state.get(param, {}).get("num_updates")]
 
     def kind(self, step: int) -> StepKind:
         """What the ranks exchange in step `step`, counted from 1; the same on all ranks."""
-        options = self.param_groups[0]
+        options, step = self.param_groups[0], max(step - self._begun_after, 1)
         if step <= options["var_freeze_step"]:
             since, kappa = step - 1, options["var_update_scaler"]
             doublings = (since // kappa + 1).bit_length() - 1
@@ -178,6 +201,8 @@ class ZeroOneAdam(TwoStage):
                 group["drift_left"] = left
                 group["drift_size"] = (group.get("drift_size", 0.0) if begun else 0.0) + size / left
             for batch in batches(self.live(group)):
+                for slot in batch[2] if kind is StepKind.EXACT else ():
+                    slot["num_updates"] += 1
                 self._step_batch(group, batch, kind, size, size / left)
         self._num_steps = number
         return loss
@@ -236,8 +261,6 @@ class ZeroOneAdam(TwoStage):
             for weights, slopes, firsts, seconds in ranges(*columns):
                 total = with_decay(slopes, weights, decay)
                 update_moments(total, firsts, seconds, group["betas"])
-            for slot in slots:
-                slot["num_updates"] += 1
         if is_local:
             for param, slot in zip(params, slots, strict=True):
                 if "drift" not in slot:

@@ -191,6 +191,57 @@ def test_ranks_that_use_other_parameters_still_meet(make: Any) -> None:
         assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(weights, results[0], strict=True))
 
 
+def late(team: Team, first: int, user: int | None, unfreezes: bool) -> tuple[list[torch.Tensor], float, int, bool]:
+    """Part 2 gets its first gradient in step `first` + 1, on rank `user` or on all; saved and loaded, too."""
+    torch.manual_seed(0)
+    model = Branches()
+    own = optimizer(model.parameters())
+    algorithm = ZeroOneAdam(codec="minmax_uint8")
+    model.parts[2].requires_grad_(not unfreezes)
+    bagua.distribute(model, own, algorithm, process_group=team, bucket_bytes=100)
+    begun = model.get_parameter("parts.2.weight").detach().clone()
+    for step in range(60):
+        if step == first and unfreezes:
+            model.parts[2].requires_grad_(True)
+            bagua.distribute(model, own, algorithm, process_group=team, bucket_bytes=100)
+        own.zero_grad()
+        uses = unfreezes or (step >= first and user in (None, team.rank))
+        model(
+            torch.randn(3, 4, generator=torch.Generator().manual_seed(step)), [0, 1, *([2] if uses else [])]
+        ).backward()
+        own.step()
+    bagua.average_parameters(model)
+    moved = float((model.get_parameter("parts.2.weight").detach() - begun).abs().max())
+    other = optimizer(model.parameters())
+    other.load_state_dict(own.state_dict())
+    same = all(own.kind(step) is other.kind(step) for step in range(60, 100))
+    weights = [p.detach().clone() for p in model.parameters()]
+    bagua.detach(model)
+    return weights, moved, own.param_groups[0]["begun_after"], same
+
+
+@pytest.mark.parametrize(
+    ("first", "user", "unfreezes", "anew"),
+    [
+        (9, None, False, 0),  # a variance step is left
+        (16, None, False, 17),
+        (16, None, True, 17),
+        (22, 1, False, 24),  # in the interval of steps 23 and 24
+        (22, None, True, 24),
+        (60, None, False, 0),  # never
+    ],
+)
+def test_parameters_that_come_after_the_last_variance_step(
+    first: int, user: int | None, unfreezes: bool, anew: int
+) -> None:
+    """Their second moment was 0 for good, so they stood still without a word."""
+    results = run_teams(2, late, first, user, unfreezes)
+    for weights, moved, begun_after, same in results:
+        assert begun_after == anew and same
+        assert moved > LR if first < 60 else moved == 0
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(weights, results[0][0], strict=True))
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
