@@ -212,3 +212,50 @@ def from_async() -> None:
 
 def test_a_switch_from_async(pool: RankPool) -> None:
     pool.run(2, from_async)
+
+
+class Pair(nn.Module):
+    """A teacher that is a moving average of the student."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(6, 3)
+        self.teacher = nn.Linear(6, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x) - self.teacher(x)
+
+
+def teachers(algorithm: Any) -> tuple[bool, bool, bool]:
+    """Whether the ranks' teachers are equal before an average of the module and after it, and their mean is exact."""
+    model = seeded(Pair, 0)
+    assert isinstance(model, Pair)
+    optimizer = sgd(model.student.parameters())
+    bagua.distribute(model, optimizer, algorithm)
+    students: list[list[Tensor]] = []
+    for step in range(4):
+        train(model, optimizer, [step])
+        students.append([param.detach().clone() for param in model.student.parameters()])
+        with torch.no_grad():
+            for slow, fast in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+    found = of_all(list(model.teacher.parameters()))
+    bagua.average_parameters(model)
+    after = of_all(list(model.teacher.parameters()))
+    with torch.no_grad():
+        for param in model.teacher.parameters():  # as docs/faq.md has it
+            dist.all_reduce(param)
+            param.div_(dist.get_world_size())
+    wanted = [param.detach() for param in seeded(Pair, 0).get_submodule("teacher").parameters()]
+    for each in zip(*of_all(students), strict=True):
+        wanted = [slow.lerp(sum(ranks) / len(ranks), 0.1) for slow, *ranks in zip(wanted, *each, strict=True)]
+    exact = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.teacher.parameters(), wanted, strict=True))
+    return equal(found[0], found[1]), equal(after[0], after[1]), exact
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "alike"), [("gradient_allreduce", True), (LocalSGD(communication_interval=3), False)]
+)
+def test_teachers_that_the_script_updates(pool: RankPool, algorithm: Any, alike: bool) -> None:
+    """They differ where the weights do; their mean is the teacher of the mean student."""
+    assert pool.run(2, teachers, algorithm) == [(alike, alike, True)] * 2

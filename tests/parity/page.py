@@ -34,6 +34,10 @@ groups (gloo, CPU).
 The methods of `bagua.contrib` are not in the tables. Of these `demo`, `dion` and `signsgd` refuse several synchronised
 backward passes before a step, and gradient scalers; accumulation with `no_sync` works.
 
+Parameters that need no gradient are not exchanged after `distribute`. Those that the script updates itself, such as an
+average of the weights (EMA, BYOL, MoCo), differ between ranks with algorithms that exchange weights: see the
+[FAQ](faq.md#training).
+
 Features for which the algorithm does not matter are not in the tables. On GPUs these are tested by
 `tests/engine/test_gpu.py`: `torch.nn.SyncBatchNorm`, fused optimizers with a scaler, the refusal of CUDA graphs.
 
