@@ -124,6 +124,10 @@ class Dion(Algorithm):
     The size of a step does not depend on that of the gradients. So do not clip them. A gradient scaler is refused: it
     would divide the steps by the loss scale. bf16 needs none.
 
+    Which matrices SGD trains is looked up once, at the first backward pass after `bagua.distribute`. The gradients of
+    those that `add_param_group` gives it later are averaged exactly, and a warning says so: call `bagua.distribute`
+    again. A state that was saved before that call does not fit an SGD that has had them from the start.
+
     Call backward once per step, and use `bagua.no_sync` for all passes but the last: a second one would add gradients
     to a step, which raises an error. A pass whose gradients are zeroed has gone into the momenta all the same.
 
@@ -216,6 +220,7 @@ class Dion(Algorithm):
     def setup(self, ctx: Context) -> None:
         """One exchange for each bucket, for its shapes and optimizers."""
         chosen = {param for param, _ in _trained_by_sgd(ctx.optimizers)}
+        ctx.keep("num_chosen", list[int])[:] = [len(chosen)]
         exchanges = ctx.keep("exchanges", dict[int, Exchange])
         every: list[tuple[int, int]] = []
         for bucket in ctx.buckets:
@@ -233,6 +238,13 @@ class Dion(Algorithm):
     def on_backward_end(self, ctx: Context) -> None:
         """The optimizer needs the steps."""
         ctx.wait()
+        num = sum(1 for _ in _trained_by_sgd(ctx.optimizers)) - ctx.keep("num_chosen", list[int])[0]
+        if num > 0:
+            ctx.notice(
+                f"dion: SGD got {num} more parameters after distribute(); their gradients are averaged exactly "
+                "until you call bagua.distribute() again",
+                urgent=True,
+            )
 
 
 def _low_rank(algorithm: Dion, shapes: Sequence[tuple[int, int]], scales: Sequence[float]) -> Orthonormalised:

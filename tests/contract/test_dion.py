@@ -15,13 +15,14 @@ import bagua
 from bagua.algorithms import Algorithm
 from bagua.codecs import Bf16
 from bagua.comm.groups import Groups
+from bagua.comm.team import Team
 from bagua.contrib.dion import Orthonormalised
 from bagua.exchanges import Hierarchical
 from tests.checkpoint.runs import Case
 from tests.checkpoint.test_reshard import change, parts
 from tests.contract.members import CONTRIB_ALGORITHMS
 from tests.low_rank_gradients import degenerate, normal
-from tests.rank_threads import run_threads
+from tests.rank_threads import run_teams, run_threads
 
 STEPS, LR, DECAY, MOMENTUM, LEAST = 8, 0.05, 0.1, 0.9, 2.0**-16
 SHAPES = ((12, 9), (1, 13), (9, 16), (12, 9), (2, 3))  # (1, n) are vectors
@@ -407,3 +408,45 @@ def test_the_mean_momentum_outlives_another_number_of_ranks(sizes: tuple[int, in
             want, got = (torch.stack(each).mean(0) for each in (copies, new[key]))
             torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
     assert all(torch.equal(state["model"]["inner.weight"], later[0]["model"]["inner.weight"]) for state in later)
+
+
+def added(team: Team, anew: bool) -> tuple[bool, bool]:
+    """SGD gets a second matrix. Whether a notice asks for `distribute`, and whether the saved state has both."""
+
+    def made() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+
+    def train(model: nn.Module, sgd: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(3, 6)).square().sum().backward()
+            sgd.step()
+
+    model = made()
+    sgd = torch.optim.SGD(model[0].parameters(), lr=LR)
+    bagua.distribute(model, sgd, dion(), process_group=team)
+    train(model, sgd)
+    sgd.add_param_group({"params": list(model[1].parameters())})
+    if anew:
+        bagua.distribute(model, sgd, dion(), process_group=team)
+    train(model, sgd)
+    told = any("call bagua.distribute() again" in notice for notice in bagua.stats(model).notices)
+    state = bagua.state_dict(model)
+    bagua.detach(model)
+    other = made()
+    sgd = torch.optim.SGD(other.parameters(), lr=LR)
+    bagua.distribute(other, sgd, dion(), process_group=team)
+    try:
+        bagua.load_state_dict(other, state)
+        train(other, sgd)
+    except ValueError:
+        return told, False
+    finally:
+        bagua.detach(other)
+    return told, True
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_matrices_that_sgd_gets_later(anew: bool) -> None:
+    """Those are orthonormalised from the next `distribute` on; without, a notice says that they are not."""
+    assert run_teams(2, added, anew) == [(not anew, anew)] * 2
