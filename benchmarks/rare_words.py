@@ -101,13 +101,14 @@ def _rank_main(rank: int, answer: Path, seeds: Sequence[int], steps: int) -> Non
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=lambda text: [int(each) for each in text.split(",")], default=[101, 102, 103])
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--seeds", default="101,102,103", help="of words, models and draws")
+    parser.add_argument("--steps", type=int, default=600, help="of training")
+    parser.add_argument("--json", type=Path, default=None, help="write the results to this file")
     options = parser.parse_args(argv)
+    seeds = [int(each) for each in options.seeds.split(",")]
     with TemporaryDirectory() as folder:
         answer = Path(folder) / "found.json"
-        run_ranks(_rank_main, RANKS, answer, options.seeds, options.steps)
+        run_ranks(_rank_main, RANKS, answer, seeds, options.steps)
         found: dict[str, Any] = json.loads(answer.read_text())
     exact = found["full precision"]
     for name, runs in found.items():
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         moved = max(run["unused_rms"] for run in runs)
         print(f"{name:28} loss {losses}  behind {sum(behind) / len(behind):+.2f} %  unused words moved {moved:.4f}")
     if options.json is not None:
-        settings = {"seeds": options.seeds, "steps": options.steps, "torch": torch.__version__}
+        settings = {"seeds": seeds, "steps": options.steps, "torch": torch.__version__}
         options.json.write_text(json.dumps({"settings": settings, "runs": found}, indent=1) + "\n")
     return 0
 

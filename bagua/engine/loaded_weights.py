@@ -17,6 +17,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def note_load(state: TrainingState, params: Iterable[Tensor]) -> None:
     """Before weights are loaded: keep a sum of what they are. Before the first step nothing needs to be told."""
+    state.loaded_first |= not state.step
     if state.step and state.before_load is None and _keeps_weights(state):
         state.before_load = weight_sums(params)
 

@@ -258,7 +258,10 @@ class StepTracker:
         if self._begun_at_weights or state.step or self.fault_tolerant or algorithm.payload is not Payload.PARAM:
             return
         self._begun_at_weights, self._starts = True, self._starts + 1
-        if algorithm.keeps_weights:
+        if algorithm.exactness is Exactness.ASYNCHRONOUS and algorithm.keeps_weights:
+            if not state.loaded_first:  # it waits for nobody, and scripts load alike on all ranks
+                return
+        elif algorithm.keeps_weights:
             sums = encode(weight_sums(self._inventory.trainable.values()))
             what, key = "agreement on the first weights", f"weights/{self._key}/{self._starts}"
             all_sums = self._team.all_gather_bytes_once(what, key, sums, self._failures.check_members)

@@ -133,9 +133,7 @@ def load_and_look_at_the_base(algorithm: Algorithm) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
     bagua.distribute(model, optimizer, algorithm)
     weights = torch.nn.Linear(4, 4).state_dict()
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(weights[name])
+    model.load_state_dict(weights)
     engine = attachments[model].engine
     assert engine.buckets
     model(torch.ones(2, 4)).square().mean().backward()
