@@ -286,8 +286,7 @@ class DiLoCo(Algorithm):
                 launch_used_rows(ctx, due)
             ctx.commit()
             if self._clears_idle_rows(ctx):
-                for bucket in due:
-                    clear_idle_rows(ctx, bucket, self._delta(ctx, bucket))
+                clear_idle_rows(ctx, due, [self._delta(ctx, bucket) for bucket in due])
             self._outer_step(ctx, due)
 
     def _means(self, ctx: Context) -> bool:

@@ -166,8 +166,7 @@ class GradientAllReduce(Algorithm):
         """The optimizer needs the means."""
         ctx.wait()
         if self._clears_idle_rows(ctx):
-            for bucket in ctx.buckets:
-                clear_idle_rows(ctx, bucket, bucket.flat)
+            clear_idle_rows(ctx, ctx.buckets, [bucket.flat for bucket in ctx.buckets])
 
     def on_step_begin(self, ctx: Context) -> None:
         """Only parameters that make a step are corrected."""

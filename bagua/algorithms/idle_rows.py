@@ -5,7 +5,7 @@ Source: docs/design/0023-rows-that-nobody-uses.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,13 +30,11 @@ class _Rows:
 
     Attributes:
         own: of each bucket, [K] bool for K rows: whether this rank has something that is not zero there.
-        words: all ranks' numbers, packed: [W] fp32.
-        order: indices of the buckets in `words`.
+        words: all ranks' numbers, packed: [W] fp32; None: nothing was launched since rows were cleared.
     """
 
     own: dict[int, Tensor] = field(default_factory=dict)
     words: Tensor | None = None
-    order: tuple[int, ...] = ()
 
 
 def note_used_rows(ctx: Context, bucket: Bucket, sent_N: Tensor | None = None) -> None:
@@ -58,14 +56,13 @@ def note_used_rows(ctx: Context, bucket: Bucket, sent_N: Tensor | None = None) -
     _rows(ctx).own[bucket.index] = used
 
 
-def launch_used_rows(ctx: Context, buckets: Iterable[Bucket]) -> None:
+def launch_used_rows(ctx: Context, buckets: Sequence[Bucket]) -> None:
     """Queue the sum over all ranks of what was noted of `buckets`; `ctx.wait` waits for it.
 
     Bytes: 4 for each `floor(24 / log2(R + 1))` rows with R ranks, in one small sum.
     """
     rows, base = _rows(ctx), ctx.groups.size + 1
-    rows.order = tuple(bucket.index for bucket in buckets)
-    flags = torch.cat([rows.own[index] for index in rows.order])
+    flags = torch.cat([rows.own[bucket.index] for bucket in buckets])
     powers = _powers(ctx, base, flags.device)
     padded = torch.nn.functional.pad(flags, (0, -len(flags) % len(powers))).view(-1, len(powers))
     rows.words = (padded * powers).sum(1).float()
@@ -73,22 +70,28 @@ def launch_used_rows(ctx: Context, buckets: Iterable[Bucket]) -> None:
 
 
 @torch.no_grad()
-def clear_idle_rows(ctx: Context, bucket: Bucket, result_N: Tensor) -> None:
-    """Set rows to zero for which no rank has sent anything, after `ctx.wait`.
+def clear_idle_rows(ctx: Context, buckets: Sequence[Bucket], results: Sequence[Tensor]) -> None:
+    """Set rows to zero for which no rank has sent anything, after `ctx.wait`. A lost step may not have launched any.
 
     Args:
         ctx: of the algorithm.
-        bucket: one of those of `launch_used_rows`.
-        result_N: [N], of the exchange.
+        buckets: those of `launch_used_rows`.
+        results: of each its [N], of the exchange.
     """
     rows, base = _rows(ctx), ctx.groups.size + 1
-    assert rows.words is not None
-    begin = sum(len(rows.own[index]) for index in rows.order[: rows.order.index(bucket.index)])
-    num = len(rows.own[bucket.index])
-    powers = _powers(ctx, base, result_N.device)
-    lo, hi = begin // len(powers), -(-(begin + num) // len(powers))
-    counts = rows.words[lo:hi, None].long() // powers % base
-    idle = counts.view(-1)[begin - lo * len(powers) :][:num] == 0
+    words, rows.words = rows.words, None
+    if words is None:
+        return
+    powers = _powers(ctx, base, words.device)
+    idle = (words[:, None].long() // powers % base).view(-1) == 0
+    begin = 0
+    for bucket, result_N in zip(buckets, results, strict=True):
+        num = len(rows.own[bucket.index])
+        _clear(ctx, bucket, result_N, idle[begin : begin + num])
+        begin += num
+
+
+def _clear(ctx: Context, bucket: Bucket, result_N: Tensor, idle: Tensor) -> None:
     if _runs_flat(bucket):
         lengths = _lengths(ctx, bucket)
         result_N.masked_fill_(idle.repeat_interleave(lengths, output_size=result_N.numel()), 0)

@@ -44,6 +44,7 @@ def check_survivors(job: Job, places: list[int], lost: str) -> None:
         (0, "bytegrad", {"codec": "int4"}),  # the first one also serves the store in which the groups meet
         (2, "power_sgd", {}),
         (1, "qadam", {"codec": "sign"}),
+        (1, "gradient_allreduce", {"codec": "eden:bits=2"}),  # and a sum of the rows that are used
         (0, "one_bit_lamb", {}),
         (2, CONTRIB_ALGORITHMS["dion"](), {}),
         (1, bagua.algorithms.Warmup(5, "gradient_allreduce", "bytegrad"), {}),
