@@ -12,10 +12,13 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
 import threading
+from multiprocessing.util import Finalize
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -116,27 +119,35 @@ def ignore_sigterm(worker_id: int = 0) -> None:
     """For `DataLoader(worker_init_fn=...)`: keeps a worker alive after SIGTERM, so that the rank can still commit.
 
     The launcher sends SIGTERM to a rank's whole process group. A worker that ends takes the rank with it. One that
-    ignores the signal ends when its rank does, or when its rank sends the signal, as at the end of a script for
-    workers that are still there (`persistent_workers=True`). Where Python has no `signal.sigwaitinfo` (macOS) it
-    ignores all, and a script that ends with such workers would wait for them: delete the loader before.
+    ignores the signal ends when its rank does. At the end of a script the rank kills workers that are still there, as
+    with `persistent_workers=True`, for which Python would wait for ever; where there is no /proc (macOS), delete such a
+    loader yourself.
 
     Examples:
         >>> from torch.utils.data import DataLoader
         >>> loader = DataLoader(inputs, num_workers=1, worker_init_fn=bagua.elastic.ignore_sigterm)
     """
-    rank = multiprocessing.parent_process()
-    if rank is None or rank.pid is None or not hasattr(signal, "sigwaitinfo"):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return
-    # Blocked, the signal waits for the thread, which learns who has sent it; later threads inherit that.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_for, args=(rank.pid,), name="bagua-elastic-worker", daemon=True).start()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _end_for(pid: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != pid:
-        pass
-    os._exit(0)  # another status would be the failure of a worker for DataLoader
+def _kill_ignoring() -> None:
+    """At the end of a script, before multiprocessing sends SIGTERM to daemonic processes and waits for them."""
+    kept = [each for each in multiprocessing.active_children() if each.daemon and _ignores_sigterm(each.pid)]
+    if kept and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would report them as failed
+    for each in kept:
+        each.kill()
 
 
+def _ignores_sigterm(pid: int | None) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it has ended, or there is no /proc
+        return False
+    found = re.search(r"^SigIgn:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) & 1 << signal.SIGTERM - 1)
+
+
+# In the rank, which imports this module with the function that it gives to its loader.
+Finalize(None, _kill_ignoring, exitpriority=100)
 shield = ignore_sigterm  # its name until 2026-11-28

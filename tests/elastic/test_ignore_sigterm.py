@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from bagua import elastic
 
 def main():
+    global loader  # is there at the end
     loader = DataLoader(
         torch.arange(8.0), num_workers=2, worker_init_fn=elastic.ignore_sigterm,
         persistent_workers=sys.argv[1] == "persistent", multiprocessing_context=sys.argv[2],

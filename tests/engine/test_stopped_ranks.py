@@ -83,7 +83,7 @@ def check(
     with tempfile.TemporaryDirectory() as folder:
         messages = pool.run(
             *(size, train_with, stopped, phase, algorithm, options, free_port(), str(Path(folder))),
-            *(3.0,),
+            *(6.0,),  # the ranks meet within it, too
             init=False,
             stops=[stopped],
             timeout_s=90,
