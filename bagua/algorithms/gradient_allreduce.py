@@ -181,10 +181,13 @@ class GradientAllReduce(Algorithm):
             share = share_of_noise(codec, num_encoding(ctx, bool(self.hierarchical)), gather_codec)
             denoise_second_moments(ctx, share, scaled)
 
-    def _clears_idle_rows(self, ctx: Context) -> bool:
+    @cached_property
+    def _loses_zeros(self) -> bool:
         """What error feedback has put into a row is made up for later."""
-        apart = num_encoding(ctx, bool(self.hierarchical)) > 1
-        return apart and not self._feedback and loses_zeros(*self._codecs)
+        return not self._feedback and loses_zeros(*self._codecs)
+
+    def _clears_idle_rows(self, ctx: Context) -> bool:
+        return self._loses_zeros and num_encoding(ctx, bool(self.hierarchical)) > 1
 
     def _denoises(self, ctx: Context) -> bool:
         codec, hierarchical = codecs.get(self.codec), bool(self.hierarchical)
