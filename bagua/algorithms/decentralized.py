@@ -185,10 +185,7 @@ class Decentralized(Algorithm):
     def setup(self, ctx: Context) -> None:
         """Prepare the exchange; the moments at hand are taken as they are."""
         ctx.prepare(self.exchange)
-        if self._means(ctx):
-            set_up_mean_moments(ctx)
-        if self._scales(ctx):
-            set_up_second_moments(ctx)
+        self.on_start(ctx)
         self._samples.set_up(ctx)
 
     def on_start(self, ctx: Context) -> None:

@@ -229,10 +229,7 @@ class DiLoCo(Algorithm):
                 "lower bucket_bytes or fragments"
             )
         ctx.prepare(self.exchange)
-        if self._means(ctx):
-            set_up_rounds(ctx, self.interval)
-        if self._scales(ctx):
-            set_up_second_moments(ctx)
+        self._set_up_moments(ctx)
         for bucket in ctx.buckets:
             wide = bucket.flat.element_size() >= 4
             anchor = ctx.tensor("anchor", bucket, bucket.flat if wide else bucket.flat.float())
@@ -244,12 +241,15 @@ class DiLoCo(Algorithm):
 
     def on_start(self, ctx: Context) -> None:
         """The weights are the first anchor."""
+        self._set_up_moments(ctx)
+        for bucket in ctx.buckets:
+            ctx.tensor("anchor", bucket).copy_(bucket.flat)
+
+    def _set_up_moments(self, ctx: Context) -> None:
         if self._means(ctx):
             set_up_rounds(ctx, self.interval)
         if self._scales(ctx):
             set_up_second_moments(ctx)
-        for bucket in ctx.buckets:
-            ctx.tensor("anchor", bucket).copy_(bucket.flat)
 
     def on_step_begin(self, ctx: Context) -> None:
         """Moments are inferred from the optimizers' steps alone."""
@@ -282,10 +282,11 @@ class DiLoCo(Algorithm):
         if due and not self.delay:
             if self._means(ctx):
                 launch_round_votes(ctx, self.interval)
-            if self._clears_idle_rows(ctx):
+            clears = self._clears_idle_rows(ctx)
+            if clears:
                 launch_used_rows(ctx, due)
             ctx.commit()
-            if self._clears_idle_rows(ctx):
+            if clears:
                 clear_idle_rows(ctx, due, [self._delta(ctx, bucket) for bucket in due])
             self._outer_step(ctx, due)
 

@@ -120,8 +120,9 @@ def _runs_flat(bucket: Bucket) -> bool:
 
 def _used_of_flat(ctx: Context, bucket: Bucket, sent_N: Tensor) -> Tensor:
     counts = torch.nn.functional.pad((sent_N != 0).cumsum(0, dtype=torch.int32), (1, 0))
-    ends = torch.nn.functional.pad(_lengths(ctx, bucket).cumsum(0), (1, 0))
-    return counts[ends].diff() != 0
+    lengths = _lengths(ctx, bucket)
+    bounds = ctx.keep(f"bounds of rows {bucket.index}", lambda: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
+    return counts[bounds].diff() != 0
 
 
 def _used_of_parts(bucket: Bucket, parts: Sequence[Tensor | None]) -> Tensor:

@@ -153,15 +153,12 @@ class LocalSGD(Algorithm):
 
     def setup(self, ctx: Context) -> None:
         """Prepare the exchange; the second moments at hand are taken as they are."""
-        means, scales = self._means(ctx), self._scales(ctx)  # first: they are resolved once, with this name in notices
+        _ = self._means(ctx), self._scales(ctx)  # first: they are resolved once, with this name in notices
         if self._changes is not None:
             self._changes.setup(ctx)
             return
         ctx.prepare(self.exchange)
-        if means:
-            set_up_rounds(ctx, self.interval)
-        if scales:
-            set_up_second_moments(ctx)
+        self.on_start(ctx)
 
     def on_start(self, ctx: Context) -> None:
         """Weights and moments at hand are those of the first round."""

@@ -54,10 +54,6 @@ def start(args: Namespace, prog: str) -> int:
 
 
 def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None) -> int:
-    if not _only_once(args):
-        # Shared with the launcher's own store, a restarted gloo group finds the addresses of the attempt before
-        # it. A store of its own listens on a port that was free a moment ago.
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     _keep_nohup(args)
     _silence_numpy()
     tolerant: fault_tolerant.Settings | None = None
@@ -76,6 +72,11 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
+    fewest, most = parse_nnodes(args.nnodes)
+    if tolerant is not None or args.max_restarts or fewest != most:
+        # Shared with the launcher's own store, a restarted gloo group finds the addresses of the attempt before
+        # it. A store of its own listens on a port that was free a moment ago: not where there is one attempt.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     _set_threads(num_ranks, prog)
     nested = "TORCHELASTIC_ERROR_FILE" in os.environ
     if forks is not None:
@@ -117,15 +118,6 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
             del os.environ[memory.VARIABLE]
             held.close()
     return 0
-
-
-def _only_once(args: Namespace) -> bool:
-    """Whether there is one attempt: no restart, and no nodes that come or go."""
-    try:
-        fewest, most = parse_nnodes(args.nnodes)
-    except ValueError:
-        return False  # refused below
-    return args.max_restarts == 0 and fewest == most and not args.fault_tolerant
 
 
 def _num_ranks(args: Namespace) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bagua.elastic.sampler_base import ElasticSampler
+from bagua.sampling import checked_count
 
 __all__ = ["Resharded"]
 
@@ -89,14 +90,20 @@ class Resharded(ElasticSampler[_History]):
         """Continue the next iteration where `state` was taken, by any number of ranks.
 
         Raises:
-            ValueError: it was taken with other data, or of another kind of sampler.
+            ValueError: it was taken with other data, or of another kind of sampler. Or it is damaged.
         """
         if "history" not in state:
             raise ValueError("sampler: the state is not of a Resharded; it has no history")
         if state.get("num_samples") != self.num_samples:
             raise ValueError(f"sampler: num_samples was {state.get('num_samples')!r} and is {self.num_samples}")
-        self.epoch = state["epoch"]
-        self._go_to(tuple((int(size), int(num)) for size, num in state["history"]))
+        epoch, history = checked_count("sampler: epoch of the state", state.get("epoch")), state["history"]
+        what = "sampler: history of the state"
+        if not isinstance(history, list | tuple) or any(len(each) != 2 for each in history):
+            raise ValueError(f"{what}: expected pairs of numbers, got {history!r}")
+        pairs = ((checked_count(what, size), checked_count(what, num)) for size, num in history)
+        place = tuple(pairs)
+        self.epoch = epoch
+        self._go_to(place)
 
     def _here(self, history: _History) -> int:
         return history[-1][1] if self._goes_on(history) else 0

@@ -311,7 +311,7 @@ class Engine:
 
     def weights_are_loaded(self) -> None:
         """`load_state_dict` of the module, or of a part of it, is about to replace weights."""
-        note_load(self.state, self.inventory.trainable.values())
+        note_load(self.state)
 
     def form_of(self, saved: object) -> Algorithm | None:
         """The form of the algorithm that a state was saved with, as text; None: a state of another algorithm."""

@@ -262,7 +262,7 @@ class StepTracker:
             if not state.loaded_first:  # it waits for nobody, and scripts load alike on all ranks
                 return
         elif algorithm.keeps_weights:
-            sums = encode(weight_sums(self._inventory.trainable.values()))
+            sums = encode(weight_sums(state))
             what, key = "agreement on the first weights", f"weights/{self._key}/{self._starts}"
             all_sums = self._team.all_gather_bytes_once(what, key, sums, self._failures.check_members)
             if any(each != sums for each in all_sums):
@@ -285,7 +285,7 @@ class StepTracker:
             self.forward_begins()
         if self._watch.pass_begins() and not self.nesting.inside:
             look_for_steps(self._watch, self._state)
-        tell_of_loaded_weights(self._state, self._inventory.trainable.values())
+        tell_of_loaded_weights(self._state)
         if self._passed:
             refuse_second_pass(self._state.algorithm, list(self._inventory.trainable.values()), self._reducer.first)
         if self.chooser is not None:
