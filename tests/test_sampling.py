@@ -5,39 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
-from bagua.data import (
-    LoadBalancingDistributedBatchSampler,
-    LoadBalancingDistributedSampler,
-    TokenBudgetBatchSampler,
-)
 from bagua.elastic import Resharded, Sampler
+from tests.data_samplers import LENGTHS, make_balanced, make_batches, make_tokens
 from tests.rank_pool import RankPool
 from tests.sampler_script import RunsAhead, Script, flat
 
-LENGTHS = torch.randint(5, 60, (90,), generator=torch.Generator().manual_seed(1)).tolist()
 SAMPLES: Any = range(len(LENGTHS))
-
-
-def make_tokens(indices: Sequence[int], size: int, rank: int) -> TokenBudgetBatchSampler:
-    return TokenBudgetBatchSampler([LENGTHS[i] for i in indices], 150, num_replicas=size, rank=rank)
-
-
-def make_balanced(indices: Sequence[int], size: int, rank: int) -> LoadBalancingDistributedSampler:
-    return LoadBalancingDistributedSampler(indices, [LENGTHS[i] for i in indices], size, rank)
-
-
-def make_batches(indices: Sequence[int], size: int, rank: int) -> LoadBalancingDistributedBatchSampler:
-    return LoadBalancingDistributedBatchSampler(
-        make_balanced(indices, size, rank), lambda ids: [ids[at : at + 4] for at in range(0, len(ids), 4)]
-    )
-
 
 SAMPLERS = {
     "elastic": lambda: Sampler(SAMPLES, num_replicas=2, rank=1),

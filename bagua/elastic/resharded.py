@@ -96,12 +96,12 @@ class Resharded(ElasticSampler[_History]):
             raise ValueError("sampler: the state is not of a Resharded; it has no history")
         if state.get("num_samples") != self.num_samples:
             raise ValueError(f"sampler: num_samples was {state.get('num_samples')!r} and is {self.num_samples}")
-        epoch, history = checked_count("sampler: epoch of the state", state.get("epoch")), state["history"]
-        what = "sampler: history of the state"
-        if not isinstance(history, list | tuple) or any(len(each) != 2 for each in history):
+        epoch, what = checked_count("sampler: epoch of the state", state.get("epoch")), "sampler: history of the state"
+        history = state["history"]
+        pairs = isinstance(history, list | tuple) and all(isinstance(each, list | tuple) for each in history)
+        if not pairs or any(len(each) != 2 for each in history):
             raise ValueError(f"{what}: expected pairs of numbers, got {history!r}")
-        pairs = ((checked_count(what, size), checked_count(what, num)) for size, num in history)
-        place = tuple(pairs)
+        place = tuple((checked_count(what, size), checked_count(what, num)) for size, num in history)
         self.epoch = epoch
         self._go_to(place)
 

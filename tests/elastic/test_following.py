@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from bagua.elastic import following
 from bagua.elastic.following import Following
 from bagua.engine.recovery.progress import Progress
 from bagua.errors import CommunicationError
+from tests.sampler_script import RunsAhead
 
 EPOCHS = 3
 
@@ -42,32 +42,6 @@ class Gate:
         opening, self.opening = self.opening, None
         if opening is not None:
             opening()
-
-
-class Loader:
-    """A `DataLoader` that asks the sampler for some batches in advance, as one with workers does."""
-
-    def __init__(self, sampler: elastic.Sampler, batch_size: int | None, ahead: int) -> None:
-        self.batch_sampler = sampler if batch_size is None else None
-        self.sampler, self.batch_size, self._ahead = sampler, batch_size, ahead
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = self._batches()
-        return self._rest(list(itertools.islice(batches, self._ahead)), batches)  # asked for before the first is taken
-
-    def _rest(self, waiting: list[list[int]], batches: Iterator[list[int]]) -> Iterator[list[int]]:
-        for batch in batches:
-            waiting.append(batch)
-            yield waiting.pop(0)
-        yield from waiting
-
-    def _batches(self) -> Iterator[list[int]]:
-        if self.batch_size is None:
-            yield from self.sampler
-            return
-        samples = list(self.sampler)
-        for at in range(0, len(samples), self.batch_size):
-            yield samples[at : at + self.batch_size]
 
 
 class Halving:
@@ -114,7 +88,7 @@ class Rank:
         self.user: dict[str, Any] = {"scheduler": Halving(self.optimizer), "steps": 0, "epochs": []}
         self.following = Following(module, self.optimizer, self.sampler, self.user, self._resized)
         self.following.restore()
-        self._loop = self._train(Loader(self.sampler, world.batch_size, world.ahead))
+        self._loop = self._train(RunsAhead(self.sampler, world.batch_size, world.ahead))
 
     def _resized(self, change: elastic.Resize) -> None:
         self.resizes.append((change.old, change.new))
@@ -350,6 +324,6 @@ def test_an_epoch_that_is_over_is_not_begun_again(monkeypatch: pytest.MonkeyPatc
         rank.advance()
     rank.end_step(True)
     sampler.go_on()  # as when the members have changed meanwhile
-    again = rank.following.track(Loader(sampler, None, 1), 1)
+    again = rank.following.track(RunsAhead(sampler, None, 1), 1)
     with pytest.raises(RuntimeError, match=r"sampler: epoch 1 is over; call sampler.set_epoch\(\)"):
         next(again)

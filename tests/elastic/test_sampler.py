@@ -13,33 +13,12 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from bagua import elastic
-from bagua.data import (
-    LoadBalancingDistributedBatchSampler,
-    LoadBalancingDistributedSampler,
-    TokenBudgetBatchSampler,
-)
 from bagua.elastic import Resharded, Sampler
+from tests.data_samplers import LENGTHS, make_balanced, make_batches, make_tokens
 from tests.rank_pool import RankPool
 
 DATA = range(101)
 HUNDRED: Any = list(range(100))
-
-
-LENGTHS = torch.randint(5, 60, (90,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-def make_tokens(indices: Sequence[int], size: int, rank: int) -> TokenBudgetBatchSampler:
-    return TokenBudgetBatchSampler([LENGTHS[i] for i in indices], 150, num_replicas=size, rank=rank)
-
-
-def make_balanced(indices: Sequence[int], size: int, rank: int) -> LoadBalancingDistributedSampler:
-    return LoadBalancingDistributedSampler(indices, [LENGTHS[i] for i in indices], size, rank)
-
-
-def make_batches(indices: Sequence[int], size: int, rank: int) -> LoadBalancingDistributedBatchSampler:
-    return LoadBalancingDistributedBatchSampler(
-        make_balanced(indices, size, rank), lambda ids: [ids[at : at + 4] for at in range(0, len(ids), 4)]
-    )
 
 
 def ranks(size: int, state: dict[str, Any] | None = None, **options: Any) -> list[Sampler]:
@@ -241,6 +220,10 @@ def test_as_many_ranks_go_on_with_the_same_plan() -> None:
         Resharded(make_tokens, 91, num_replicas=2, rank=0).load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match="the state is not of a Resharded"):
         second.load_state_dict(Sampler(range(len(LENGTHS)), num_replicas=2, rank=0).state_dict())
+    for damage in ({"epoch": -1}, {"history": None}, {"history": [[2]]}, {"history": [[2, -1]]}, {"history": [3]}):
+        (key,) = damage
+        with pytest.raises(ValueError, match=f"sampler: {key} of the state: expected"):
+            second.load_state_dict({**first.state_dict(), **damage})
     with pytest.raises(ValueError, match="num_samples"):
         Resharded(make_tokens, 0, num_replicas=2, rank=0)
 
