@@ -105,7 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=600, help="of training")
     parser.add_argument("--json", type=Path, default=None, help="write the results to this file")
     options = parser.parse_args(argv)
-    seeds = [int(each) for each in options.seeds.split(",")]
+    try:
+        seeds = [int(each) for each in options.seeds.split(",")]
+    except ValueError:
+        parser.error(f"--seeds: expected numbers with commas between, got {options.seeds!r}")
     with TemporaryDirectory() as folder:
         answer = Path(folder) / "found.json"
         run_ranks(_rank_main, RANKS, answer, seeds, options.steps)
