@@ -12,10 +12,11 @@ from bagua.comm.store_team import decode, encode
 from bagua.engine.announcer import Announcer, Moment
 from bagua.engine.binding import Binding
 from bagua.engine.choosing import Chooser, EngineChoices
+from bagua.engine.first_weights import FirstWeights
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.stream_lane import StreamLane
-from bagua.engine.loaded_weights import tell_of_loaded_weights, weight_sums
+from bagua.engine.loaded_weights import tell_of_loaded_weights
 from bagua.engine.missing_steps import look_for_steps
 from bagua.engine.nested_steps import Nesting
 from bagua.engine.parts import ExchangeParts, TrainingParts
@@ -88,8 +89,7 @@ class StepTracker:
         self._warned = False  # of quality, if nothing takes over
         self._watch = PassWatch(list(self._inventory.parameters.values()))
         self._withheld = Withheld()
-        self._starts = 0  # how often training was begun with the weights of then
-        self._begun_at_weights = False
+        self._first_weights = FirstWeights(training, exchanges)
 
     @property
     def fault_tolerant(self) -> bool:
@@ -131,7 +131,7 @@ class StepTracker:
                 self.announce(Moment.FORWARD)
             if self._exchanges and not self.step_begun and not self._failures.step_is_lost:
                 if _acts_on_forward(state.algorithm):
-                    self._take_weights()
+                    self._first_weights.begin()
                 state.algorithm.on_forward(self._ctx)
 
     def is_to_broadcast_buffers(self) -> bool:
@@ -245,31 +245,8 @@ class StepTracker:
 
         Where one optimizer steps less often than another, the end of a step is noticed at the next forward pass only.
         """
-        self.stepped, self._begun_at_weights = set(stepped), bool(stepped)
+        self.stepped, self._first_weights.settled = set(stepped), bool(stepped)
         self.step_begun = self.forward_seen = bool(stepped)
-
-    def _take_weights(self) -> None:
-        """Before the first step: weights or moments may have been loaded since `distribute`, so begin with these.
-
-        What ranks keep of each other's weights begins anew only if they hold the same. All ranks pass here. With fault
-        tolerance weights are loaded before `distribute`, and a newcomer must not wait for the others here.
-        """
-        state, algorithm = self._state, self._state.algorithm
-        if self._begun_at_weights or state.step or self.fault_tolerant or algorithm.payload is not Payload.PARAM:
-            return
-        self._begun_at_weights, self._starts = True, self._starts + 1
-        if algorithm.exactness is Exactness.ASYNCHRONOUS and algorithm.keeps_weights:
-            if not state.loaded_first:  # it waits for nobody, and scripts load alike on all ranks
-                return
-        elif algorithm.keeps_weights:
-            sums = encode(weight_sums(state))
-            what, key = "agreement on the first weights", f"weights/{self._key}/{self._starts}"
-            all_sums = self._team.all_gather_bytes_once(what, key, sums, self._failures.check_members)
-            if any(each != sums for each in all_sums):
-                state.notice("ranks begin with different weights, as they were changed since bagua.distribute()")
-                return
-            self._dispatcher.renew()
-        algorithm.on_start(self._ctx)
 
     # -- moments, called by the reducer --------------------------------------------------------------------------
 
@@ -313,7 +290,7 @@ class StepTracker:
             return
         self._dispatcher.check_alive()
         if not _acts_on_forward(state.algorithm):
-            self._take_weights()
+            self._first_weights.begin()
         if self._inventory.sparse and self._team.size > 1:
             with self._dispatcher.side_exchange("sparse gradients") as group:
                 exchange_sparse(self._inventory.sparse, group, getattr(state.algorithm, "average", True))
