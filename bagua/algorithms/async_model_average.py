@@ -205,8 +205,7 @@ class AsyncModelAverage(Algorithm):
     def _set_up_changes(self, ctx: Context, rounds: _Rounds) -> None:
         """All ranks begin with the same base: their weights, or the mean of the first round where these may differ."""
         rounds.whole = ctx.fault_tolerant
-        if rounds.whole:
-            ctx.prepare(self._first)
+        ctx.prepare(self._first)
         for bucket in ctx.buckets:
             ctx.scratch("base", bucket).copy_(bucket.flat)
 
@@ -216,15 +215,14 @@ class AsyncModelAverage(Algorithm):
         return not self._codec.lossless
 
     def on_start(self, ctx: Context) -> None:
-        """The weights are the base, and the moments at hand those that rounds begin with."""
+        """The weights are no longer the base, and the moments at hand are those that rounds begin with."""
         if fit_scaling(self.scale_second_moment, ctx, self.name):
             set_up_second_moments(ctx)
         rounds = ctx.keep("rounds", _Rounds)
         if rounds.moments is not None:
             rounds.moments = _first_moments(ctx)
         if self.keeps_weights and rounds.lane is not None:
-            for bucket in ctx.buckets:
-                ctx.scratch("base", bucket).copy_(bucket.flat)
+            rounds.whole |= any(not torch.equal(ctx.scratch("base", each), each.flat) for each in ctx.buckets)
 
     def on_step_end(self, ctx: Context) -> None:
         """Add the difference if it is there; begin the next round if it is time. Never waits."""
@@ -269,12 +267,12 @@ class AsyncModelAverage(Algorithm):
                 rounds.moments.note_weights(ctx)
 
     def on_load(self, ctx: Context) -> None:
-        """Drop the round in flight: it belongs to other weights."""
+        """Drop the round in flight, and what changes are counted from: both belong to other weights."""
         rounds = ctx.keep("rounds", _Rounds)
         if rounds.pending is not None:
             rounds.pending.settle()
-            rounds.whole &= not rounds.pending.on  # the others have taken it over
             rounds.pending = None
+        rounds.whole = self.keeps_weights
         if rounds.moments is not None:
             rounds.moments = DelayedMoments(ctx)
             rounds.moments.call_off()
@@ -284,14 +282,14 @@ class AsyncModelAverage(Algorithm):
 
     def _begin(self, ctx: Context, gate: Gate, lane: BackgroundLane, made: Tensor | None) -> _Round:
         whole = ctx.keep("rounds", _Rounds).whole
-        this = _Round(ctx.step, time.monotonic(), made)
+        this = _Round(ctx.step, time.monotonic(), made, whole)
         copies = [(bucket.flat, ctx.scratch("snapshot", bucket)) for bucket in ctx.buckets]
         if copies[0][0].device.type != "cpu":
             _take(this, copies)  # only enqueued, in front of the next step
         for bucket in ctx.buckets:
             snapshot, mean = ctx.scratch("snapshot", bucket), ctx.scratch("mean", bucket)
             base = None if self._codec.lossless else ctx.scratch("base", bucket)
-            first = partial(_enter, this, copies, gate) if bucket.index == 0 else None
+            first = partial(_enter, this, copies, gate, ctx.groups.size) if bucket.index == 0 else None
             this.tickets.append(
                 ctx.launch(
                     self._first if whole else self.exchange,
@@ -314,9 +312,11 @@ class _Round:
     step: int
     began: float
     made: Tensor | None = None  # of `DelayedMoments.close`, then the sum over all ranks
+    whole: bool = False  # this rank sends its weights themselves
     ended: float = 0.0
     tickets: list[Ticket] = field(default_factory=list)
     on: bool = False  # every rank takes part; written by the lane, read once the tickets are done
+    wanted_whole: bool = False  # by a rank, so the next one is; written and read in the same way
     taken: threading.Event = field(default_factory=threading.Event)  # the snapshot is whole
     unwanted: threading.Event = field(default_factory=threading.Event)
 
@@ -354,11 +354,16 @@ def _take(this: _Round, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
     this.taken.set()
 
 
-def _enter(this: _Round, copies: Sequence[tuple[Tensor, Tensor]], gate: Gate) -> bool:
-    """On the lane, before the first exchange: beside the passes of a step, which only read the weights."""
+def _enter(this: _Round, copies: Sequence[tuple[Tensor, Tensor]], gate: Gate, size: int) -> bool:
+    """On the lane, before the first exchange: beside the passes of a step, which only read the weights.
+
+    Where only some ranks send their weights themselves, no rank takes part, and all of them do in the next round.
+    """
     if not this.taken.is_set():
         _take(this, copies)
-    return gate.enter(this.unwanted.is_set)
+    entered = gate.enter(this.unwanted.is_set, int(this.whole))
+    this.wanted_whole = entered and gate.total > 0
+    return entered and gate.total in (0, size)
 
 
 def _join(this: _Round, enter: Callable[[], bool] | None, snapshot: Tensor, mean: Tensor, base: Tensor | None) -> bool:
@@ -406,6 +411,7 @@ def _take_over(ctx: Context, rounds: _Rounds) -> None:
                 ctx.notice(f"async: averaging failed, training continues without it: {reason}", urgent=True)
             return
     if not this.on:
+        rounds.whole |= this.wanted_whole
         if rounds.moments is not None:
             rounds.moments.call_off()
         return

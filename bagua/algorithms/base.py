@@ -307,7 +307,7 @@ class Algorithm:
         """Whether what is kept of weights must be alike on all ranks, so that they agree on these before `on_start`.
 
         It is assumed of algorithms that have an `on_start`. The state of exchanges is made anew then, too. Asynchronous
-        ones wait for nobody: they begin anew if `load_state_dict` was called, without asking.
+        ones wait for nobody, so their `on_start` is called without that.
         """
         return type(self).on_start is not Algorithm.on_start
 

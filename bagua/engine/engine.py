@@ -280,14 +280,17 @@ class Engine:
         if form is not None:
             binding.adopt_form(form)
         tuned = self._tuned_in(data)
-        state.order, state.step, state.before_load = data["order"], data["step"], None
+        stale = self._has_moved_on(data)
+        state.step, state.before_load = data["step"], None
+        if data["order"] is not None or not state.buckets:  # saved before the first pass, after which it stays
+            state.order = data["order"]
         fallback = self._probe.guard.fallback_on(self.groups.nodes) if self._probe is not None else None
         if self.tracker.chooser is not None and data.get("chosen") is not None:
             chosen = self.tracker.chooser.load_state_dict(data["chosen"], self.optimizers)
             if anew:
                 data["bound"] = repr(chosen)
             fallback = chosen if same_state(data["bound"], chosen) else fallback
-        if not same_state(data["bound"], state.algorithm):
+        if stale or not same_state(data["bound"], state.algorithm):
             binding.rebind(data["bound"], fallback)
         if tuned is not None:
             binding.tuning = TuningSession(None)
@@ -303,6 +306,14 @@ class Engine:
         if anew and data.get("replicas_differ", True):
             self.replicas.equalise()
         self.tracker.go_on_within(data.get("stepped", ()))
+
+    def _has_moved_on(self, data: Mapping[str, Any]) -> bool:
+        """Whether this module has trained past `data`: switches that come after it are over, or it has no state yet."""
+        state = self.state
+        if self.tracker.chooser is not None:
+            return False
+        switches = state.root is not state.algorithm and data["step"] < state.step
+        return switches or (data["plan"] is None and bool(state.buckets))
 
     def chooses_anew(self, data: Mapping[str, Any]) -> bool:
         """Whether the choice of the algorithm in `data` was not made yet, or does not hold for the nodes of now."""

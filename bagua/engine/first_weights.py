@@ -33,15 +33,11 @@ class FirstWeights:
         if self.settled or state.step or tolerant or algorithm.payload is not Payload.PARAM:
             return
         self.settled, self._starts = True, self._starts + 1
-        if algorithm.keeps_weights:
-            if algorithm.exactness is Exactness.ASYNCHRONOUS:
-                if not state.loaded_first:  # it waits for nobody, and scripts load alike on all ranks
-                    return
-            elif not self._are_equal():
+        if algorithm.keeps_weights and algorithm.exactness is not Exactness.ASYNCHRONOUS:  # which waits for nobody
+            if not self._are_equal():
                 state.notice("ranks begin with different weights, as they were changed since bagua.distribute()")
                 return
-            else:
-                self._dispatcher.renew()
+            self._dispatcher.renew()
         algorithm.on_start(self._ctx)
 
     def _are_equal(self) -> bool:

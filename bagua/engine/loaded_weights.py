@@ -11,7 +11,6 @@ __all__ = ["note_load", "tell_of_loaded_weights", "weight_sums"]
 
 def note_load(state: TrainingState) -> None:
     """Before weights are loaded: keep a sum of what they are. Before the first step nothing needs to be told."""
-    state.loaded_first |= not state.step
     if state.step and state.before_load is None and state.algorithm.payload is Payload.PARAM:
         state.before_load = weight_sums(state)
 

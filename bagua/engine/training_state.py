@@ -29,7 +29,6 @@ class TrainingState:
         exchanged: something was launched on the shared lanes since the backward pass of this step began.
         paused: nothing may begin in the background.
         before_load: sums of the weights before `load_state_dict` replaced some since the last backward pass, else None.
-        loaded_first: `load_state_dict` was called before the first step.
         schedule: algorithms that take over, by the step after which they do.
         notices: remarks for the user.
     """
@@ -44,7 +43,6 @@ class TrainingState:
     exchanged: bool = False
     paused: bool = False
     before_load: list[int] | None = None
-    loaded_first: bool = False
     schedule: dict[int, Algorithm] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 

@@ -56,16 +56,18 @@ def test_what_few_bits_lose_is_sent_later(options: dict[str, Any], feedback: boo
     size = 2
     algorithm = AsyncModelAverage(**options)
     assert ("error feedback" in algorithm.exchange.name) == feedback
-    rested = events(size)
+    meet, begun, rested = together(size), events(size), events(size)
 
     def rank_main(team: Team) -> tuple[np.ndarray, np.ndarray]:
         run = Run(team, Quadratic, algorithm)
-        bagua.pause(run.model)
         run.optimizer.param_groups[0]["lr"] = 0.0
+        run.train_rounds(1, begun)
+        bagua.pause(run.model)
         with torch.no_grad():
             for param in run.model.parameters():
                 param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(team.rank)))
         before = run.x()
+        meet()
         bagua.resume(run.model)
         run.train_rounds(12, rested)
         bagua.pause(run.model)
@@ -175,12 +177,71 @@ def test_mean_moments_need_adam() -> None:
     assert all("SGD" in each for each in run_teams(2, refused))
 
 
+@pytest.mark.parametrize("codec", [None, "eden:bits=4", "identity"])
+def test_the_first_round_after_a_load_sends_the_weights(codec: str | None) -> None:
+    """What was learnt before the state was saved is no change that few bits could lose."""
+    size = 2
+    meet, trained = together(size), events(size)
+
+    def rank_main(team: Team) -> tuple[np.ndarray, np.ndarray]:
+        run = Run(team, Quadratic, AsyncModelAverage(codec=codec))
+        run.train_rounds(3, trained)
+        bagua.pause(run.model)
+        weights, optimizer, own = run.model.state_dict(), run.optimizer.state_dict(), bagua.state_dict(run.model)
+        bagua.detach(run.model)
+        meet()
+        fresh = Run(team, Quadratic, AsyncModelAverage(codec=codec))
+        with torch.no_grad():
+            for value in weights.values():
+                value.mul_(1000.0).add_(team.rank)
+        fresh.model.load_state_dict(weights)
+        fresh.optimizer.load_state_dict(optimizer)
+        bagua.load_state_dict(fresh.model, own)
+        for group in fresh.optimizer.param_groups:
+            group["lr"] = 0.0
+        before = fresh.x()
+        meet()
+        fresh.train_rounds(1, rested)
+        bagua.pause(fresh.model)
+        return before, fresh.x()
+
+    rested = events(size)
+    found = run_teams(size, rank_main)
+    mean = sum(before for before, _ in found) / size
+    assert np.abs(mean).max() > 100
+    for _, after in found:
+        assert np.allclose(after, mean, rtol=1e-5, atol=0.01)  # what few bits owe of before the state was saved
+
+
+def test_where_one_rank_alone_sends_its_weights_all_do_in_the_next_round() -> None:
+    size = 3
+    meet, rested = together(size), events(size)
+
+    def rank_main(team: Team) -> tuple[np.ndarray, np.ndarray, int]:
+        run = Run(team, Quadratic, AsyncModelAverage(codec="int4"))
+        for group in run.optimizer.param_groups:
+            group["lr"] = 0.0
+        if team.rank == 1:
+            with torch.no_grad():
+                for param in run.model.parameters():
+                    param.add_(1000.0)
+        before = run.x()
+        meet()
+        run.train_rounds(1, rested)
+        bagua.pause(run.model)
+        return before, run.x(), bagua.stats(run.model).extra["round_s"].count
+
+    found = run_teams(size, rank_main)
+    mean = sum(before for before, _, _ in found) / size
+    for _, after, _ in found:
+        assert np.allclose(after, mean, rtol=1e-4)
+
+
 @pytest.mark.parametrize("on", [True, False])
-def test_a_load_forgets_a_round_but_not_that_all_ranks_know_its_mean(on: bool) -> None:
-    """The first round of a fault-tolerant job sends the weights themselves; the others have taken it over."""
+def test_a_load_forgets_a_round_and_what_changes_are_counted_from(on: bool) -> None:
     algorithm = AsyncModelAverage()
     ticket: Any = SimpleNamespace(done=True, error=None, wait=lambda: None)
-    rounds = _Rounds(pending=_Round(0, 0.0, tickets=[ticket], on=on), whole=True)
+    rounds = _Rounds(pending=_Round(0, 0.0, tickets=[ticket], on=on))
     context: Any = SimpleNamespace(keep=lambda name, make: rounds)
     algorithm.on_load(context)
-    assert rounds.pending is None and rounds.whole == (not on)
+    assert rounds.pending is None and rounds.whole

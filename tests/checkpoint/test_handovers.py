@@ -8,13 +8,19 @@ from typing import Any
 import pytest
 
 import bagua
-from bagua.algorithms import ByteGrad, LowPrecisionDecentralized, Warmup
+from bagua.algorithms import ByteGrad, DiLoCo, LocalSGD, LowPrecisionDecentralized, PowerSGD, Warmup
 from bagua.comm.team import Team
+from bagua.contrib import SignSGD
 from tests.checkpoint.runs import Case, Run
 from tests.engine.training import equal
 from tests.rank_threads import run_teams
 
 STRICT = bagua.Guard(every=1, min_cosine=0.9999999)  # no codec is as good as that
+
+
+def _there_and_back(first: Any, second: Any) -> Warmup:
+    """Begins and ends with the same algorithm."""
+    return Warmup(3, first, Warmup(6, second, first))
 
 
 def make(case: Case, team: Team, options: dict[str, Any]) -> Run:
@@ -57,6 +63,12 @@ def there_and_back(team: Team, case: Case, options: dict[str, Any], stop: int, s
         (Case(Warmup(4, "gradient_allreduce", LowPrecisionDecentralized(overlap=True))), {}, 2),
         (Case(Warmup(4, "gradient_allreduce", LowPrecisionDecentralized())), {}, 5),
         (Case(ByteGrad(codec="int4")), {"guard": STRICT}, 3),
+        (Case(_there_and_back("gradient_allreduce", DiLoCo(communication_interval=3))), {}, 1),
+        (Case(_there_and_back(ByteGrad(codec="int4"), LocalSGD())), {}, 2),
+        (Case(ByteGrad(codec="int4")), {}, 0),
+        (Case(PowerSGD(rank=1, min_compression=1.0)), {}, 0),
+        (Case(SignSGD()), {}, 0),
+        (Case(DiLoCo(communication_interval=3)), {}, 0),
     ],
 )
 def test_there_and_back(case: Case, options: dict[str, Any], stop: int) -> None:
