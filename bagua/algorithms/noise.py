@@ -129,7 +129,7 @@ def denoise_second_moments(ctx: Context, share: float, scaled: bool) -> None:
     Every rank gets the same bits from the same g: sums are taken in a fixed order, and no operation is fused.
 
     Args:
-        ctx: of the algorithm, in `on_step_end`; buckets hold g.
+        ctx: of the algorithm, in `on_step_end`; buckets hold g, or gradients that lie elsewhere do.
         share: of `share_of_noise`.
         scaled: whether the exchange has a running scale.
     """
@@ -143,6 +143,8 @@ def denoise_second_moments(ctx: Context, share: float, scaled: bool) -> None:
             step = int(state["step"])
             if step != counted.get(param, 0) + 1:
                 continue  # it made no step, or several: what they have added is not known
+            if param.grad is not None and param.grad.data_ptr() != part.data_ptr():
+                part.copy_(param.grad)  # a tensor of its own is what the optimizer saw, clipped or scaled perhaps
             beta1, beta2 = map(float, group["betas"])
             floor = _FLOOR * (1 - beta2**step) / (1 - beta1**step) ** 2
             moments.append(Moments(state["exp_avg"], state["exp_avg_sq"], part, 1 - beta2, floor))

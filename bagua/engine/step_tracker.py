@@ -12,6 +12,7 @@ from bagua.comm.store_team import decode, encode
 from bagua.engine.announcer import Announcer, Moment
 from bagua.engine.binding import Binding
 from bagua.engine.choosing import Chooser, EngineChoices
+from bagua.engine.discarded_passes import DiscardedPasses, holds_gradients
 from bagua.engine.first_weights import FirstWeights
 from bagua.engine.guard import Probe
 from bagua.engine.lanes.label import Label
@@ -89,6 +90,7 @@ class StepTracker:
         self._warned = False  # of quality, if nothing takes over
         self._watch = PassWatch(list(self._inventory.parameters.values()))
         self._withheld = Withheld()
+        self._discarded = DiscardedPasses(training, exchanges)
         self._first_weights = FirstWeights(training, exchanges)
 
     @property
@@ -263,8 +265,13 @@ class StepTracker:
         if self._watch.pass_begins() and not self.nesting.inside:
             look_for_steps(self._watch, self._state)
         tell_of_loaded_weights(self._state)
-        if self._passed:
-            refuse_second_pass(self._state.algorithm, list(self._inventory.trainable.values()), self._reducer.first)
+        if not self._passed:
+            self._discarded.first_pass_begins()
+        elif self._memory.keeps_state or not self._state.algorithm.scales_with_loss:
+            if holds_gradients(list(self._inventory.trainable.values()), self._reducer.first):
+                refuse_second_pass(self._state.algorithm)
+            else:
+                self._discarded.was_discarded()
         if self.chooser is not None:
             self.chooser.backward_begins()
         self.announce(Moment.BACKWARD)
@@ -353,6 +360,7 @@ class StepTracker:
         self._watch.step_ends()
         self.forward_seen = self.step_begun = self._shadowed = self.hooks_ran = self._buffers_told = False
         self._passed = False
+        self._discarded.step_ends()
 
     def _may_step(self) -> bool:
         """Whether the optimizers may step, with gradients that are this rank's own, or whose mean counts."""

@@ -150,6 +150,31 @@ def test_clipped_and_unscaled_gradients_count_as_the_optimizer_sees_them() -> No
     np.testing.assert_allclose(part.second, whole.second / 16, rtol=1e-3)
 
 
+@pytest.mark.parametrize("how", ["outside", "assigned"])
+def test_gradients_outside_the_buckets_count_as_the_optimizer_sees_them(how: str) -> None:
+    """The moments are those of the same gradients in the buckets."""
+
+    def rank_main(team: Team, how: str) -> Tensor:
+        model = Wide()
+        own, view = adam(model.parameters()), how != "outside"
+        bagua.distribute(model, own, ByteGrad(codec=Eden()), process_group=team, gradient_as_bucket_view=view)
+        for step in range(STEPS):
+            own.zero_grad()
+            model(team.rank, step, 0.0).backward()
+            assert model.w.grad is not None
+            if how == "assigned":
+                model.w.grad = model.w.grad * 0.125
+            else:
+                model.w.grad.mul_(0.125)
+            own.step()
+        bagua.detach(model)
+        return own.state[model.w]["exp_avg_sq"]
+
+    want, found = run_teams(2, rank_main, "inside"), run_teams(2, rank_main, how)
+    for expected, second in zip(want, found, strict=True):
+        assert torch.equal(expected, second)
+
+
 def test_resume_is_bit_identical() -> None:
     algorithm = ByteGrad(codec=Eden(bits=1), denoise_second_moment=True)
     for whole, resumed in run_teams(2, interrupted, adam, algorithm, [1, 7], 12):

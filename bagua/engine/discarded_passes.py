@@ -1,0 +1,63 @@
+"""Backward passes whose gradients a script throws away, as that of a generator's loss through the discriminator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from bagua.engine.parts import ExchangeParts, TrainingParts
+from bagua.engine.reducer.unused_feedback import Withheld
+
+__all__ = ["DiscardedPasses", "holds_gradients"]
+
+
+class DiscardedPasses:
+    """Puts back what error feedback and momenta held before a pass whose gradients never reached an optimizer.
+
+    Otherwise the next pass sends what was lost of gradients that do not count. That a module has such passes is known
+    after the first one only, which is not undone. From then on there is a copy before each pass that is the first one
+    after a step.
+    """
+
+    def __init__(self, training: TrainingParts, exchanges: ExchangeParts) -> None:
+        self._state, self._names = training.state, list(training.inventory.trainable)
+        self._memory, self._dispatcher, self._pool = exchanges.memory, exchanges.dispatcher, exchanges.pool
+        self._copies = Withheld()
+        self._seen = self._held = False
+
+    def first_pass_begins(self) -> None:
+        """The first pass since a step begins; its gradients may be thrown away."""
+        if self._seen:
+            self._hold()
+
+    def was_discarded(self) -> None:
+        """A further pass begins, and nothing is left of the gradients of the one before."""
+        if self._held:
+            self._copies.put_back(self._names)
+            self._hold()  # this pass may be discarded, too
+        self._seen = True
+
+    def step_ends(self) -> None:
+        """The gradients have reached the optimizers."""
+        if self._held:
+            self._copies.put_back(())
+            self._held = False
+
+    def _hold(self) -> None:
+        buckets = self._state.buckets
+        self._copies.hold(self._memory, self._dispatcher, self._pool.groups, buckets, self._names)
+        self._held = True
+
+
+@torch.no_grad()
+def holds_gradients(params: Sequence[nn.Parameter], first: int) -> bool:
+    """Whether a pass that begins adds to gradients of one before.
+
+    Args:
+        params: the trainable parameters.
+        first: of them, the one whose gradient has already been accumulated; -1: none.
+    """
+    gradients = (param.grad for index, param in enumerate(params) if index != first)
+    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)

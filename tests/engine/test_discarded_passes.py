@@ -1,0 +1,81 @@
+"""Gradients that a script throws away before an optimizer sees them leave nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bagua
+from bagua.algorithms import ByteGrad, OneBitLamb, PowerSGD, QAdam
+from bagua.comm.team import Team
+from bagua.contrib import DeMo, SignSGD
+from tests.rank_threads import run_teams
+
+GARBAGE = 1000.0
+
+
+def train(team: Team, algorithm: Any, make: Any, garbage: bool, to_none: bool) -> torch.Tensor:
+    """Weights after six steps; with passes between them whose gradients are thrown away."""
+    model, generator = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 4)), torch.Generator().manual_seed(0)
+    with torch.no_grad():  # threads share torch's own generator
+        for param in model.parameters():
+            param.uniform_(-0.3, 0.3, generator=generator)
+    optimizer = make(model.parameters())
+    bagua.distribute(model, optimizer, algorithm, process_group=team)
+
+    def discard(seed: int, size: float) -> None:
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed + team.rank))
+        (model(x).square().mean() * size).backward()
+        optimizer.zero_grad(set_to_none=to_none)
+
+    try:
+        discard(1, 0.0)  # it shows that there are such passes, and is not undone
+        for step in range(6):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + 100 * team.rank))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+            for number in range(2 if garbage and step % 2 else int(garbage)):
+                discard(1000 + 10 * step + number, GARBAGE)
+    finally:
+        bagua.detach(model)
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+def qadam(params: Any) -> torch.optim.Optimizer:
+    return bagua.optim.QAdam(params, lr=0.01, warmup_steps=2)
+
+
+def lamb(params: Any) -> torch.optim.Optimizer:
+    return bagua.optim.OneBitLamb(params, lr=0.01, warmup_steps=2)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(
+    ("algorithm", "make"),
+    [
+        (ByteGrad(codec="int4"), sgd),
+        (ByteGrad(codec="eden:bits=2"), sgd),
+        (ByteGrad(codec="eden:bits=2"), adam),
+        (PowerSGD(rank=1, min_compression=1.0), sgd),
+        (SignSGD(), sgd),
+        (DeMo(), sgd),
+        (QAdam(codec="sign"), qadam),
+        (OneBitLamb(codec="sign"), lamb),
+    ],
+)
+def test_as_if_there_had_been_no_such_pass(algorithm: Any, make: Any, to_none: bool) -> None:
+    want, found = (run_teams(2, train, algorithm, make, garbage, to_none) for garbage in (False, True))
+    for with_garbage, without in zip(found, want, strict=True):
+        assert torch.equal(with_garbage, without)
