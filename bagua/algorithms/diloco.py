@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from bagua import codecs
 from bagua.algorithms.base import Algorithm, Bucket, Context, Exactness, LostStep, Payload
 from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.idle_rows import clear_idle_rows, launch_used_rows, loses_zeros, note_used_rows
-from bagua.algorithms.mean_moments import check_mean_moments
+from bagua.algorithms.mean_moments import adam_slots_of, check_mean_moments
 from bagua.algorithms.nodes import fit_hierarchy, num_encoding
 from bagua.algorithms.options import check_corrections, check_number, shown
 from bagua.algorithms.registry import register
@@ -287,7 +287,9 @@ class DiLoCo(Algorithm):
                 launch_used_rows(ctx, due)
             ctx.commit()
             if clears:
-                clear_idle_rows(ctx, due, [self._delta(ctx, bucket) for bucket in due])
+                # Weights of which nobody has moments only decay, by as much on all ranks.
+                deltas = [self._delta(ctx, bucket) for bucket in due]
+                clear_idle_rows(ctx, due, deltas, partial(self._own_change, ctx))
             self._outer_step(ctx, due)
 
     def _means(self, ctx: Context) -> bool:
@@ -315,11 +317,18 @@ class DiLoCo(Algorithm):
         # Here, not on the lane: the inner steps that follow move the weights. The anchor is first rounded to the
         # type of the weights: d must not hold what the last `x = anchor` rounded off, or the anchor would stick
         # to the grid of 16-bit numbers.
-        d = self._delta(ctx, bucket).copy_(ctx.tensor("anchor", bucket)).sub_(bucket.flat)
+        d = self._own_change(ctx, bucket, self._delta(ctx, bucket))
         if self._clears_idle_rows(ctx):
-            note_used_rows(ctx, bucket, d)
+            held = adam_slots_of(ctx)
+            squares = {param: held[param].state["exp_avg_sq"] for param in bucket.params if param in held}
+            note_used_rows(ctx, bucket, d, squares)
         ctx.launch(self.exchange, bucket, d)
         self._interrupted(ctx).discard(bucket.index)
+
+    def _own_change(self, ctx: Context, bucket: Bucket, out: Tensor | None = None) -> Tensor:
+        """The rounded anchor minus this rank's weights: [N]."""
+        out = ctx.scratch("own change", bucket) if out is None else out
+        return out.copy_(ctx.tensor("anchor", bucket)).sub_(bucket.flat)
 
     def _due(self, ctx: Context, step: int) -> list[Bucket]:
         """The buckets whose round begins at the end of step `step`."""

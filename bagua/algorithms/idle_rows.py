@@ -5,18 +5,17 @@ Source: docs/design/0023-rows-that-nobody-uses.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bagua.algorithms.base import Bucket, Context
+from bagua.algorithms.row_flags import counts_of, pack
 from bagua.codecs import Codec
 
 __all__ = ["clear_idle_rows", "launch_used_rows", "loses_zeros", "note_used_rows"]
-
-_EXACT = 1 << 24  # integers below are exact in fp32
 
 
 def loses_zeros(*used: Codec) -> bool:
@@ -37,7 +36,9 @@ class _Rows:
     words: Tensor | None = None
 
 
-def note_used_rows(ctx: Context, bucket: Bucket, sent_N: Tensor | None = None) -> None:
+def note_used_rows(
+    ctx: Context, bucket: Bucket, sent_N: Tensor | None = None, shown: Mapping[nn.Parameter, Tensor] | None = None
+) -> None:
     """Note which rows of a bucket this rank has something to send for, before they are exchanged.
 
     A row is an index of a parameter's first dimension, or the parameter if it has only one: a token of an embedding, a
@@ -47,12 +48,25 @@ def note_used_rows(ctx: Context, bucket: Bucket, sent_N: Tensor | None = None) -
         ctx: of the algorithm.
         bucket: of the parameters.
         sent_N: [N] what is sent; None: the gradients, which may lie outside the bucket still.
+        shown: tensors in the shapes of parameters; a row of zeros there has nothing to send either.
     """
-    if _runs_flat(bucket):
+    flat = _runs_flat(bucket)
+    if flat:
         used = _used_of_flat(ctx, bucket, bucket.flat if sent_N is None else sent_N)
     else:
         parts = [param.grad for param in bucket.params] if sent_N is None else bucket.split(sent_N)
         used = _used_of_parts(bucket, parts)
+    if shown and any(param in shown for param in bucket.params):
+        if flat:
+            shown_N = torch.ones_like(bucket.flat)
+            for param, part in zip(bucket.params, bucket.split(shown_N), strict=True):
+                if param in shown:
+                    part.copy_(shown[param])
+            used &= _used_of_flat(ctx, bucket, shown_N)
+        else:
+            used &= _used_of_parts(
+                bucket, [shown.get(param, param.new_ones(()).expand(param.shape)) for param in bucket.params]
+            )
     _rows(ctx).own[bucket.index] = used
 
 
@@ -61,42 +75,57 @@ def launch_used_rows(ctx: Context, buckets: Sequence[Bucket]) -> None:
 
     Bytes: 4 for each `floor(24 / log2(R + 1))` rows with R ranks, in one small sum.
     """
-    rows, base = _rows(ctx), ctx.groups.size + 1
-    flags = torch.cat([rows.own[bucket.index] for bucket in buckets])
-    powers = _powers(ctx, base, flags.device)
-    padded = torch.nn.functional.pad(flags, (0, -len(flags) % len(powers))).view(-1, len(powers))
-    rows.words = (padded * powers).sum(1).float()
+    rows = _rows(ctx)
+    rows.words = pack(ctx, torch.cat([rows.own[bucket.index] for bucket in buckets]))
     ctx.launch_sum(rows.words)
 
 
 @torch.no_grad()
-def clear_idle_rows(ctx: Context, buckets: Sequence[Bucket], results: Sequence[Tensor]) -> None:
+def clear_idle_rows(
+    ctx: Context,
+    buckets: Sequence[Bucket],
+    results: Sequence[Tensor],
+    own: Callable[[Bucket], Tensor] | None = None,
+) -> None:
     """Set rows to zero for which no rank has sent anything, after `ctx.wait`. A lost step may not have launched any.
 
     Args:
         ctx: of the algorithm.
         buckets: those of `launch_used_rows`.
         results: of each its [N], of the exchange.
+        own: computes for a bucket the [N] whose rows are taken in place of zeros, equal on all ranks there.
     """
-    rows, base = _rows(ctx), ctx.groups.size + 1
+    rows = _rows(ctx)
     words, rows.words = rows.words, None
     if words is None:
         return
-    powers = _powers(ctx, base, words.device)
-    idle = (words[:, None].long() // powers % base).view(-1) == 0
+    idle = counts_of(ctx, words, sum(len(rows.own[bucket.index]) for bucket in buckets)) == 0
     begin = 0
     for bucket, result_N in zip(buckets, results, strict=True):
         num = len(rows.own[bucket.index])
-        _clear(ctx, bucket, result_N, idle[begin : begin + num])
+        _clear(ctx, bucket, result_N, idle[begin : begin + num], own)
         begin += num
 
 
-def _clear(ctx: Context, bucket: Bucket, result_N: Tensor, idle: Tensor) -> None:
+def _clear(
+    ctx: Context, bucket: Bucket, result_N: Tensor, idle: Tensor, own: Callable[[Bucket], Tensor] | None
+) -> None:
     if _runs_flat(bucket):
-        lengths = _lengths(ctx, bucket)
-        result_N.masked_fill_(idle.repeat_interleave(lengths, output_size=result_N.numel()), 0)
+        idle_N = idle.repeat_interleave(_lengths(ctx, bucket), output_size=result_N.numel())
+        if own is None:
+            result_N.masked_fill_(idle_N, 0)
+        else:
+            result_N.copy_(torch.where(idle_N, own(bucket), result_N))
         return
     if not idle.any():
+        return
+    if own is not None:
+        parts = zip(idle.split(_nums_of_rows(bucket)), bucket.split(result_N), bucket.split(own(bucket)), strict=True)
+        for mine, part, instead in parts:
+            if part.dim() > 1:
+                part[mine] = instead[mine]
+            elif mine[0]:
+                part.copy_(instead)
         return
     for mine, part in zip(idle.split(_nums_of_rows(bucket)), bucket.split(result_N), strict=True):
         if part.numel() and mine.any():
@@ -156,18 +185,6 @@ def _lengths(ctx: Context, bucket: Bucket) -> Tensor:
         return torch.tensor(each, device=bucket.params[0].device)
 
     return ctx.keep(f"lengths of rows {bucket.index}", make)
-
-
-def _powers(ctx: Context, base: int, device: torch.device) -> Tensor:
-    """Weights of the flags of a word, whose sums over all ranks are exact."""
-
-    def make() -> Tensor:
-        values = [1]
-        while values[-1] * base * base <= _EXACT:
-            values.append(values[-1] * base)
-        return torch.tensor(values, device=device)
-
-    return ctx.keep("powers of flags", make)
 
 
 def _rows(ctx: Context) -> _Rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bagua.algorithms.base import Bucket, Context
 from bagua.algorithms.mean_moments import Slot, adam_params_of, adam_slots_of, sums_of_bits
-from bagua.algorithms.step_votes import launch_votes, votes_of
+from bagua.algorithms.step_votes import launch_votes, row_counts_of, votes_of
 from bagua.codecs import Codec
 
 __all__ = [
@@ -111,17 +111,53 @@ def record_local_step(ctx: Context) -> None:
 
 
 def launch_round_votes(ctx: Context, interval: int) -> None:
-    """With the averages: tell the other ranks which parameters have made all steps of the round."""
+    """With the averages: tell the other ranks which parameters have made all steps of the round, and which rows had
+    gradients.
+    """
     if ctx.groups.world.size == 1:
         return
-    held, flags = adam_slots_of(ctx), list[list[bool]]()
+    held, flags, rows = adam_slots_of(ctx), list[list[bool]](), list[list[Tensor]]()
     for bucket in ctx.buckets:
         counts, taken = (ctx.tensor(name, bucket).tolist() for name in ("counts", "taken"))
+        parts = _parts(ctx, bucket)
         known = zip(_trained(ctx, bucket), counts, taken, strict=True)
         flags.append(
             [steps == interval and param in held and held[param].step == count for param, count, steps in known]
         )
-    launch_votes(ctx, flags)
+        rows.append([_used_rows(held.get(param), second, interval) for param, _, second in parts])
+    launch_votes(ctx, flags, rows)
+
+
+def _used_rows(slot: Slot | None, second: Tensor, interval: int) -> Tensor:
+    """Which rows of a parameter had a gradient in the round: their second moments have not only decayed.
+
+    Most rows show it in their first element.
+
+    Shapes: second: of the parameter, at the start of the round; result: [K] bool for K rows.
+    """
+    before_KM = _as_rows(second)
+    if slot is None or not second.numel():
+        return torch.ones(len(before_KM), dtype=torch.bool, device=second.device)
+    after_KM, beta2 = _as_rows(slot.state["exp_avg_sq"]), slot.group["betas"][1]
+    used = _grown(before_KM[:, :1], after_KM[:, :1], beta2, interval)
+    lines = max(1, _BLOCK // before_KM.shape[1])
+    if second.device.type == "cpu" and used.all():
+        return used
+    for mine, before, after in zip(*(each.split(lines) for each in (used, before_KM, after_KM)), strict=True):
+        if second.device.type != "cpu" or not mine.all():
+            mine.logical_or_(_grown(before, after, beta2, interval))
+    return used
+
+
+def _grown(before: Tensor, after: Tensor, beta2: float, interval: int) -> Tensor:
+    for _ in range(interval):
+        before = before * beta2  # as the optimizer does it, for the same bits
+    return (before != after).any(1)
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    """[K, M]: a row is an index of the first dimension, or all where there is only one."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(1, -1)
 
 
 @torch.no_grad()
@@ -142,7 +178,12 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
 
         v = b2^H v_0 + (1 - b2^H) (G^2 + (n - G^2) (1 - K) / (R - K))
 
-    For H = 1 this is exact. The moments stay as they are where a rank made more or fewer steps in the round
+    For H = 1 this is exact. Rows of a parameter for which k ranks only had gradients in the round, this one among them,
+    as words that are in few batches, have k in place of R: there
+
+        v = b2^H v_0 + (1 - b2^H) (k/R)^2 (G'^2 + (n - G'^2) (1 - K) / (k - K)),    G' = G R / k
+
+    of which n / R^2 is left for k = 1. The moments stay as they are where a rank made more or fewer steps in the round
     (`launch_round_votes`), for a parameter that something else has changed, and where the weights are so large beside
     their steps that differences are mostly rounding.
 
@@ -155,15 +196,30 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
     counts, taken, sizes = (ctx.tensor(name, bucket).tolist() for name in ("counts", "taken", "size"))
     votes = votes_of(ctx, bucket, len(_trained(ctx, bucket)))
     unchanged = (votes > size - 0.5) & ~ctx.tensor("changed", bucket)  # stays on the device
+    counted_K, own_K = row_counts_of(ctx, bucket)
+    few_K = own_K & (counted_K < size)
+    some, end = bool(few_K.any()), 0
     weights, means = (dict(zip(bucket.params, bucket.split(of), strict=True)) for of in (bucket.flat, mean))
     for i, (param, momenta, second) in enumerate(_parts(ctx, bucket)):
+        begin, end = end, end + _num_rows(param)
         slot = held.get(param)
         if slot is None or taken[i] != interval or slot.step != counts[i] or not sizes[i] or not param.numel():
             continue
         formulas = _Formulas.of(slot, sizes[i], interval, size, torch.finfo(param.dtype).eps)
         m, v = slot.state["exp_avg"], slot.state["exp_avg_sq"]
-        for block in in_blocks(m, v, momenta, second, weights[param], means[param]):
+        tensors = (v, momenta, second, weights[param], means[param])
+        at = few_K[begin:end].nonzero()[:, 0] if some else few_K[:0]
+        rows = [_rows_at(each, at) for each in tensors] if len(at) else None  # before they are overwritten
+        for block in in_blocks(m, *tensors):
             formulas.apply(block, unchanged[i])
+        if rows is not None:
+            exact = (rows[3].abs() <= formulas.largest).logical_and_(unchanged[i])
+            of_few = formulas.second_of_few(rows, counted_K[begin:end][at])
+            put = torch.where(exact, of_few, _rows_at(v, at))
+            if v.dim() > 1:
+                v[at] = put.view(-1, *v.shape[1:])
+            else:
+                v.copy_(put.view(v.shape))
 
 
 class _Formulas(NamedTuple):
@@ -175,6 +231,7 @@ class _Formulas(NamedTuple):
         share: 1 - b1^H.
         kept: b2^H.
         mix: the weight of n beside that of G^2.
+        spread, size: K and R.
         largest: weights of which the differences are not mostly rounding.
     """
 
@@ -184,6 +241,8 @@ class _Formulas(NamedTuple):
     share: float
     kept: float
     mix: float
+    spread: float
+    size: int
     largest: float
 
     @classmethod
@@ -200,8 +259,26 @@ class _Formulas(NamedTuple):
             share=shares[-1],
             kept=beta2**interval,
             mix=(1 - spread) / (size - spread),
+            spread=spread,
+            size=size,
             largest=moved * _ERROR / eps,
         )
+
+    def second_of_few(self, rows: Sequence[Tensor], counts_K: Tensor) -> Tensor:
+        """v of rows that some ranks only had gradients for, this one among them: [K, M].
+
+        Args:
+            rows: [K, M] of v, of the sum of the momenta, of the second moment at the start, of weights and their mean.
+            counts_K: [K] k, the ranks that had.
+        """
+        v, momenta, second, x, mean = rows
+        k = counts_K[:, None].to(v.dtype)
+        of_users = v.mul(self.scale).sqrt_().add_(self.shift).mul_(x - mean).add_(momenta, alpha=1 / self.whole)
+        squares = of_users.mul_(self.size / k).square_()
+        added = (v - self.kept * second).div_(1 - self.kept)
+        mix = torch.where(k > 1.5, (1 - self.spread) / (k - self.spread), 1.0)  # of a single one the own squares
+        squares.lerp_(added, mix).mul_((k / self.size) ** 2).clamp_(min=0)
+        return second.mul(self.kept).add_(squares, alpha=1 - self.kept)
 
     def apply(self, block: tuple[Tensor, ...], unchanged: Tensor) -> None:
         """Set m and v; the second moment at the start of the round is used up.
@@ -222,6 +299,15 @@ class _Formulas(NamedTuple):
         exact = (x.abs() <= self.largest).logical_and_(unchanged)
         v.copy_(torch.where(exact, second, v))
         m.copy_(torch.where(exact, torch.add(m, apart, alpha=self.share), m))
+
+
+def _num_rows(param: Tensor) -> int:
+    return param.shape[0] if param.dim() > 1 else 1
+
+
+def _rows_at(tensor: Tensor, at: Tensor) -> Tensor:
+    """[K, M]: rows of a tensor; of one with fewer than two dimensions all of it."""
+    return tensor[at].flatten(1) if tensor.dim() > 1 else tensor.reshape(1, -1)
 
 
 def in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,4 +1,4 @@
-"""On how many ranks each parameter has made the steps that its moments are inferred from.
+"""On how many ranks each parameter has made the steps that its moments are inferred from, and each row had gradients.
 
 An average shows what all ranks have moved. Where some of them made no step of a parameter, as it got no gradient there,
 the mean step is not that of a mean gradient. A rank cannot see that in the average, so the ranks tell each other.
@@ -7,43 +7,59 @@ the mean step is not that of a mean gradient. A rank cannot see that in the aver
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from bagua.algorithms.base import Bucket, Context
+from bagua.algorithms.row_flags import counts_of, pack
 
-__all__ = ["launch_votes", "votes_of"]
+__all__ = ["launch_votes", "row_counts_of", "votes_of"]
 
 
 @dataclass(eq=False)
 class _Votes:
-    """Of all buckets: [P] fp32, which holds numbers of ranks exactly, and where each bucket begins."""
+    """Of all buckets: [P + W] fp32, which holds numbers of ranks exactly, and where each bucket begins.
+
+    Attributes:
+        num: P, parameters.
+        rows: of each bucket, [K] bool: this rank's flags, which the W words of all ranks belong to.
+    """
 
     all: Tensor
     begins: dict[int, int]
+    num: int = 0
+    rows: dict[int, Tensor] = field(default_factory=dict)
 
 
-def launch_votes(ctx: Context, stepped: Iterable[Sequence[bool]]) -> None:
+def launch_votes(
+    ctx: Context, stepped: Iterable[Sequence[bool]], rows: Sequence[Sequence[Tensor]] | None = None
+) -> None:
     """Queue the sum over all ranks; `ctx.wait` waits for it.
 
     Args:
         ctx: of the algorithm.
         stepped: for each bucket and each parameter that counts, whether this rank has made the steps.
+        rows: for each bucket tensors [K] bool, whether this rank had a gradient in each of K rows.
     """
     flags = [list(each) for each in stepped]
     total = sum(map(len, flags))
     device = ctx.buckets[0].flat.device
     votes = ctx.keep("votes", lambda: _Votes(torch.zeros(0, device=device), {}))
-    if votes.all.numel() != total:
-        votes.all = torch.zeros(total, device=device)
+    votes.num, words, none = total, torch.zeros(0, device=device), torch.zeros(0, dtype=torch.bool, device=device)
+    if rows is not None:
+        votes.rows = {bucket.index: torch.cat([none, *each]) for bucket, each in zip(ctx.buckets, rows, strict=True)}
+        words = pack(ctx, torch.cat(list(votes.rows.values())))
+    if votes.all.numel() != total + len(words):
+        votes.all = torch.zeros(total + len(words), device=device)
     begin = 0
     for bucket, each in zip(ctx.buckets, flags, strict=True):
         votes.begins[bucket.index] = begin
         begin += len(each)
     if total:
-        votes.all.copy_(torch.tensor([flag for each in flags for flag in each], dtype=torch.float32))
+        votes.all[:total].copy_(torch.tensor([flag for each in flags for flag in each], dtype=torch.float32))
+        votes.all[total:].copy_(words)
         ctx.launch_sum(votes.all)
 
 
@@ -55,3 +71,15 @@ def votes_of(ctx: Context, bucket: Bucket, num: int) -> Tensor:
     votes = ctx.keep("votes", lambda: _Votes(torch.zeros(0), {}))
     begin = votes.begins[bucket.index]
     return votes.all[begin : begin + num]
+
+
+def row_counts_of(ctx: Context, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    """After `ctx.wait`: on how many ranks each row of a bucket had a gradient, and whether it had one here.
+
+    Shapes: [K] int64 and [K] bool, on the bucket's device.
+    """
+    votes = ctx.keep("votes", lambda: _Votes(torch.zeros(0), {}))
+    nums = {index: len(flags) for index, flags in votes.rows.items()}
+    counts = counts_of(ctx, votes.all[votes.num :], sum(nums.values()))
+    begin = sum(num for index, num in nums.items() if index < bucket.index)
+    return counts[begin : begin + nums[bucket.index]], votes.rows[bucket.index]

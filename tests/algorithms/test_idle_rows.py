@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import bagua
-from bagua.algorithms import GradientAllReduce, idle_rows
+from bagua.algorithms import Algorithm, DiLoCo, GradientAllReduce, idle_rows
 from bagua.comm.team import Team
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
@@ -93,6 +93,36 @@ def _with_feedback(team: Team) -> float:
     idle = float(model.weight.grad[5:].abs().sum())
     bagua.detach(model)
     return idle
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["parts", "flat, as on a GPU"])
+def test_weights_that_nobody_uses_only_decay(flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds, as with exact gradients. A learning rate of zero holds weights, whatever their moments are."""
+    if flat:
+        monkeypatch.setattr(idle_rows, "_runs_flat", lambda bucket: True)
+    runs = [run_teams(2, decayed, algorithm) for algorithm in ("gradient_allreduce", DiLoCo(), None)]
+    for exact, found, start in zip(*runs, strict=True):
+        assert torch.equal(found[0][40:], exact[0][40:]) and not torch.equal(found[0][40:], start[0][40:])
+        assert torch.equal(found[1], start[1]) and not torch.equal(found[0][:40], exact[0][:40])
+
+
+def decayed(team: Team, algorithm: Algorithm | str | None) -> list[Tensor]:
+    """An embedding of which 40 rows are used, and a layer whose learning rate is zero."""
+    model, generator = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 8)), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(generator=generator)
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    if algorithm is not None:
+        bagua.distribute(model, optimizer, algorithm, process_group=team)
+        generator.manual_seed(1 + team.rank)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randint(0, 40, (256,), generator=generator)).square().mean().backward()
+            optimizer.step()
+        bagua.detach(model)
+    return [model[0].weight.detach(), torch.cat([param.detach().flatten() for param in model[1].parameters()])]
 
 
 @pytest.mark.process

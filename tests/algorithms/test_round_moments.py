@@ -236,6 +236,61 @@ def trained(team: Team, algorithm: Algorithm, meddle: Any, lr: float = LR) -> di
     return {name: own.state[param]["exp_avg_sq"] for name, param in model.named_parameters()}
 
 
+class Words(nn.Module):
+    """Gradients that do not depend on the weights, of a table of which each rank uses a part."""
+
+    ROWS, WIDTH = 6, 5
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(self.ROWS, width))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def gradients(self, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row 0 is of all ranks, row 1 of nobody, row 2 + r of rank r in every step, row 5 of rank 0 in odd steps."""
+        noise = torch.Generator().manual_seed(100 * step + rank)
+        drawn, bias = torch.randn(self.ROWS, self.table.shape[1], generator=noise), torch.randn(3, generator=noise)
+        used = torch.zeros(self.ROWS, 1)
+        used[0] = used[2 + rank] = 1.0
+        used[5] = float(rank == 0 and step % 2)
+        return drawn * used, bias
+
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        table, bias = self.gradients(rank, step)
+        return (self.table * table).sum() + (self.bias * bias).sum()
+
+
+def moments_of_words(team: Team, algorithm: Algorithm, steps: int, width: int) -> list[torch.Tensor]:
+    model = Words(width)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(B1, B2))
+    bagua.distribute(model, optimizer, algorithm, process_group=team, bucket_bytes=16)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=False)
+        model(team.rank, step).backward()
+        optimizer.step()
+    bagua.detach(model)
+    return [optimizer.state[model.table]["exp_avg_sq"].clone()]
+
+
+@pytest.mark.parametrize("width", [Words.WIDTH, 1 << 15])
+@pytest.mark.parametrize(
+    "algorithm",
+    [local(2), local(4), local(2, codec="minmax_uint8"), DiLoCo(3, codec="eden:bits=3", mean_moments=True, **PLAIN)],
+)
+def test_rows_that_few_ranks_use_have_second_moments_of_mean_gradients(algorithm: Algorithm, width: int) -> None:
+    """A rank that is alone in using a row has its own gradients, so nothing is estimated; others have no part in it."""
+    size, steps = 3, 12
+    found = run_teams(size, moments_of_words, algorithm, steps, width)
+    want = torch.zeros(Words.ROWS, width)
+    for step in range(steps):
+        mean = sum(Words(width).gradients(rank, step)[0] for rank in range(size)) / size
+        want = B2 * want + (1 - B2) * mean**2
+    for rank, (second,) in enumerate(found):
+        torch.testing.assert_close(second[2 + rank], want[2 + rank], rtol=1e-4, atol=1e-7)
+        assert not second[1].any() or "eden" in repr(algorithm)
+    torch.testing.assert_close(found[0][0][5], want[5], rtol=1e-4, atol=1e-7)
+
+
 def test_a_parameter_that_something_else_changes_keeps_its_own_moments() -> None:
     """As a clamp does: bit for bit those without. The other parameter's are inferred."""
 

@@ -1,0 +1,43 @@
+"""Flags of rows, several in one number, whose sum over all ranks tells how many ranks have set each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bagua.algorithms.base import Context
+
+__all__ = ["counts_of", "pack"]
+
+_EXACT = 1 << 24  # integers below are exact in fp32
+
+
+def pack(ctx: Context, flags_K: Tensor) -> Tensor:
+    """Pack flags into words to be summed: `floor(24 / log2(R + 1))` in each with R ranks.
+
+    Shapes: flags_K: [K] bool; result: [W] fp32.
+    """
+    powers = _powers(ctx, flags_K.device)
+    padded = torch.nn.functional.pad(flags_K, (0, -len(flags_K) % len(powers))).view(-1, len(powers))
+    return (padded * powers).sum(1).float()
+
+
+def counts_of(ctx: Context, words_W: Tensor, num: int) -> Tensor:
+    """On how many ranks each of `num` flags was set, from the sum of all ranks' words.
+
+    Shapes: words_W: [W] fp32; result: [num] int64.
+    """
+    powers, base = _powers(ctx, words_W.device), ctx.groups.size + 1
+    return (words_W[:, None].long() // powers % base).view(-1)[:num]
+
+
+def _powers(ctx: Context, device: torch.device) -> Tensor:
+    """Weights of the flags of a word, whose sums over all ranks are exact."""
+
+    def make() -> Tensor:
+        values, base = [1], ctx.groups.size + 1
+        while values[-1] * base * base <= _EXACT:
+            values.append(values[-1] * base)
+        return torch.tensor(values, device=device)
+
+    return ctx.keep("powers of flags", make)
