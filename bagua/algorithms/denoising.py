@@ -85,18 +85,18 @@ def _correct(v: Tensor, m: Tensor, noise: Tensor, moments: Moments) -> None:
 
 
 def _noise(g_N: Tensor, magnitude_N: Tensor | None, share: float) -> Tensor:
-    """n, [N] fp32; counts g in the magnitudes."""
+    """n, [N] fp32, zero where g is: rows that nobody uses are cleared. Counts g in the magnitudes."""
     noise_N = torch.empty_like(g_N, dtype=torch.float32)
     floors_K = None if magnitude_N is None else floors_of_windows(magnitude_N)
     for lo, hi in _chunks(g_N.numel(), g_N.device):
         g_C, noise_C = g_N[lo:hi].float(), noise_N[lo:hi]
         if magnitude_N is None or floors_K is None:
-            noise_C.copy_(_means(g_C * g_C)).mul_(share)
+            noise_C.copy_(_means(g_C * g_C)).mul_(share).masked_fill_(g_C == 0, 0)
             continue
         magnitude_C, floors_C = magnitude_N[lo:hi], floors_K[lo // WINDOW : -(-hi // WINDOW)]
         scale_C = scale_from_floors(magnitude_C, floors_C, torch.empty_like(magnitude_C))
         y_C = g_C / scale_C
-        noise_C.copy_(_means(y_C.mul_(y_C))).mul_(share).mul_(scale_C).mul_(scale_C)
+        noise_C.copy_(_means(y_C.mul_(y_C))).mul_(share).mul_(scale_C).mul_(scale_C).masked_fill_(g_C == 0, 0)
         update_magnitude(magnitude_C, g_C, scale_C)
     return noise_N
 

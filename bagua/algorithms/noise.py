@@ -124,7 +124,8 @@ def denoise_second_moments(ctx: Context, share: float, scaled: bool) -> None:
 
     `eden` spreads its error evenly over a block of g / s, so n is its expected square in element i. f keeps
     elements that are mostly noise from long steps: it is the second moment with which a step is 0.7 times as long as
-    the learning rate. Windows stand for blocks, which begin elsewhere.
+    the learning rate. Windows stand for blocks, which begin elsewhere. n is 0 where g is exactly 0, as in rows that no
+    rank uses, which are cleared (`idle_rows`).
 
     Every rank gets the same bits from the same g: sums are taken in a fixed order, and no operation is fused.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from bagua.algorithms.base import Payload
 from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.reducer.unused_feedback import Withheld
 
@@ -29,12 +30,12 @@ class DiscardedPasses:
 
     def first_pass_begins(self) -> None:
         """The first pass since a step begins; its gradients may be thrown away."""
-        if self._seen:
+        if self._seen and self._is_of_passes():
             self._hold()
 
     def was_discarded(self) -> None:
         """A further pass begins, and nothing is left of the gradients of the one before."""
-        if self._held:
+        if self._held and self._is_of_passes():
             self._copies.put_back(self._names)
             self._hold()  # this pass may be discarded, too
         self._seen = True
@@ -44,6 +45,10 @@ class DiscardedPasses:
         if self._held:
             self._copies.put_back(())
             self._held = False
+
+    def _is_of_passes(self) -> bool:
+        """Whether what is kept belongs to passes: where weights are exchanged, it is of steps, and in use meanwhile."""
+        return self._state.algorithm.payload is Payload.GRAD
 
     def _hold(self) -> None:
         buckets = self._state.buckets

@@ -292,6 +292,7 @@ class Engine:
             fallback = chosen if same_state(data["bound"], chosen) else fallback
         if stale or not same_state(data["bound"], state.algorithm):
             binding.rebind(data["bound"], fallback)
+            state.algorithm.on_load(self.context)
         if tuned is not None:
             binding.tuning = TuningSession(None)
             binding.tuning.settle("loaded with the state", state.algorithm)

@@ -177,20 +177,20 @@ def test_mean_moments_need_adam() -> None:
     assert all("SGD" in each for each in run_teams(2, refused))
 
 
-@pytest.mark.parametrize("codec", [None, "eden:bits=4", "identity"])
-def test_the_first_round_after_a_load_sends_the_weights(codec: str | None) -> None:
+@pytest.mark.parametrize("options", [{}, {"codec": "eden:bits=4"}, {"codec": "identity"}, {"warmup_steps": 2}], ids=str)
+def test_the_first_round_after_a_load_sends_the_weights(options: dict[str, Any]) -> None:
     """What was learnt before the state was saved is no change that few bits could lose."""
     size = 2
     meet, trained = together(size), events(size)
 
     def rank_main(team: Team) -> tuple[np.ndarray, np.ndarray]:
-        run = Run(team, Quadratic, AsyncModelAverage(codec=codec))
+        run = Run(team, Quadratic, AsyncModelAverage(**options))
         run.train_rounds(3, trained)
         bagua.pause(run.model)
         weights, optimizer, own = run.model.state_dict(), run.optimizer.state_dict(), bagua.state_dict(run.model)
         bagua.detach(run.model)
         meet()
-        fresh = Run(team, Quadratic, AsyncModelAverage(codec=codec))
+        fresh = Run(team, Quadratic, AsyncModelAverage(**options))
         with torch.no_grad():
             for value in weights.values():
                 value.mul_(1000.0).add_(team.rank)

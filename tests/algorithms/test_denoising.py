@@ -153,3 +153,15 @@ def test_strides(backend: str) -> None:
 def test_what_compiled_code_cannot_do_is_eager(backend: str) -> None:
     made, want = (Made([300, 40], True, False, torch.float64) for _ in range(2))
     assert_same_bits(made.subtract(backend), want.subtract("torch"))
+
+
+@pytest.mark.parametrize("backend", available_backends())
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
+def test_gradients_of_zero_have_no_noise(scaled: bool, backend: str) -> None:
+    """Rows that nobody uses are cleared, beside others in the same window."""
+    made = Made([700, 300], scaled, bad=False)
+    made.g_N[::3] = 0.0
+    before = made.second_N.clone()
+    made.subtract(backend)
+    assert torch.equal(made.second_N[::3], before[::3])
+    assert float((made.second_N < before).float().mean()) > 0.3

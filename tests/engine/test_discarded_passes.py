@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import bagua
-from bagua.algorithms import ByteGrad, OneBitLamb, PowerSGD, QAdam
+from bagua.algorithms import ByteGrad, DiLoCo, LowPrecisionDecentralized, OneBitLamb, PowerSGD, QAdam
 from bagua.comm.team import Team
 from bagua.contrib import DeMo, SignSGD
 from tests.rank_threads import run_teams
@@ -73,6 +73,8 @@ def lamb(params: Any) -> torch.optim.Optimizer:
         (DeMo(), sgd),
         (QAdam(codec="sign"), qadam),
         (OneBitLamb(codec="sign"), lamb),
+        (LowPrecisionDecentralized(overlap=True), sgd),
+        (DiLoCo(4, delay=2), sgd),
     ],
 )
 def test_as_if_there_had_been_no_such_pass(algorithm: Any, make: Any, to_none: bool) -> None:

@@ -51,21 +51,24 @@ inline void squares(const float* g, int64_t n, float* y) {
   for (; i < n; ++i) y[i] = g[i] * g[i];
 }
 
+// Gradients that are exactly zero have no noise: rows that nobody uses are cleared.
 template <bool kScaled>
-void correct(const bagua_moments& moments, int64_t lo, int64_t hi, const float* scales, float noise) {
+void correct(const bagua_moments& moments, int64_t lo, int64_t hi, const float* g, const float* scales, float noise) {
   float* const v = moments.second + (lo - moments.begin);
   const float* const m = moments.first + (lo - moments.begin);
-  const VF left = splat(moments.left), factor = splat(moments.floor);
+  const VF left = splat(moments.left), factor = splat(moments.floor), zero = splat(0.0f);
   int64_t i = 0;
   for (; i + W <= hi - lo; i += W) {
     __builtin_prefetch(v + i + kFetch);
     __builtin_prefetch(m + i + kFetch);
     VF each = splat(noise);
     if (kScaled) each = each * load(scales + i) * load(scales + i);
+    each = load(g + i) == zero ? zero : each;
     store(v + i, corrected(load(v + i), load(m + i), each, left, factor));
   }
   for (; i < hi - lo; ++i) {
-    const float each = kScaled ? noise * scales[i] * scales[i] : noise;
+    float each = kScaled ? noise * scales[i] * scales[i] : noise;
+    each = g[i] == 0.0f ? 0.0f : each;
     v[i] = corrected(v[i], m[i], each, moments.left, moments.floor);
   }
 }
@@ -93,7 +96,7 @@ void denoise(const float* g, float* magnitude, int64_t n, float share, const bag
     while (count > 0 && moments->end <= first) ++moments, --count;
     for (int64_t k = 0; k < count && moments[k].begin < end; ++k) {
       const int64_t lo = moments[k].begin > first ? moments[k].begin : first;
-      correct<kScaled>(moments[k], lo, least(moments[k].end, end), scales + (lo - first), noise);
+      correct<kScaled>(moments[k], lo, least(moments[k].end, end), g + lo, scales + (lo - first), noise);
     }
   }
 }
