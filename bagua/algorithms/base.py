@@ -223,6 +223,14 @@ class Context(Protocol):
         ...
 
     @property
+    def loss_scale(self) -> Tensor | None:
+        """What gradients are multiplied with until the optimizer's step, as known from the last one; None: nothing.
+
+        A tensor that the gradient scaler changes.
+        """
+        return None
+
+    @property
     def repeats(self) -> bool:
         """Whether `on_step_end` may be called again for the same step: change nothing before `commit` then."""
         return False

@@ -124,12 +124,14 @@ class MomentumAverage(Algorithm):
         if not optimizer.compressing or ctx.groups.world.size == 1:
             ctx.launch(self.exact, bucket)
             return
-        params, momenta = bucket.params, optimizer.flat_momenta(bucket.params)
+        # In units of the scaled loss: beside gradients that are thousands of times as large, momenta would not count.
+        params, scale = bucket.params, None if ctx.loss_scale is None else ctx.loss_scale.to(bucket.flat.device)
+        momenta = optimizer.flat_momenta(params, scale)
         ctx.launch(
             self.exchange,
             bucket,
-            before=lambda: optimizer.to_momentum(params, bucket.split(bucket.flat)),
-            after=lambda: optimizer.to_gradient(params, bucket.split(bucket.flat)),
+            before=lambda: optimizer.to_momentum(params, bucket.split(bucket.flat), scale),
+            after=lambda: optimizer.to_gradient(params, bucket.split(bucket.flat), scale),
             hook=None if momenta is None else _through(momenta),
         )
 
@@ -173,8 +175,8 @@ class QAdam(MomentumAverage):
         m = mean over ranks of Q(b1 m + (1 - b1) g_i),    x -= lr / (1 - b1^k) * m / (sqrt(v) / c + eps)
 
     The optimizer gets the mean as the gradient (m_new - b1 m) / (1 - b1), so weight decay is added there,
-    exactly; clipping of gradients works on the mean, and so does a `GradScaler` (with a loss scale the gradient
-    dominates what is quantised). A parameter that no rank used keeps its momentum, as with Adam. The warm-up is
+    exactly; clipping of gradients works on the mean, and so does a `GradScaler`, whose loss scale momenta are
+    multiplied with while they are sent. A parameter that no rank used keeps its momentum, as with Adam. The warm-up is
     over when the optimizer has made its steps, resumed ones included.
 
     Args:

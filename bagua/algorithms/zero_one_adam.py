@@ -107,8 +107,12 @@ class ZeroOneAdam(MomentumAverage):
         means = [ctx.scratch("drift", bucket) for bucket in ctx.buckets]
         for bucket, flat in zip(ctx.buckets, means, strict=True):
             optimizer.mean_momenta(bucket.params, bucket.split(flat))
+            if ctx.loss_scale is not None:  # as momenta are sent: the errors that are fed back are the same ones
+                flat.mul_(ctx.loss_scale.to(flat.device))
             ctx.launch(self.exchange, bucket, flat)
         ctx.commit()
         for bucket, flat in zip(ctx.buckets, means, strict=True):
+            if ctx.loss_scale is not None:
+                flat.div_(ctx.loss_scale.to(flat.device))
             optimizer.meet(bucket.params, bucket.split(flat))
         return votes.tolist()

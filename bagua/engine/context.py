@@ -109,6 +109,11 @@ class EngineContext:
         self._dispatcher.wait(ticket)
 
     @property
+    def loss_scale(self) -> Tensor | None:
+        """What a gradient scaler multiplies the loss with."""
+        return self._state.loss_scale
+
+    @property
     def fault_tolerant(self) -> bool:
         """Whether training goes on after a lost rank."""
         return self._failures.recovery is not None

@@ -10,7 +10,7 @@ import torch
 
 from bagua.algorithms.base import Algorithm, Exactness
 
-__all__ = ["must_agree", "refuse_plain_scaler", "steps_by_plain_scaler"]
+__all__ = ["must_agree", "refuse_plain_scaler", "scale_of_step", "steps_by_plain_scaler"]
 
 _FRAMES = 11  # from an optimizer's hook up to the scaler that calls step(), with room for what wraps step()
 
@@ -64,6 +64,11 @@ def steps_by_plain_scaler() -> bool:
     """From an optimizer's hook: whether a scaler of torch's makes this step, and ranks may decide differently."""
     scaler = _stepping_scaler()
     return scaler is not None and not getattr(scaler, "ranks_agree", False)
+
+
+def scale_of_step() -> torch.Tensor | None:
+    """From an optimizer's hook: the loss scale of the scaler that makes this step, which changes with it; None: 1."""
+    return getattr(_stepping_scaler(), "_scale", None)
 
 
 def _stepping_scaler() -> Any:

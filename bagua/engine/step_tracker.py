@@ -29,7 +29,7 @@ from bagua.engine.reducer.sparse import exchange_sparse
 from bagua.engine.reducer.unused_feedback import Withheld
 from bagua.engine.replicas import Replicas
 from bagua.engine.second_passes import refuse_second_pass
-from bagua.engine.skipped_steps import refuse_plain_scaler, steps_by_plain_scaler
+from bagua.engine.skipped_steps import refuse_plain_scaler, scale_of_step, steps_by_plain_scaler
 from bagua.engine.stats import Tally
 from bagua.engine.step_listeners import StepListeners
 from bagua.errors import CommunicationError
@@ -180,6 +180,7 @@ class StepTracker:
         if self._failures.final and self._state.algorithm.payload is Payload.GRAD:
             self._failures.check_alive()  # the gradients are not the mean of all ranks'
         own, algorithm = self._inventory.trains_its_own, self._state.algorithm
+        self._state.loss_scale = scale_of_step()
         for each in (algorithm, *self._state.schedule.values()):  # not after a warm-up of hours
             refuse_plain_scaler(each, self._optimizers.alive, self._team.size, own, self.fault_tolerant)
         if not self.step_begun:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from bagua.algorithms.base import Algorithm, LostStep
 from bagua.engine.reducer.bucket import Bucket
 
@@ -30,6 +32,7 @@ class TrainingState:
         paused: nothing may begin in the background.
         before_load: sums of the weights before `load_state_dict` replaced some since the last backward pass, else None.
         schedule: algorithms that take over, by the step after which they do.
+        loss_scale: of the gradient scaler that made the last step, which keeps it up to date; None: there is none.
         notices: remarks for the user.
     """
 
@@ -44,6 +47,7 @@ class TrainingState:
     paused: bool = False
     before_load: list[int] | None = None
     schedule: dict[int, Algorithm] = field(default_factory=dict)
+    loss_scale: Tensor | None = None
     notices: tuple[str, ...] = ()
 
     @property

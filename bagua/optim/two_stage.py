@@ -120,20 +120,27 @@ class TwoStage(torch.optim.Optimizer):
     def _group(self, param: Tensor) -> dict[str, Any]:
         return self.param_groups[self._group_of[param]]
 
-    def to_momentum(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """`values`, gradients of `params`, become the momenta that a step with them would give; in place."""
-        for beta1, moments, grads in self._by_beta1(params, values):
-            torch._foreach_lerp_(grads, moments, beta1)
+    def to_momentum(self, params: Sequence[Tensor], values: Sequence[Tensor], scale: Tensor | None = None) -> None:
+        """`values`, gradients of `params`, become the momenta that a step with them would give; in place.
 
-    def to_gradient(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        Args:
+            scale: what the gradients are multiplied with, and then the momenta.
+        """
+        for beta1, moments, grads in self._by_beta1(params, values):
+            torch._foreach_lerp_(grads, _scaled(moments, scale), beta1)
+
+    def to_gradient(self, params: Sequence[Tensor], values: Sequence[Tensor], scale: Tensor | None = None) -> None:
         """The inverse of `to_momentum`, in place."""
         for beta1, moments, grads in self._by_beta1(params, values):
-            torch._foreach_lerp_(grads, moments, -beta1 / (1 - beta1))
+            torch._foreach_lerp_(grads, _scaled(moments, scale), -beta1 / (1 - beta1))
 
-    def flat_momenta(self, params: Sequence[Tensor]) -> list[tuple[Tensor, float] | None] | None:
+    def flat_momenta(
+        self, params: Sequence[Tensor], scale: Tensor | None = None
+    ) -> list[tuple[Tensor, float] | None] | None:
         """Momenta as one dimension, in the order in which the parameters' elements lie in memory, each with its b1.
 
         None in the place of a parameter without state, see `to_momentum`; None for all if a layout does not allow it.
+        With a `scale` they are copies.
         """
         found: list[tuple[Tensor, float] | None] = []
         for param in params:
@@ -143,7 +150,8 @@ class TwoStage(torch.optim.Optimizer):
                 continue
             if moment.stride() != param.stride() or not is_dense(param):
                 return None
-            found.append((dense_view(moment), self._group(param)["betas"][0]))
+            flat = dense_view(moment)
+            found.append((flat if scale is None else flat * scale, self._group(param)["betas"][0]))
         return found
 
     def _by_beta1(
@@ -158,6 +166,10 @@ class TwoStage(torch.optim.Optimizer):
                 moments.append(moment)
                 grads.append(value)
         return ((beta1, *lists) for beta1, lists in found.items())
+
+
+def _scaled(moments: list[Tensor], scale: Tensor | None) -> list[Tensor]:
+    return moments if scale is None else [moment * scale for moment in moments]
 
 
 def with_floor(moment: Tensor, floor: float) -> Tensor:

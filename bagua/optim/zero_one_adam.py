@@ -60,9 +60,9 @@ class ZeroOneAdam(TwoStage):
     is: a layer that is unfrozen late, or added. So the algorithm begins both policies anew then. Without the algorithm,
     call `begin_anew`.
 
-    Gradients within an interval are local:
-    use no `GradScaler` there, whose decision to skip a step differs by rank. Checkpoints within an interval
-    differ by rank too, weights included; save and load them on each rank.
+    Gradients within an interval are local: use `bagua.GradScaler`, as the decision of torch's own to skip a step
+    differs by rank. Checkpoints within an interval differ by rank too, weights included; save and load them on each
+    rank.
 
     Args:
         params: parameters or groups of them.
