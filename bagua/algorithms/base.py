@@ -395,7 +395,7 @@ class Algorithm:
         """
 
     def on_forward(self, ctx: Context) -> None:
-        """Before the first forward pass of a step, in training mode."""
+        """Before the first forward pass of a step in training mode with gradients enabled."""
 
     def on_ready(self, ctx: Context, bucket: Bucket) -> None:
         """All gradients of `bucket` are in place; called in the same order of buckets on all ranks."""

@@ -171,7 +171,7 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
         if trains:
             refuse_ddp(module)
             attachment.structure.check(module)
-            engine.tracker.forward_begins()
+            engine.tracker.forward_begins(gradients=torch.is_grad_enabled())
             if engine.tracker.is_to_broadcast_buffers():
                 broadcast_buffers(module, engine, engine.tracker.announce(Moment.BUFFERS))
 

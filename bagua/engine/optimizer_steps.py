@@ -57,7 +57,7 @@ class OptimizerSteps:
             tracker.end_step()  # not all optimizers made a step, and the next forward pass comes within this one
         if isinstance(optimizer, torch.optim.LBFGS):
             return self._begin_search(optimizer, args, kwargs, closure)
-        if tracker.forward_seen:
+        if tracker.forward_told:
             tracker.step_begins()
             return None
         # The passes of this step come with the closure: what it has launched then is taken over after it.
@@ -97,7 +97,7 @@ class OptimizerSteps:
                     "'gradient_allreduce', with which all ranks search alike",
                     urgent=True,
                 )
-            if not tracker.forward_seen:
+            if not tracker.forward_told:
                 tracker.forward_begins()
             tracker.step_begins()
             return None

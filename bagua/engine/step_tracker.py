@@ -47,7 +47,8 @@ class StepTracker:
         buffers_due: the next one does: the last one was to be synchronised, or there was none.
         joining: within `bagua.join`, tells ranks that have run out of inputs.
         hooks_ran: those of the module's forward pass, in this step.
-        forward_seen, step_begun: in this step; the step was begun by the first optimizer.
+        forward_seen, forward_told, step_begun: in this step. The second one: a pass with gradients, of which the
+            algorithm was told; the step was begun by the first optimizer.
         stepped: numbers of the optimizers that have stepped, in this step.
         nesting: steps of optimizers that are in progress.
         ending: all optimizers have stepped, and the exchange with which the step ends has not succeeded yet.
@@ -70,7 +71,7 @@ class StepTracker:
     ) -> None:
         self.broadcasts_buffers, self.buffers_due = broadcasts_buffers, True
         self.joining: Announcer | None = None
-        self.hooks_ran = self.forward_seen = self.step_begun = self.ending = False
+        self.hooks_ran = self.forward_seen = self.forward_told = self.step_begun = self.ending = False
         self.stepped: set[int] = set()
         self.nesting = Nesting()
         self.listeners = StepListeners()
@@ -109,8 +110,12 @@ class StepTracker:
 
     # -- moments, called by the hooks ----------------------------------------------------------------------------
 
-    def forward_begins(self) -> None:
-        """Before a forward pass in training mode, or a backward pass without one."""
+    def forward_begins(self, *, gradients: bool = True) -> None:
+        """Before a forward pass in training mode, or a backward pass without one.
+
+        Args:
+            gradients: they are enabled. Without them one rank may make a pass alone, so nothing is exchanged.
+        """
         state = self._state
         refuse_capture(self._inventory.device)
         if (self._reducer.open or self._reducer.failed_to_end) and torch._C._current_graph_task_id() == -1:
@@ -129,6 +134,8 @@ class StepTracker:
                 self._binding.tuning.step_begins()
             if self.chooser is not None:
                 self.chooser.step_begins()
+        if gradients and not self.forward_told:
+            self.forward_told = True
             if self.joining is not None and (self.joining.early or _acts_on_forward(state.algorithm)):
                 self.announce(Moment.FORWARD)
             if self._exchanges and not self.step_begun and not self._failures.step_is_lost:
@@ -249,14 +256,14 @@ class StepTracker:
         Where one optimizer steps less often than another, the end of a step is noticed at the next forward pass only.
         """
         self.stepped, self._first_weights.settled = set(stepped), bool(stepped)
-        self.step_begun = self.forward_seen = bool(stepped)
+        self.step_begun = self.forward_seen = self.forward_told = bool(stepped)
 
     # -- moments, called by the reducer --------------------------------------------------------------------------
 
     def pass_begins(self) -> None:
         """A synchronised backward pass begins."""
         refuse_capture(self._inventory.device)
-        if not self.forward_seen:  # in evaluation mode, or torch.compile took the hooks into its graph, as nothing
+        if not self.forward_told:  # in evaluation mode, or torch.compile took the hooks into its graph, as nothing
             if self.broadcasts_buffers and not self.hooks_ran:
                 raise RuntimeError(
                     "broadcast_buffers=True: the forward pass was compiled together with the module's hooks, which "
@@ -359,8 +366,8 @@ class StepTracker:
 
     def _forget_step(self) -> None:
         self._watch.step_ends()
-        self.forward_seen = self.step_begun = self._shadowed = self.hooks_ran = self._buffers_told = False
-        self._passed = False
+        self.forward_seen = self.forward_told = self.step_begun = self.hooks_ran = False
+        self._shadowed = self._buffers_told = self._passed = False
         self._discarded.step_ends()
 
     def _may_step(self) -> bool:

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import bagua
-from tests.engine.training import batch, distributed, equal, train, values
+from bagua.comm.team import Team
+from tests.engine.training import batch, distributed, equal, seeded, train, values
 from tests.rank_pool import RankPool
+from tests.rank_threads import run_teams
 
 
 class GivesLeaves(nn.Module):
@@ -73,6 +75,42 @@ def _make() -> nn.Module:
 def test_forward_passes_in_inference_mode_change_nothing(pool: RankPool, algorithm: str) -> None:
     for peeked, plain in pool.run(2, inference_first, algorithm):
         assert equal(peeked, plain)
+
+
+def sample_on_one_rank(team: Team, samples: bool, with_closure: bool) -> dict[str, Tensor]:
+    """Forward passes without gradients, in training mode, on rank 0 alone: before each step and after the last."""
+    model = seeded(_make, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.distribute(model, optimizer, "decentralized", process_group=team)
+
+    def sample() -> None:
+        if samples and team.rank == 0:
+            with torch.no_grad():
+                model(batch(0, 100))
+
+    def evaluate(step: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch(team.rank, step)).square().mean()
+        loss.backward()
+        return loss
+
+    for step in range(3):
+        sample()
+        if with_closure:
+            optimizer.step(lambda step=step: float(evaluate(step).detach()))
+        else:
+            evaluate(step)
+            sample()
+            optimizer.step()
+    sample()
+    bagua.average_parameters(model)
+    return values(model)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_forward_passes_without_gradients_exchange_nothing(with_closure: bool) -> None:
+    peeked = run_teams(2, sample_on_one_rank, True, with_closure, timeout_s=20)
+    assert equal(peeked, run_teams(2, sample_on_one_rank, False, with_closure))
 
 
 def distribute_in_inference_mode() -> bool:
