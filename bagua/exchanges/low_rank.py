@@ -306,14 +306,20 @@ def _rights(layout: Layout, flat: Tensor) -> list[Tensor]:
 
 
 def _orthonormalise_(layout: Layout, p_P: Tensor) -> None:
-    """Make the columns of each left factor orthonormal; factors of one shape in one call."""
+    """Make the columns of each left factor orthonormal; factors of one shape in one call.
+
+    Rows of zeros stay zero, since optimizers such as Adam make whole steps of rounding errors. A factor of zeros gets
+    unit vectors, or no gradient would ever pass again.
+    """
     for (n, r), same in groupby(layout.matrices, key=lambda each: (each.n, each.r)):
         group = list(same)
         start = group[0].left
         factors = p_P[start : start + len(group) * n * r].view(len(group), n, r)
+        unused = (factors == 0).all(dim=2, keepdim=True)
+        unused &= ~unused.all(dim=1, keepdim=True)
         if factors.device.type != "cpu":  # QR on a GPU adds up squares as they are, LAPACK scales them
             factors.mul_(inverse_size(torch.linalg.vector_norm(factors, math.inf, dim=(1, 2), keepdim=True)))
-        factors.copy_(torch.linalg.qr(factors).Q)
+        factors.copy_(torch.linalg.qr(factors).Q).masked_fill_(unused, 0)
 
 
 def inverse_size(norms: Tensor) -> Tensor:

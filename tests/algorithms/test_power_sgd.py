@@ -17,10 +17,11 @@ from bagua.algorithms import PowerSGD, Warmup
 from bagua.codecs import Bf16
 from bagua.comm.groups import Group, Groups
 from bagua.comm.team import Team
+from bagua.contrib.dion import Orthonormalised
 from bagua.engine.lanes.lane import InlineLane
 from bagua.engine.lanes.selection import make_lane
 from bagua.exchanges import Hierarchical
-from bagua.exchanges.low_rank import inverse_size
+from bagua.exchanges.low_rank import LowRank, inverse_size
 from tests.algorithms.quadratic import N, follow, start, targets
 from tests.low_rank_gradients import degenerate, normal
 from tests.rank_threads import run_teams, run_threads
@@ -28,7 +29,8 @@ from tests.rank_threads import run_teams, run_threads
 SIZES = [1, 2, 3, 4]
 STEPS, LR = 10, 0.1
 SHAPES = ((12, 9), (1, 13), (9, 16), (12, 9), (2, 3), (1, 1), (16, 9))  # (2, 3) is too small, (1, n) are vectors
-NUMEL = sum(n * m for n, m in SHAPES)
+SIZES_OF_PARTS = [n * m for n, m in SHAPES]
+NUMEL, ENDS = sum(SIZES_OF_PARTS), np.cumsum(SIZES_OF_PARTS)[:-1]
 
 
 def gradient(rank: int, step: int, numel: int = NUMEL) -> np.ndarray:
@@ -302,6 +304,36 @@ def test_zero_and_rank_deficient_gradients_leave_no_dead_columns() -> None:
     mean = np.mean([gradient(r, 4) for r in range(2)], 0)
     late = torch.stack(seen[20:]).mean(0).numpy()
     assert np.abs(late - mean).max() < 0.5 * np.abs(mean).max()
+
+
+ZERO_ROWS = [0, 2, 7, 11]
+
+
+@pytest.mark.parametrize("used", [8, 2], ids=["full rank", "fewer rows than the rank"])
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        *(exchanges.PowerSGD(SHAPES, 3, feedback, min_compression=1.0) for feedback in (True, False)),
+        exchanges.PowerSGD(SHAPES, 3, min_compression=1.0, codec=Bf16()),
+        Orthonormalised(SHAPES, (1.0,) * len(SHAPES), rank_fraction=0.4),
+    ],
+    ids=["feedback", "no feedback", "bf16", "dion"],
+)
+def test_rows_that_are_zero_on_all_ranks_stay_zero(exchange: LowRank, used: int, device: torch.device) -> None:
+    """The first ones are pivots of the QR decomposition, which leaves rounding there."""
+
+    def give(rank: int, step: int) -> np.ndarray:
+        parts = [part.reshape(shape) for part, shape in zip(np.split(gradient(rank, step), ENDS), SHAPES, strict=True)]
+        parts[0][ZERO_ROWS] = parts[3][ZERO_ROWS] = 0
+        parts[3][used:] = 0
+        return np.concatenate([part.reshape(-1) for part in parts])
+
+    results = run_threads(2, partial(drive, give=give, device=device), exchange, 5, staged=device.type == "cuda")
+    for seen, _, _ in results:
+        for x in seen:
+            first, second = (x.split(SIZES_OF_PARTS)[index].view(12, 9) for index in (0, 3))
+            assert not first[ZERO_ROWS].any() and not second[ZERO_ROWS].any() and not second[used:].any()
+            assert first[1].any() and second[1].any()
 
 
 def rights(exchange: exchanges.PowerSGD, state: dict) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from bagua.algorithms import (
     GradientAllReduce,
     LocalSGD,
     LowPrecisionDecentralized,
+    PowerSGD,
     SparseLoCo,
 )
 from bagua.comm.team import Team
@@ -50,11 +51,12 @@ def moved(team: Team, algorithm: Algorithm) -> Tensor:
         GradientAllReduce(codec="sign", error_feedback=False),
         *(DiLoCo(), DiLoCo(communication_interval=4, codec="eden"), LocalSGD(codec="eden")),
         SparseLoCo(communication_interval=4),
+        *(PowerSGD(), PowerSGD(rank=8, error_feedback=False)),
     ],
     ids=[
         *("exact", "8 bits", "short blocks", "4 bits", "feedback", "gossip", "local steps"),
         *("rotated", "rotated, 1 bit", "signs", "outer steps", "outer steps in 1 bit", "local steps in 1 bit"),
-        "sparse",
+        *("sparse", "low rank", "low rank without feedback"),
     ],
 )
 def test_rows_that_nobody_uses_stay(algorithm: Algorithm, size: int) -> None:
