@@ -102,6 +102,8 @@ def _put_back(
     saved_with = items["algorithm"]["copies"][0]["algorithm"]
     same_algorithm, same_size = engine.form_of(saved_with) is not None, entry["size"] == team.size
     exact = same_algorithm and same_size
+    if same_algorithm:
+        engine.check_parameters(items["algorithm"]["copies"][0])
     if "weights" in items:
         copies = _by_rank(items["weights"])
         with torch.no_grad():

@@ -100,6 +100,8 @@ def _put_back(
     if f"algorithm_{number}" not in found.parts:
         raise CheckpointError(f"{found.where} holds the state of {number} distributed modules, and there are more now")
     saved_with, states = _saved_with(found, number), found.parts[f"algorithm_{number}"]
+    if _goes_on(found, number, module):
+        attachments[module].engine.check_parameters(states[0])
     weights, *others = _optional(number, len(optimizers))
     exact = len(states) == 1 and (found.size == team.size)
     if weights in found.parts:

@@ -23,7 +23,7 @@ from bagua.checkpoint.tolerant import LOAD_BEFORE, refuse_fault_tolerant
 from bagua.comm.team import Team
 from bagua.engine.hooks import attachments
 from bagua.engine.startup.rank_local import rank_local_names
-from bagua.engine.state_dict import check_header
+from bagua.engine.state_dict import check_header, other_optimizers
 
 __all__ = ["Found", "restore", "wanted"]
 
@@ -136,10 +136,10 @@ def _of_kind(objects: Mapping[str, Any], kind: str) -> Iterable[tuple[str, Any]]
 
 
 def _check_algorithms(found: Found, objects: Mapping[str, Any]) -> None:
-    """Before anything has changed: each module runs the algorithm that it was saved with.
+    """Before anything has changed: each module runs the algorithm that it was saved with, on the same parameters.
 
     Raises:
-        MisfitError: names both.
+        MisfitError: names what differs.
         CheckpointError: a module is fault-tolerant.
     """
     refuse_fault_tolerant(objects, found.where, LOAD_BEFORE)
@@ -149,11 +149,14 @@ def _check_algorithms(found: Found, objects: Mapping[str, Any]) -> None:
             with _misfit(f"{found.where}: {name}"):
                 check_header(saved, {})
             if engine.form_of(saved.get("algorithm")) is None:
+                other = other_optimizers(saved.get("optimizers"), engine.kinds)
                 raise MisfitError(
                     f"{found.where}: {name}: saved with algorithm {saved.get('algorithm')}, loaded into algorithm "
-                    f"{engine.state.root!r}; pass the same algorithm and options to bagua.distribute(), or load the "
-                    "weights before bagua.distribute(), and the algorithm starts anew"
+                    f"{engine.state.root!r}{other and f' ({other})'}; pass the same algorithm and options to "
+                    "bagua.distribute(), or load the weights before bagua.distribute(), and the algorithm starts anew"
                 )
+            with _misfit(f"{found.where}: {name}"):
+                engine.check_parameters(saved)
 
 
 @contextmanager

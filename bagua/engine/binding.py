@@ -17,7 +17,7 @@ from bagua.engine.config import EngineConfig
 from bagua.engine.lanes.dispatcher import fitting_part_bytes, is_plain_sum
 from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.reducer.bucket import Bucket
-from bagua.engine.reducer.bucketing import Entry, Plan, make_plan
+from bagua.engine.reducer.bucketing import Entry, Plan, check_plan, make_plan
 from bagua.engine.reducer.reducer import Reducer
 from bagua.engine.tuning.session import TuningSession
 from bagua.engine.tuning.site_trial import run_trial, tried_parts
@@ -153,8 +153,7 @@ class Binding:
         """
         state, params = self._state, self._inventory.trainable
         payload = state.algorithm.payload
-        if sorted(plan.order) != sorted(self._names):
-            raise ValueError("plan: its parameters are not those of the module")
+        check_plan(plan, self._names)
         for names in plan.buckets:
             if len({params[name].dtype for name in names}) != 1:
                 raise ValueError(f"plan: the bucket of {names[0]!r} mixes dtypes")

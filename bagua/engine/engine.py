@@ -30,12 +30,12 @@ from bagua.engine.optimizer_steps import OptimizerSteps
 from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.recovery.manager import RecoveryManager
 from bagua.engine.reducer.bucket import Bucket
-from bagua.engine.reducer.bucketing import Plan
+from bagua.engine.reducer.bucketing import Plan, check_plan
 from bagua.engine.reducer.reducer import Reducer
 from bagua.engine.reducer.unused_params import UsageBoard
 from bagua.engine.replicas import Replicas
 from bagua.engine.startup.inventory import Inventory
-from bagua.engine.state_dict import check_header, check_order, load_states, pack
+from bagua.engine.state_dict import check_header, check_order, load_states, naming_optimizers, pack
 from bagua.engine.stats import Stats, StepStats, Tally
 from bagua.engine.step_tracker import StepTracker
 from bagua.engine.training_state import TrainingState
@@ -230,6 +230,11 @@ class Engine:
     def _circumstances(self) -> dict[str, Any]:
         return {"algorithm": repr(self.state.root), "size": self.team.size, "rank": self.team.rank}
 
+    @property
+    def kinds(self) -> list[str]:
+        """Class names of the optimizers."""
+        return [type(optimizer).__name__ for optimizer in self.optimizers]
+
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's own state on this rank; tensors are copies."""
         self.dispatcher.wait()
@@ -239,6 +244,7 @@ class Engine:
             plan, bound, tuned = binding.tuning.state_dict(binding)
         header = {
             **self._circumstances(),
+            "optimizers": self.kinds,
             "rank_order": list(self.team.order),
             "step": self.state.step,
             "stepped": sorted(self.tracker.stepped),
@@ -272,6 +278,7 @@ class Engine:
         if same_state(data.get("algorithm"), form or state.root):
             del have["algorithm"]
         check_header(data, have)
+        self.check_parameters(data)
         anew = self.chooses_anew(data)
         if anew:
             data = {**data, "states": [], "tensors": []}
@@ -303,10 +310,20 @@ class Engine:
                 binding.adopt_plan(plan)
             if binding.plan != plan:
                 raise ValueError("state dict: its buckets were made with another bucket_bytes")
-        load_states(data, self.memory.states, self.memory.tensors, state.buckets, self.groups)
+        with naming_optimizers(data.get("optimizers"), self.kinds):
+            load_states(data, self.memory.states, self.memory.tensors, state.buckets, self.groups)
         if anew and data.get("replicas_differ", True):
             self.replicas.equalise()
         self.tracker.go_on_within(data.get("stepped", ()))
+
+    def check_parameters(self, data: Mapping[str, Any]) -> None:
+        """Refuse a state of other parameters than those that the module trains.
+
+        Raises:
+            ValueError: names them.
+        """
+        if data.get("plan") is not None:
+            check_plan(Plan.from_json(data["plan"]), list(self.inventory.trainable))
 
     def _has_moved_on(self, data: Mapping[str, Any]) -> bool:
         """Whether this module has trained past `data`: switches that come after it are over, or it has no state yet."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,16 @@ from bagua.comm.groups import Groups
 from bagua.engine.reducer.bucket import Bucket
 from bagua.exchanges import Exchange, State
 
-__all__ = ["States", "check_header", "check_layout", "check_order", "load_states", "pack"]
+__all__ = [
+    "States",
+    "check_header",
+    "check_layout",
+    "check_order",
+    "load_states",
+    "naming_optimizers",
+    "other_optimizers",
+    "pack",
+]
 
 _VERSION = 3
 States = dict[tuple[Exchange, int, int], State]
@@ -73,6 +83,33 @@ def check_order(data: dict[str, Any], order: Sequence[int]) -> None:
         )
 
 
+@contextmanager
+def naming_optimizers(saved: Sequence[str] | None, now: Sequence[str]) -> Iterator[None]:
+    """State of an algorithm that does not fit: say whether the optimizers are of other kinds than when it was saved."""
+    try:
+        yield
+    except ValueError as error:
+        if other := other_optimizers(saved, now):
+            raise ValueError(
+                f"{error}; {other}, and the algorithm keeps state for them: load model and optimizers before "
+                "bagua.distribute(), and the algorithm starts anew"
+            ) from error
+        raise
+
+
+def other_optimizers(saved: Sequence[str] | None, now: Sequence[str]) -> str:
+    """Return a remark if optimizers are of other kinds than when a state was saved; else "".
+
+    Args:
+        saved: their kinds; None: an earlier version did not save them.
+        now: those of now.
+    """
+    if saved is None or list(saved) == list(now):
+        return ""
+    were, are = (", ".join(kinds) or "none" for kinds in (saved, now))
+    return f"the optimizers were {were} when it was saved and are {are} now"
+
+
 def check_layout(exchange: Exchange, saved: Mapping[str, Tensor], made: Mapping[str, Tensor], where: str) -> None:
     """Refuse a state of other elements than those that this rank has.
 
@@ -130,7 +167,8 @@ def load_states(
         key, flat = (entry["name"], entry["bucket"]), buckets[entry["bucket"]].flat
         made = tensors.get(key)
         if entry["value"].shape != (flat if made is None else made).shape:
-            raise ValueError(f"{where} has shape {list(entry['value'].shape)}")
+            wanted = list((flat if made is None else made).shape)
+            raise ValueError(f"{where} has shape {list(entry['value'].shape)}, not {wanted}")
     for entry in data["tensors"]:
         key = (entry["name"], entry["bucket"])
         if key not in tensors:  # made by the algorithm on first use

@@ -22,6 +22,7 @@ __all__ = [
     "Plan",
     "check_bucket_bytes",
     "check_num_lanes",
+    "check_plan",
     "chunks_of",
     "default_bucket_bytes",
     "default_num_lanes",
@@ -45,6 +46,7 @@ _WIDE_BITS = 8
 _LAST_PARTS = ((2 * LANES_OF_WIDE, 2 * 2**20), (LANES_OF_WIDE, 2**20))  # parts of a last bucket; least bytes of each
 _LEAST_CUT_BYTES = 4 * 2**20  # of a last bucket that is cut in two
 _MAX_LANES = 64
+_NAMED = 3  # parameters, in an error
 
 
 def fitting_bucket_bytes(total_bytes: int, chunks: int = 1) -> int:
@@ -192,6 +194,26 @@ class Plan:
     def order(self) -> tuple[str, ...]:
         """All names, in the order in which their gradients were ready."""
         return tuple(name for names in self.buckets for name in names)
+
+
+def check_plan(plan: Plan, names: Sequence[str]) -> None:
+    """Refuse a plan for other parameters than `names`, which the module trains.
+
+    Raises:
+        ValueError: names some of them.
+    """
+    has, wants = set(plan.order), set(names)
+    parts = [f"{what} {_some(odd)}" for what, odd in (("it also has", has - wants), ("it lacks", wants - has)) if odd]
+    if parts:
+        raise ValueError(
+            f"plan: its parameters are not those that the module trains: {'; '.join(parts)}; load the weights before "
+            "bagua.distribute(), and the algorithm starts anew"
+        )
+
+
+def _some(names: set[str]) -> str:
+    first = ", ".join(map(repr, sorted(names)[:_NAMED]))
+    return f"{first} and {len(names) - _NAMED} more" if len(names) > _NAMED else first
 
 
 def make_plan(entries: Sequence[Entry], bucket_bytes: int, early: bool = False) -> Plan:
