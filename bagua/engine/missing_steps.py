@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bagua.algorithms.base import Payload
 from bagua.engine.reducer.pass_watch import PassWatch
 from bagua.engine.training_state import TrainingState
 
-__all__ = ["look_for_steps"]
+__all__ = ["look_for_steps", "tell_of_copied_weights"]
 
 
 def look_for_steps(watch: PassWatch, state: TrainingState) -> None:
@@ -28,3 +29,18 @@ def look_for_steps(watch: PassWatch, state: TrainingState) -> None:
         f"{what}, so the ranks' weights would diverge; step with a torch optimizer, or pass optimizers=[] to "
         "bagua.distribute() if you update the parameters yourself: a step then ends with each backward pass"
     )
+
+
+def tell_of_copied_weights(state: TrainingState, size: int) -> None:
+    """At the end of a step that no optimizer has made: warn that averages can be overwritten.
+
+    Not at the first one: the optimizer may be made later.
+    """
+    if size > 1 and state.step and state.algorithm.payload is Payload.PARAM:
+        state.notice(
+            f"optimizers=[]: {state.algorithm.name!r} writes averages into the module's parameters when a backward "
+            "pass ends. Weights that your code then copies into them from elsewhere, as from fp32 master copies, "
+            "overwrite the averages, and each rank trains alone: change the parameters in place, or use an algorithm "
+            "that exchanges gradients",
+            urgent=state.rank == 0,
+        )

@@ -18,7 +18,7 @@ from bagua.engine.guard import Probe
 from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.stream_lane import StreamLane
 from bagua.engine.loaded_weights import tell_of_loaded_weights
-from bagua.engine.missing_steps import look_for_steps
+from bagua.engine.missing_steps import look_for_steps, tell_of_copied_weights
 from bagua.engine.nested_steps import Nesting
 from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.reducer.bucket import Bucket
@@ -318,6 +318,7 @@ class StepTracker:
                     param.grad.mul_(scale)
         self._passed = True
         if not self._optimizers.refs:
+            tell_of_copied_weights(state, self._team.size)
             self.end_step()
 
     def params_missing(self, indices: Sequence[int]) -> None:

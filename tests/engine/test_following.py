@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -197,6 +198,59 @@ def test_weights_that_change_without_a_step_are_told(algorithm: Any, change: str
 def test_without_optimizers_each_pass_is_a_step(algorithm: str) -> None:
     for message, steps in run_teams(2, by_hand, algorithm, "in place", "none"):
         assert message == "no error" and steps == 40
+
+
+OVERWRITTEN = "overwrite the averages, and each rank trains alone"
+
+
+def with_masters(team: Team, algorithm: Any, late: bool) -> list[int]:
+    """How many notices there are that averages are overwritten, after each step.
+
+    Masters in higher precision are stepped and copied into the module; if `late`, an optimizer of the module itself.
+    """
+    model = Quadratic()
+    bagua.distribute(model, [], algorithm, process_group=team)
+    masters = [param.detach().double() for param in model.parameters()]
+    optimizer = SGD(list(model.parameters()) if late else masters, lr=LR)
+    found = list[int]()
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model, team.rank, step).backward()
+        for param, master in zip(model.parameters(), masters, strict=True):
+            master.grad = None if param.grad is None else param.grad.double()
+        optimizer.step()
+        if not late:
+            with torch.no_grad():
+                torch._foreach_copy_(list(model.parameters()), masters)
+        found.append(sum(OVERWRITTEN in each for each in bagua.stats(model).notices))
+    bagua.detach(model)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "late", "told"),
+    [
+        ("local_sgd", False, [0, 1, 1, 1]),
+        ("decentralized", False, [0, 1, 1, 1]),
+        (Warmup(2, "gradient_allreduce", "local_sgd"), False, [0, 0, 1, 1]),
+        ("bytegrad", False, [0, 0, 0, 0]),
+        ("local_sgd", True, [0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_averages_that_copies_of_weights_can_overwrite(
+    algorithm: Any, late: bool, told: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "bagua"):
+        assert run_teams(2, with_masters, algorithm, late) == [told] * 2
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [OVERWRITTEN in each for each in warnings] == [True] * told[-1], "one rank warns"
+    if told[-1]:
+        assert "fp32 master copies" in warnings[0] and "optimizers=[]" in warnings[0]
+
+
+def test_a_rank_alone_overwrites_no_averages() -> None:
+    assert run_teams(1, with_masters, "local_sgd", False) == [[0, 0, 0, 0]]
 
 
 def legal(team: Team) -> int:
