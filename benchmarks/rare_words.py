@@ -60,30 +60,32 @@ def configurations() -> dict[str, Algorithm]:
 
 
 def train(words: Words, algorithm: Algorithm, rank: int, seed: int, steps: int) -> dict[str, float]:
-    """The loss of the mean model on words that it was not trained on, and how far words moved that nobody used."""
+    """The mean model's loss on other draws, and how far words moved that were drawn never, or up to three times."""
     torch.manual_seed(seed)
     layers = nn.Flatten(1), nn.Linear(2 * WIDTH, 128), nn.GELU(), nn.Linear(128, LABELS)
     model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     bagua.distribute(model, optimizer, algorithm)
-    before, used = next(model.parameters()).detach().clone(), torch.zeros(WORDS)
+    before, times = next(model.parameters()).detach().clone(), torch.zeros(WORDS)
     for step in range(steps):
         generators = [torch.Generator().manual_seed((seed * steps + step) * RANKS + each) for each in range(RANKS)]
         draws = [words.draw(BATCH, each) for each in generators]
-        used[torch.cat([pairs.flatten() for pairs, _ in draws])] = 1.0
+        for drawn, _ in draws:
+            times += torch.bincount(drawn.flatten(), minlength=WORDS)
         pairs, labels = draws[rank]
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(pairs), labels).backward()
         optimizer.step()
         schedule.step()
     bagua.average_parameters(model)
-    moved = (next(model.parameters()).detach() - before)[used == 0].square().mean().sqrt()
+    moves = (next(model.parameters()).detach() - before).square().mean(1)
+    unused, rare = (float(moves[chosen].mean().sqrt()) for chosen in (times == 0, (times > 0) & (times <= 3)))
     pairs, labels = words.draw(20000, torch.Generator().manual_seed(9 + seed))
     with torch.no_grad():
         loss = nn.functional.cross_entropy(model(pairs), labels)
     bagua.detach(model)
-    return {"loss": float(loss), "unused_rms": float(moved), "unused_words": float((used == 0).sum())}
+    return {"loss": float(loss), "unused_rms": unused, "rare_rms": rare, "unused_words": float((times == 0).sum())}
 
 
 def _rank_main(rank: int, answer: Path, seeds: Sequence[int], steps: int) -> None:
@@ -118,7 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         behind = [100 * (run["loss"] / best["loss"] - 1) for run, best in zip(runs, exact, strict=True)]
         losses = " ".join(f"{run['loss']:.4f}" for run in runs)
         moved = max(run["unused_rms"] for run in runs)
-        print(f"{name:28} loss {losses}  behind {sum(behind) / len(behind):+.2f} %  unused words moved {moved:.4f}")
+        rare = sum(run["rare_rms"] for run in runs) / len(runs)
+        print(
+            f"{name:28} loss {losses}  behind {sum(behind) / len(behind):+.2f} %  unused words moved {moved:.4f}  "
+            f"those of 1 to 3 draws {rare:.4f}"
+        )
     if options.json is not None:
         settings = {"seeds": seeds, "steps": options.steps, "torch": torch.__version__}
         options.json.write_text(json.dumps({"settings": settings, "runs": found}, indent=1) + "\n")

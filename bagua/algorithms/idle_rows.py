@@ -1,4 +1,4 @@
-"""Rows of parameters for which no rank has a gradient: zero, whatever a codec makes of zeros.
+"""Rows and columns of parameters for which no rank has a gradient: zero, whatever a codec makes of zeros.
 
 Source: docs/design/0023-rows-that-nobody-uses.md.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ class _Rows:
     """What this rank knows of one exchange.
 
     Attributes:
-        own: of each bucket, [K] bool for K rows: whether this rank has something that is not zero there.
+        own: of each bucket, [K] bool for K rows and columns: whether this rank has something that is not zero there.
         words: all ranks' numbers, packed: [W] fp32; None: nothing was launched since rows were cleared.
     """
 
@@ -39,10 +40,11 @@ class _Rows:
 def note_used_rows(
     ctx: Context, bucket: Bucket, sent_N: Tensor | None = None, shown: Mapping[nn.Parameter, Tensor] | None = None
 ) -> None:
-    """Note which rows of a bucket this rank has something to send for, before they are exchanged.
+    """Note which rows and columns of a bucket this rank has something to send for, before they are exchanged.
 
     A row is an index of a parameter's first dimension, or the parameter if it has only one: a token of an embedding, a
-    unit of a layer, an expert of several in one tensor.
+    unit of a layer, an expert of several in one tensor. A column is an index of the second dimension: an input of a
+    layer. On a device they are left out, as each parameter would take launches of its own.
 
     Args:
         ctx: of the algorithm.
@@ -50,12 +52,13 @@ def note_used_rows(
         sent_N: [N] what is sent; None: the gradients, which may lie outside the bucket still.
         shown: tensors in the shapes of parameters; a row of zeros there has nothing to send either.
     """
-    flat = _runs_flat(bucket)
+    flat, columns = _runs_flat(bucket), list[Tensor]()
     if flat:
         used = _used_of_flat(ctx, bucket, bucket.flat if sent_N is None else sent_N)
     else:
         parts = [param.grad for param in bucket.params] if sent_N is None else bucket.split(sent_N)
         used = _used_of_parts(bucket, parts)
+        columns = _used_columns(bucket, parts, used)
     if shown and any(param in shown for param in bucket.params):
         if flat:
             shown_N = torch.ones_like(bucket.flat)
@@ -67,7 +70,7 @@ def note_used_rows(
             used &= _used_of_parts(
                 bucket, [shown.get(param, param.new_ones(()).expand(param.shape)) for param in bucket.params]
             )
-    _rows(ctx).own[bucket.index] = used
+    _rows(ctx).own[bucket.index] = torch.cat([used, *columns])
 
 
 def launch_used_rows(ctx: Context, buckets: Sequence[Bucket]) -> None:
@@ -119,17 +122,23 @@ def _clear(
         return
     if not idle.any():
         return
+    nums = _nums_of_rows(bucket)
+    idle, columns = idle.split([sum(nums), len(idle) - sum(nums)])
+    parts = bucket.split(result_N)
     if own is not None:
-        parts = zip(idle.split(_nums_of_rows(bucket)), bucket.split(result_N), bucket.split(own(bucket)), strict=True)
-        for mine, part, instead in parts:
+        for mine, part, instead in zip(idle.split(nums), parts, bucket.split(own(bucket)), strict=True):
             if part.dim() > 1:
                 part[mine] = instead[mine]
             elif mine[0]:
                 part.copy_(instead)
-        return
-    for mine, part in zip(idle.split(_nums_of_rows(bucket)), bucket.split(result_N), strict=True):
-        if part.numel() and mine.any():
-            part.masked_fill_(mine.view(-1, *[1] * (part.dim() - 1)) if part.dim() else mine[0], 0)
+    else:
+        for mine, part in zip(idle.split(nums), parts, strict=True):
+            if part.numel() and mine.any():
+                part.masked_fill_(mine.view(-1, *[1] * (part.dim() - 1)) if part.dim() else mine[0], 0)
+    matrices = [part for part in parts if _has_columns(part)]
+    for mine, part in zip(columns.split([part.shape[1] for part in matrices]), matrices, strict=True):
+        if mine.any():  # a change of weights is zero there, too
+            part.masked_fill_(mine.view(1, -1, *[1] * (part.dim() - 2)), 0)
 
 
 def _nums_of_rows(bucket: Bucket) -> list[int]:
@@ -174,6 +183,42 @@ def _used_of_parts(bucket: Bucket, parts: Sequence[Tensor | None]) -> Tensor:
             else:
                 mine.fill_(bool(part.any()))
     return used
+
+
+def _has_columns(param: Tensor) -> bool:
+    return param.dim() > 1 and param.numel() > 0 and min(param.shape[:2]) > 1
+
+
+def _used_columns(bucket: Bucket, parts: Sequence[Tensor | None], used_K: Tensor) -> list[Tensor]:
+    """Of each parameter that has columns; most have something in each column of the first row that is used."""
+    firsts, matrices = list[Tensor](), list[tuple[Tensor, Tensor | None]]()
+    ends = list(accumulate(_nums_of_rows(bucket), initial=0))
+    starts = torch.cat([used_K, used_K.new_zeros(1)])[torch.tensor(ends[:-1], device=used_K.device)].tolist()
+    for i, (param, part) in enumerate(zip(bucket.params, parts, strict=True)):
+        if not _has_columns(param):
+            continue
+        row: int | None = 0
+        if not starts[i]:
+            rows = used_K[ends[i] : ends[i + 1]]
+            row = int(rows.int().argmax()) if rows.any() else None
+        if part is None or row is None:
+            part = None
+            firsts.append(torch.zeros(param.shape[1], dtype=param.dtype, device=param.device))
+        else:
+            part = part if part.layout is torch.strided else part.to_dense()
+            firsts.append(part[(row, slice(None)) + (0,) * (part.dim() - 2)])
+        matrices.append((param, part))
+    if not firsts:
+        return []
+    used = torch.cat(firsts) != 0
+    columns = list(used.split([param.shape[1] for param, _ in matrices]))
+    if used.all():
+        return columns
+    for mine, (_, part) in zip(columns, matrices, strict=True):
+        if part is not None and not mine.all():
+            rest = (0, *range(2, part.dim()))  # several times as fast as `any`
+            torch.logical_or(part.amax(rest), part.amin(rest), out=mine)
+    return columns
 
 
 def _lengths(ctx: Context, bucket: Bucket) -> Tensor:

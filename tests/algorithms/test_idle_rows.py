@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,6 +95,32 @@ def _with_feedback(team: Team) -> float:
     idle = float(model.weight.grad[5:].abs().sum())
     bagua.detach(model)
     return idle
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(32, 8), lambda: nn.Conv2d(32, 8, 3), lambda: nn.Conv1d(32, 8, 1)])
+def test_weights_of_inputs_that_are_zero_on_all_ranks_stay(make: Callable[[], nn.Module], size: int) -> None:
+    """Inputs 0 to 15 are used, each by one rank, of 16 to 31 none is."""
+    for codec in ("eden:bits=1", "eden:bits=2"):
+        for before, after in run_teams(size, _of_few_inputs, make, codec):
+            moved = (before != after).transpose(0, 1).flatten(1).any(1)
+            assert moved[:16].all() and not moved[16:].any()
+
+
+def _of_few_inputs(team: Team, make: Callable[[], nn.Module], codec: str) -> tuple[Tensor, Tensor]:
+    layer = make()
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
+    bagua.distribute(layer, optimizer, "gradient_allreduce", codec=codec, process_group=team)
+    weight = layer.get_parameter("weight")
+    before, generator = weight.detach().clone(), torch.Generator().manual_seed(team.rank)
+    for _ in range(3):
+        x = torch.randn((4, 32) + (5,) * (weight.dim() - 2), generator=generator)
+        x[:, [i for i in range(32) if i >= 16 or i % team.size != team.rank]] = 0.0
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        optimizer.step()
+    bagua.detach(layer)
+    return before, weight.detach()
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["parts", "flat, as on a GPU"])
