@@ -57,12 +57,15 @@ class DiscardedPasses:
 
 
 @torch.no_grad()
-def holds_gradients(params: Sequence[nn.Parameter], first: int) -> bool:
-    """Whether a pass that begins adds to gradients of one before.
+def holds_gradients(params: Sequence[nn.Parameter], first: int = -1, *, finite: bool = False) -> bool:
+    """Whether there are gradients, to which a pass that begins now adds.
 
     Args:
         params: the trainable parameters.
         first: of them, the one whose gradient has already been accumulated; -1: none.
+        finite: only if all of them are.
     """
-    gradients = (param.grad for index, param in enumerate(params) if index != first)
-    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+    found = [param.grad for index, param in enumerate(params) if index != first and param.grad is not None]
+    if finite and not all(bool(gradient.isfinite().all()) for gradient in found):
+        return False
+    return any(bool(gradient.any()) for gradient in found)

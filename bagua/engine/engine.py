@@ -238,6 +238,13 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's own state on this rank; tensors are copies."""
         self.dispatcher.wait()
+        if self.tracker.gradients_wait:
+            self.state.notice(
+                "bagua.state_dict: taken between a backward pass and the optimizer's step, or within accumulation: "
+                "gradients that no optimizer has applied yet are not saved, and a resumed training lacks them; save "
+                "after the step",
+                urgent=True,
+            )
         binding = self.binding
         plan, bound, tuned = binding.plan, self.state.algorithm, None
         if binding.tuning is not None:

@@ -104,6 +104,17 @@ class StepTracker:
         """Whether ranks train on different numbers of batches now."""
         return self.joining is not None
 
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether there are gradients of this step, and no optimizer has stepped yet that may apply them.
+
+        Those that are not finite are of a step that is skipped.
+        """
+        passed = self._passed or (self.forward_told and self._reducer.accumulated)
+        if not passed or self.stepped or not self._optimizers.alive:
+            return False
+        return holds_gradients(list(self._inventory.trainable.values()), finite=True)
+
     def announce(self, moment: Moment) -> int:
         """Within a join: before something that all ranks do together; returns the first rank that has inputs."""
         return self.joining.announce(moment, self._team.size) if self.joining is not None else 0

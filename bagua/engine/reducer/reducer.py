@@ -114,6 +114,11 @@ class Reducer:
         """Whether a pass that begins now is to be synchronised."""
         return self.sync and self._asked()
 
+    @property
+    def accumulated(self) -> bool:
+        """Whether there were passes within `no_sync` since the last synchronised one."""
+        return any(self._used)
+
     def set_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Use `buckets` from now on."""
         self._position = position = {name: index for index, name in enumerate(self._names)}
