@@ -32,6 +32,7 @@ from bagua.engine.second_passes import refuse_second_pass
 from bagua.engine.skipped_steps import refuse_plain_scaler, scale_of_step, steps_by_plain_scaler
 from bagua.engine.stats import Tally
 from bagua.engine.step_listeners import StepListeners
+from bagua.engine.steps_without_passes import StepsWithoutPasses
 from bagua.errors import CommunicationError
 
 __all__ = ["StepTracker"]
@@ -93,6 +94,7 @@ class StepTracker:
         self._withheld = Withheld()
         self._discarded = DiscardedPasses(training, exchanges)
         self._first_weights = FirstWeights(training, exchanges)
+        self._without_passes = StepsWithoutPasses(training)
 
     @property
     def fault_tolerant(self) -> bool:
@@ -219,6 +221,11 @@ class StepTracker:
             self._forget_step()
             return
         self.announce(Moment.STEP)
+        if self._passed:
+            self._without_passes.step_had_pass()
+        elif self._reducer.is_to_sync() and not self._failures.trains_alone:
+            by_forward = _acts_on_forward(state.algorithm)
+            self._without_passes.step_had_none(averages_weights=self.forward_told or not by_forward)
         self.stepped.clear()
         if not self.exchange_and_count():
             assert recovery is not None
