@@ -281,11 +281,14 @@ class StepTracker:
     def pass_begins(self) -> None:
         """A synchronised backward pass begins."""
         refuse_capture(self._inventory.device)
-        if not self.forward_told:  # in evaluation mode, or torch.compile took the hooks into its graph, as nothing
+        # In evaluation mode, or of another method, or torch.compile took the hooks into its graph, as nothing.
+        if not self.forward_told:
             if self.broadcasts_buffers and not self.hooks_ran:
                 raise RuntimeError(
-                    "broadcast_buffers=True: the forward pass was compiled together with the module's hooks, which "
-                    "then do nothing; distribute what torch.compile() returns, or compile parts of the module"
+                    "broadcast_buffers=True: the module's hooks, which broadcast before a forward pass, did not run: "
+                    "another method than forward() was called (call the module itself), or the forward pass was "
+                    "compiled together with the hooks, which then do nothing (distribute what torch.compile() returns, "
+                    "or compile parts of the module)"
                 )
             self.forward_begins()
         if self._watch.pass_begins() and not self.nesting.inside:

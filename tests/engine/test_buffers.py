@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua
+from bagua.comm.team import Team
 from tests.rank_pool import RankPool
+from tests.rank_threads import run_teams
 
 
 class Counting(nn.Module):
@@ -30,6 +32,10 @@ class Counting(nn.Module):
         self.begun.append(float(self.seen))
         self.seen.add_(float(x[0]))
         return self.linear(x)
+
+    def act(self, x: Tensor) -> Tensor:
+        """As a method that a script calls in place of the module."""
+        return self.forward(x)
 
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -106,3 +112,18 @@ def accumulate_unlike() -> list[float]:
 def test_ranks_with_more_passes_in_no_sync_broadcast_as_often(pool: RankPool) -> None:
     first, second = pool.run(2, accumulate_unlike)
     assert first == second
+
+
+def call_another_method(team: Team) -> str:
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.distribute(model, optimizer, broadcast_buffers=True, process_group=team)
+    with pytest.raises(RuntimeError) as caught:
+        model.act(torch.ones(2)).sum().backward()
+    bagua.detach(model)
+    return str(caught.value)
+
+
+def test_the_error_of_a_pass_without_hooks_names_both_causes() -> None:
+    for error in run_teams(2, call_another_method):
+        assert "another method than forward()" in error and "torch.compile()" in error
