@@ -18,7 +18,8 @@ def pack(ctx: Context, flags_K: Tensor) -> Tensor:
     Shapes: flags_K: [K] bool; result: [W] fp32.
     """
     powers = _powers(ctx, flags_K.device)
-    padded = torch.nn.functional.pad(flags_K, (0, -len(flags_K) % len(powers))).view(-1, len(powers))
+    num = -(-len(flags_K) // len(powers))
+    padded = torch.nn.functional.pad(flags_K, (0, num * len(powers) - len(flags_K))).view(num, len(powers))
     return (padded * powers).sum(1).float()
 
 

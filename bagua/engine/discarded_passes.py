@@ -35,13 +35,14 @@ class DiscardedPasses:
 
     def was_discarded(self) -> None:
         """A further pass begins, and nothing is left of the gradients of the one before."""
-        if self._held and self._is_of_passes():
-            self._copies.put_back(self._names)
-            self._hold()  # this pass may be discarded, too
         self._seen = True
+        if self._is_of_passes():
+            if self._held:
+                self._copies.put_back(self._names)
+            self._hold()  # this pass may be discarded, too
 
     def step_ends(self) -> None:
-        """The gradients have reached the optimizers."""
+        """The gradients have reached the optimizers, or another state was loaded."""
         if self._held:
             self._copies.put_back(())
             self._held = False

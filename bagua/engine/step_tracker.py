@@ -275,6 +275,7 @@ class StepTracker:
         """
         self.stepped, self._first_weights.settled = set(stepped), bool(stepped)
         self.step_begun = self.forward_seen = self.forward_told = bool(stepped)
+        self._discarded.step_ends()  # copies are of the state before
 
     # -- moments, called by the reducer --------------------------------------------------------------------------
 

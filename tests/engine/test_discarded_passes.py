@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -43,6 +44,43 @@ def train(team: Team, algorithm: Any, make: Any, garbage: bool, to_none: bool) -
     finally:
         bagua.detach(model)
     return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def test_a_loaded_state_is_not_overwritten() -> None:
+    """By copies of the state before it."""
+    for once, again in run_teams(2, _go_back):
+        assert torch.equal(once, again)
+
+
+def _go_back(team: Team) -> list[torch.Tensor]:
+    model, generator = nn.Linear(16, 8), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.uniform_(-0.3, 0.3, generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.distribute(model, optimizer, ByteGrad(codec="int4"), process_group=team)
+
+    def run(steps: range) -> None:
+        for step in steps:
+            for seed, last in ((step, False), (100 + step, True)):
+                optimizer.zero_grad()
+                x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2 * seed + team.rank))
+                (model(x).square().mean() * (1.0 if last else GARBAGE)).backward()
+            optimizer.step()
+
+    run(range(3))
+    weights, state = copy.deepcopy(model.state_dict()), bagua.state_dict(model)
+    found = []
+    for _ in range(2):
+        run(range(3, 6))
+        found.append(model.weight.detach().clone())
+        optimizer.zero_grad()
+        model(torch.ones(4, 16)).square().mean().backward()  # thrown away
+        optimizer.zero_grad()
+        model.load_state_dict(weights)
+        bagua.load_state_dict(model, state)
+    bagua.detach(model)
+    return found
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
