@@ -111,9 +111,7 @@ def record_local_step(ctx: Context) -> None:
 
 
 def launch_round_votes(ctx: Context, interval: int) -> None:
-    """With the averages: tell the other ranks which parameters have made all steps of the round, and which rows had
-    gradients.
-    """
+    """With the averages: tell the others which parameters have made all steps of the round, and the rows in use."""
     if ctx.groups.world.size == 1:
         return
     held, flags, rows = adam_slots_of(ctx), list[list[bool]](), list[list[Tensor]]()
@@ -139,12 +137,14 @@ def _used_rows(slot: Slot | None, second: Tensor, interval: int) -> Tensor:
     if slot is None or not second.numel():
         return torch.ones(len(before_KM), dtype=torch.bool, device=second.device)
     after_KM, beta2 = _as_rows(slot.state["exp_avg_sq"]), slot.group["betas"][1]
+    if second.device.type != "cpu":  # a question of the host would wait
+        return _grown(before_KM, after_KM, beta2, interval)
     used = _grown(before_KM[:, :1], after_KM[:, :1], beta2, interval)
-    lines = max(1, _BLOCK // before_KM.shape[1])
-    if second.device.type == "cpu" and used.all():
+    if used.all():
         return used
+    lines = max(1, _BLOCK // before_KM.shape[1])
     for mine, before, after in zip(*(each.split(lines) for each in (used, before_KM, after_KM)), strict=True):
-        if second.device.type != "cpu" or not mine.all():
+        if not mine.all():
             mine.logical_or_(_grown(before, after, beta2, interval))
     return used
 
