@@ -128,17 +128,20 @@ def _clear(
     if own is not None:
         for mine, part, instead in zip(idle.split(nums), parts, bucket.split(own(bucket)), strict=True):
             if part.dim() > 1:
-                part[mine] = instead[mine]
+                at = mine.nonzero()[:, 0]
+                part.index_copy_(0, at, instead.index_select(0, at))
             elif mine[0]:
                 part.copy_(instead)
     else:
         for mine, part in zip(idle.split(nums), parts, strict=True):
-            if part.numel() and mine.any():
-                part.masked_fill_(mine.view(-1, *[1] * (part.dim() - 1)) if part.dim() else mine[0], 0)
+            if part.dim() > 1:
+                part.index_fill_(0, mine.nonzero()[:, 0], 0)  # several times as fast as `masked_fill_`
+            elif mine[0]:
+                part.zero_()
     matrices = [part for part in parts if _has_columns(part)]
     for mine, part in zip(columns.split([part.shape[1] for part in matrices]), matrices, strict=True):
         if mine.any():  # a change of weights is zero there, too
-            part.masked_fill_(mine.view(1, -1, *[1] * (part.dim() - 2)), 0)
+            part.index_fill_(1, mine.nonzero()[:, 0], 0)
 
 
 def _nums_of_rows(bucket: Bucket) -> list[int]:
