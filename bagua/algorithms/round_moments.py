@@ -142,10 +142,11 @@ def _used_rows(slot: Slot | None, second: Tensor, interval: int) -> Tensor:
     used = _grown(before_KM[:, :1], after_KM[:, :1], beta2, interval)
     if used.all():
         return used
-    open_K = (~used).logical_and_(after_KM.amax(1) > 0).nonzero()[:, 0]  # the others were never used
-    for at in open_K.split(max(1, _BLOCK // before_KM.shape[1])):
-        grown = torch.sub(after_KM[at], before_KM[at], alpha=beta2**interval * (1 + 1e-6))  # more than by rounding
-        used[at] = grown.amax(1) > 0
+    lines = max(1, _BLOCK // before_KM.shape[1])
+    for mine, before, after in zip(*(each.split(lines) for each in (used, before_KM, after_KM)), strict=True):
+        if not mine.all():
+            grown = torch.sub(after, before, alpha=beta2**interval * (1 + 1e-6))  # by more than rounding
+            mine.logical_or_(grown.amax(1) > 0)
     return used
 
 
