@@ -62,8 +62,8 @@ class AsyncModelAverage(Algorithm):
     in groups that are opened beside training.
 
     Ranks hold different weights: call `bagua.average_parameters` before you evaluate, save or switch. A round in
-    progress is not part of `bagua.state_dict`; loading drops it. `bagua.pause` and `bagua.resume` need not be called at
-    the same steps everywhere.
+    progress is not part of `bagua.state_dict`; loading drops it, and with a lossy codec the next round sends the
+    weights themselves, uncompressed. `bagua.pause` and `bagua.resume` need not be called at the same steps everywhere.
 
     Reports, in `bagua.stats(module).extra`: "round_s", seconds from a snapshot to its mean, of each round;
     "staleness_steps", steps that this rank made between taking the snapshot and adding the difference;

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bagua.algorithms.base import Bucket, Context
-from bagua.algorithms.row_flags import counts_of, pack
+from bagua.algorithms.row_flags import counts_of, num_rows, pack
 from bagua.codecs import Codec
 
 __all__ = ["clear_idle_rows", "launch_used_rows", "loses_zeros", "note_used_rows"]
@@ -145,7 +145,7 @@ def _clear(
 
 
 def _nums_of_rows(bucket: Bucket) -> list[int]:
-    return [param.shape[0] if param.dim() > 1 else 1 for param in bucket.params]
+    return [num_rows(param) for param in bucket.params]
 
 
 def _runs_flat(bucket: Bucket) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bagua.algorithms.base import Bucket, Context
 from bagua.algorithms.mean_moments import Slot, adam_params_of, adam_slots_of, sums_of_bits
+from bagua.algorithms.row_flags import as_rows, num_rows
 from bagua.algorithms.step_votes import launch_votes, row_counts_of, votes_of
 from bagua.codecs import Codec
 
@@ -133,10 +134,10 @@ def _used_rows(slot: Slot | None, second: Tensor, interval: int) -> Tensor:
 
     Shapes: second: of the parameter, at the start of the round; result: [K] bool for K rows.
     """
-    before_KM = _as_rows(second)
+    before_KM = as_rows(second)
     if slot is None or not second.numel():
         return torch.ones(len(before_KM), dtype=torch.bool, device=second.device)
-    after_KM, beta2 = _as_rows(slot.state["exp_avg_sq"]), slot.group["betas"][1]
+    after_KM, beta2 = as_rows(slot.state["exp_avg_sq"]), slot.group["betas"][1]
     if second.device.type != "cpu":  # a question of the host would wait
         return _grown(before_KM, after_KM, beta2, interval)
     used = _grown(before_KM[:, :1], after_KM[:, :1], beta2, interval)
@@ -154,11 +155,6 @@ def _grown(before: Tensor, after: Tensor, beta2: float, interval: int) -> Tensor
     for _ in range(interval):
         before = before * beta2  # as the optimizer does it, for the same bits
     return (before != after).any(1)
-
-
-def _as_rows(tensor: Tensor) -> Tensor:
-    """[K, M]: a row is an index of the first dimension, or all where there is only one."""
-    return tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(1, -1)
 
 
 @torch.no_grad()
@@ -202,7 +198,7 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
     some, end = bool(few_K.any()), 0
     weights, means = (dict(zip(bucket.params, bucket.split(of), strict=True)) for of in (bucket.flat, mean))
     for i, (param, momenta, second) in enumerate(_parts(ctx, bucket)):
-        begin, end = end, end + _num_rows(param)
+        begin, end = end, end + num_rows(param)
         slot = held.get(param)
         if slot is None or taken[i] != interval or slot.step != counts[i] or not sizes[i] or not param.numel():
             continue
@@ -302,13 +298,9 @@ class _Formulas(NamedTuple):
         m.copy_(torch.where(exact, torch.add(m, apart, alpha=self.share), m))
 
 
-def _num_rows(param: Tensor) -> int:
-    return param.shape[0] if param.dim() > 1 else 1
-
-
 def _rows_at(tensor: Tensor, at: Tensor) -> Tensor:
     """[K, M]: rows of a tensor; of one with fewer than two dimensions all of it."""
-    return tensor[at].flatten(1) if tensor.dim() > 1 else tensor.reshape(1, -1)
+    return as_rows(tensor[at] if tensor.dim() > 1 else tensor)
 
 
 def in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,4 +1,7 @@
-"""Flags of rows, several in one number, whose sum over all ranks tells how many ranks have set each."""
+"""Flags of rows, several in one number, whose sum over all ranks tells how many ranks have set each.
+
+A row is an index of a tensor's first dimension, or the tensor if it has only one.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,19 @@ from torch import Tensor
 
 from bagua.algorithms.base import Context
 
-__all__ = ["counts_of", "pack"]
+__all__ = ["as_rows", "counts_of", "num_rows", "pack"]
 
 _EXACT = 1 << 24  # integers below are exact in fp32
+
+
+def num_rows(tensor: Tensor) -> int:
+    """K."""
+    return tensor.shape[0] if tensor.dim() > 1 else 1
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """[K, M]; a copy if the rows are not one after the other in memory."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(1, -1)
 
 
 def pack(ctx: Context, flags_K: Tensor) -> Tensor:

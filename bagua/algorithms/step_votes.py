@@ -25,12 +25,14 @@ class _Votes:
     Attributes:
         num: P, parameters.
         rows: of each bucket, [K] bool: this rank's flags, which the W words of all ranks belong to.
+        counts: of each bucket, [K]: on how many ranks each was set; empty until asked for.
     """
 
     all: Tensor
     begins: dict[int, int]
     num: int = 0
     rows: dict[int, Tensor] = field(default_factory=dict)
+    counts: dict[int, Tensor] = field(default_factory=dict)
 
 
 def launch_votes(
@@ -50,6 +52,7 @@ def launch_votes(
     votes.num, words, none = total, torch.zeros(0, device=device), torch.zeros(0, dtype=torch.bool, device=device)
     if rows is not None:
         votes.rows = {bucket.index: torch.cat([none, *each]) for bucket, each in zip(ctx.buckets, rows, strict=True)}
+        votes.counts.clear()
         words = pack(ctx, torch.cat(list(votes.rows.values())))
     if votes.all.numel() != total + len(words):
         votes.all = torch.zeros(total + len(words), device=device)
@@ -79,7 +82,8 @@ def row_counts_of(ctx: Context, bucket: Bucket) -> tuple[Tensor, Tensor]:
     Shapes: [K] int64 and [K] bool, on the bucket's device.
     """
     votes = ctx.keep("votes", lambda: _Votes(torch.zeros(0), {}))
-    nums = {index: len(flags) for index, flags in votes.rows.items()}
-    counts = counts_of(ctx, votes.all[votes.num :], sum(nums.values()))
-    begin = sum(num for index, num in nums.items() if index < bucket.index)
-    return counts[begin : begin + nums[bucket.index]], votes.rows[bucket.index]
+    if not votes.counts:
+        nums = [len(flags) for flags in votes.rows.values()]
+        all_counts = counts_of(ctx, votes.all[votes.num :], sum(nums)).split(nums)
+        votes.counts.update(zip(votes.rows, all_counts, strict=True))
+    return votes.counts[bucket.index], votes.rows[bucket.index]

@@ -19,8 +19,8 @@ class Warmup(Algorithm):
     """Run `first` for `steps` training steps, then `then`.
 
     It only schedules the switch; each of the two runs as if it were used alone. Steps count from the start of training,
-    those of a `Warmup` within it too. With `fault_tolerant` the first one
-    must be an algorithm that skips a lost step; the second one any that has a rule for it.
+    those of a `Warmup` within it too. With `fault_tolerant` the first one must be an algorithm that skips a lost step;
+    the second one any that has a rule for it.
 
     Args:
         steps: training steps with `first`; 0 starts with `then`.

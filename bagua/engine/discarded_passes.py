@@ -20,22 +20,25 @@ class DiscardedPasses:
     Otherwise the next pass sends what was lost of gradients that do not count. That a module has such passes is known
     after the first one only, which is not undone. From then on there is a copy before each pass that is the first one
     after a step.
+
+    Attributes:
+        seen: there was such a pass.
     """
 
     def __init__(self, training: TrainingParts, exchanges: ExchangeParts) -> None:
         self._state, self._names = training.state, list(training.inventory.trainable)
         self._memory, self._dispatcher, self._pool = exchanges.memory, exchanges.dispatcher, exchanges.pool
         self._copies = Withheld()
-        self._seen = self._held = False
+        self.seen = self._held = False
 
     def first_pass_begins(self) -> None:
         """The first pass since a step begins; its gradients may be thrown away."""
-        if self._seen and self._is_of_passes():
+        if self.seen and self._is_of_passes():
             self._hold()
 
     def was_discarded(self) -> None:
         """A further pass begins, and nothing is left of the gradients of the one before."""
-        self._seen = True
+        self.seen = True
         if self._is_of_passes():
             if self._held:
                 self._copies.put_back(self._names)
@@ -58,15 +61,18 @@ class DiscardedPasses:
 
 
 @torch.no_grad()
-def holds_gradients(params: Sequence[nn.Parameter], first: int = -1, *, finite: bool = False) -> bool:
+def holds_gradients(
+    params: Sequence[nn.Parameter], first: int = -1, *, finite: bool = False, read: bool = True
+) -> bool:
     """Whether there are gradients, to which a pass that begins now adds.
 
     Args:
         params: the trainable parameters.
         first: of them, the one whose gradient has already been accumulated; -1: none.
         finite: only if all of them are.
+        read: tensors of zeros are none; they are read, for which a device must be waited for.
     """
     found = [param.grad for index, param in enumerate(params) if index != first and param.grad is not None]
     if finite and not all(bool(gradient.isfinite().all()) for gradient in found):
         return False
-    return any(bool(gradient.any()) for gradient in found)
+    return any(bool(gradient.any()) for gradient in found) if read else bool(found)

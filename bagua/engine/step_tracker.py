@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bagua.algorithms.base import Algorithm, Exactness, LostStep, Payload
+from bagua.algorithms.base import Algorithm, LostStep, Payload
 from bagua.comm.store_team import decode, encode
 from bagua.engine.announcer import Announcer, Moment
 from bagua.engine.binding import Binding
@@ -15,12 +15,12 @@ from bagua.engine.choosing import Chooser, EngineChoices
 from bagua.engine.discarded_passes import DiscardedPasses, holds_gradients
 from bagua.engine.first_weights import FirstWeights
 from bagua.engine.guard import Probe
-from bagua.engine.lanes.label import Label
 from bagua.engine.lanes.stream_lane import StreamLane
 from bagua.engine.loaded_weights import tell_of_loaded_weights
 from bagua.engine.missing_steps import look_for_steps, tell_of_copied_weights
 from bagua.engine.nested_steps import Nesting
 from bagua.engine.parts import ExchangeParts, TrainingParts
+from bagua.engine.quality_check import QualityCheck
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.reducer.graph_task import refuse_capture
 from bagua.engine.reducer.pass_watch import PassWatch
@@ -81,7 +81,7 @@ class StepTracker:
         self._pool, self._dispatcher, self._memory = exchanges.pool, exchanges.dispatcher, exchanges.memory
         self._failures, self._ctx = exchanges.failures, exchanges.context
         self._reducer, self._binding, self._replicas = reducer, binding, replicas
-        self._tally, self._probe = tally, probe
+        self._tally = tally
         self.chooser = chooser
         # Made when asked for: what is replaced after a loss must go without the garbage collector, so no cycles here.
         self._choices = partial(EngineChoices, training, exchanges, tally, probe)
@@ -89,7 +89,7 @@ class StepTracker:
         self._buffers_told = False  # in this step
         self._shadowed = False  # a backward pass of others, in this step
         self._passed = False  # a synchronised backward pass is over, in this step
-        self._warned = False  # of quality, if nothing takes over
+        self._quality = QualityCheck(training, exchanges, probe)
         self._watch = PassWatch(list(self._inventory.parameters.values()))
         self._withheld = Withheld()
         self._discarded = DiscardedPasses(training, exchanges)
@@ -110,10 +110,11 @@ class StepTracker:
     def gradients_wait(self) -> bool:
         """Whether there are gradients of this step, and no optimizer has stepped yet that may apply them.
 
-        Those that are not finite are of a step that is skipped.
+        Those that are not finite are of a step that is skipped, and a module that has had passes whose gradients were
+        thrown away may just have had another one.
         """
         passed = self._passed or (self.forward_told and self._reducer.accumulated)
-        if not passed or self.stepped or not self._optimizers.alive:
+        if not passed or self.stepped or not self._optimizers.alive or self._discarded.seen:
             return False
         return holds_gradients(list(self._inventory.trainable.values()), finite=True)
 
@@ -240,7 +241,8 @@ class StepTracker:
                 if not self.step_begun:  # there is no optimizer, or it is others' step
                     algorithm.on_step_begin(self._ctx)
                 algorithm.on_step_end(self._ctx)
-                self._check_quality()
+                if (fallback := self._quality.find_fallback()) is not None:
+                    self.hand_over(fallback)
             except CommunicationError as error:
                 if self._failures.repeats_exchange(error):
                     return False
@@ -297,9 +299,13 @@ class StepTracker:
         tell_of_loaded_weights(self._state)
         if not self._passed:
             self._discarded.first_pass_begins()
-        elif self._memory.keeps_state or not self._state.algorithm.scales_with_loss:
-            if holds_gradients(list(self._inventory.trainable.values()), self._reducer.first):
-                refuse_second_pass(self._state.algorithm)
+        else:
+            algorithm, params = self._state.algorithm, list(self._inventory.trainable.values())
+            looks = (
+                self._memory.keeps_state or not algorithm.scales_with_loss
+            )  # else nothing depends on what is in them
+            if holds_gradients(params, self._reducer.first, read=looks):
+                refuse_second_pass(algorithm)
             else:
                 self._discarded.was_discarded()
         if self.chooser is not None:
@@ -415,27 +421,6 @@ class StepTracker:
         """Between steps: make replicas equal and train with `algorithm` from now on. Collective."""
         self._replicas.equalise_for(algorithm)
         self._binding.bind(algorithm)
-
-    def _check_quality(self) -> None:
-        probe, state, team = self._probe, self._state, self._team
-        if probe is None or not probe.due(state.step) or team.size == 1:
-            return
-        compared = (Exactness.DECENTRALIZED, Exactness.PERIODIC)
-        if state.algorithm.exactness in compared and state.algorithm.payload is Payload.PARAM:
-            flats = [bucket.flat for bucket in state.buckets]
-            run = partial(probe.compare_weights, flats, self._pool.groups, state.step)
-            self._dispatcher.submit(run, Label(f"consensus step {state.step}", "consensus", {"step": state.step}))
-            self._dispatcher.wait()
-        reason = probe.measured(state.step)
-        if not reason:
-            return
-        fallback = probe.guard.fallback_on(self._pool.groups.nodes)
-        what = f"; {fallback!r} takes over" if fallback is not None else ""
-        if what or not self._warned:
-            self._warned = True
-            state.notice(f"step {state.step}, {state.algorithm.name}: {reason}{what}", urgent=team.rank == 0)
-        if fallback is not None:
-            self.hand_over(fallback)
 
 
 def _acts_on_forward(algorithm: Algorithm) -> bool:

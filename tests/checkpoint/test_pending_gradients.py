@@ -95,6 +95,12 @@ def without_pending(team: Team, how: str) -> bool:
     elif how == "evaluation":
         loop.optimizers[0].step()
         loop.model(torch.ones(2, 3))
+    elif how == "a discriminator's":
+        for _ in range(2):  # its own pass, and the generator's, whose gradients are still there
+            loop.model.zero_grad()
+            loop.backward()
+            loop.optimizers[0].step()
+            loop.backward()
     elif how == "local steps":
         for _ in range(2):
             loop.backward(local=True)
@@ -104,6 +110,8 @@ def without_pending(team: Team, how: str) -> bool:
     return found
 
 
-@pytest.mark.parametrize("how", ["optimizers=[]", "thrown away", "skipped", "evaluation", "local steps"])
+@pytest.mark.parametrize(
+    "how", ["optimizers=[]", "thrown away", "skipped", "evaluation", "local steps", "a discriminator's"]
+)
 def test_gradients_that_no_step_is_to_use(how: str) -> None:
     assert run_teams(2, without_pending, how) == [False, False]

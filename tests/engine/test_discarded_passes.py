@@ -13,6 +13,7 @@ import bagua
 from bagua.algorithms import ByteGrad, DiLoCo, LowPrecisionDecentralized, OneBitLamb, PowerSGD, QAdam
 from bagua.comm.team import Team
 from bagua.contrib import DeMo, SignSGD
+from tests.engine.training import seeded
 from tests.rank_threads import run_teams
 
 GARBAGE = 1000.0
@@ -20,10 +21,7 @@ GARBAGE = 1000.0
 
 def train(team: Team, algorithm: Any, make: Any, garbage: bool, to_none: bool) -> torch.Tensor:
     """Weights after six steps; with passes between them whose gradients are thrown away."""
-    model, generator = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 4)), torch.Generator().manual_seed(0)
-    with torch.no_grad():  # threads share torch's own generator
-        for param in model.parameters():
-            param.uniform_(-0.3, 0.3, generator=generator)
+    model = seeded(lambda: nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 4)), 0)
     optimizer = make(model.parameters())
     bagua.distribute(model, optimizer, algorithm, process_group=team)
 
@@ -53,10 +51,7 @@ def test_a_loaded_state_is_not_overwritten() -> None:
 
 
 def _go_back(team: Team) -> list[torch.Tensor]:
-    model, generator = nn.Linear(16, 8), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.uniform_(-0.3, 0.3, generator=generator)
+    model = seeded(lambda: nn.Linear(16, 8), 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bagua.distribute(model, optimizer, ByteGrad(codec="int4"), process_group=team)
 

@@ -12,6 +12,7 @@ from torch import nn
 import bagua
 from bagua.algorithms import Algorithm, OneBitLamb, QAdam, ZeroOneAdam
 from bagua.comm.team import Team
+from tests.engine.training import seeded
 from tests.rank_threads import run_teams
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -30,10 +31,7 @@ def zero_one(params: Any) -> torch.optim.Optimizer:
 
 
 def train(team: Team, algorithm: Algorithm, make: Make, scale: float, plain: bool) -> torch.Tensor:
-    model, generator = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 4)), torch.Generator().manual_seed(0)
-    with torch.no_grad():  # threads share torch's own generator
-        for param in model.parameters():
-            param.uniform_(-0.3, 0.3, generator=generator)
+    model = seeded(lambda: nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 4)), 0)
     optimizer = make(model.parameters())
     bagua.distribute(model, optimizer, algorithm, process_group=team)
     kind = torch.amp.GradScaler if plain else bagua.GradScaler
