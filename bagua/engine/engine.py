@@ -272,8 +272,11 @@ class Engine:
         state of the algorithm. Collective then.
 
         Raises:
+            TypeError: it is no dict.
             ValueError: it was saved with another configuration, or does not fit the module; names what differs.
         """
+        if not isinstance(data, dict):
+            raise TypeError(f"state dict: expected what bagua.state_dict(model) returned, got {type(data).__name__}")
         state, binding = self.state, self.binding
         if self.failures.recovery is not None:
             raise ValueError("state dict: a fault-tolerant module counts its steps with the other hosts, from 0")

@@ -301,10 +301,8 @@ class StepTracker:
             self._discarded.first_pass_begins()
         else:
             algorithm, params = self._state.algorithm, list(self._inventory.trainable.values())
-            looks = (
-                self._memory.keeps_state or not algorithm.scales_with_loss
-            )  # else nothing depends on what is in them
-            if holds_gradients(params, self._reducer.first, read=looks):
+            matters = self._memory.keeps_state or not algorithm.scales_with_loss
+            if holds_gradients(params, self._reducer.first, read=matters):
                 refuse_second_pass(algorithm)
             else:
                 self._discarded.was_discarded()
