@@ -142,8 +142,9 @@ def load_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     Call it on all ranks, after the state of module and optimizers was loaded: with "auto" ranks may communicate.
 
     Raises:
-        ValueError: `module` is not distributed, or the state was saved with another algorithm, other options or
-            another number of ranks.
+        TypeError: `state` is no dict.
+        ValueError: `module` is not distributed, or the state was saved with another algorithm, other options,
+            parameters or optimizers, or another number of ranks.
 
     Examples:
         >>> saved = bagua.state_dict(model)
