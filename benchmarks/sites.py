@@ -1,14 +1,17 @@
-"""Hosts at unequal sites: `python -m benchmarks.sites [--json FILE] [--quick]`.
+"""Hosts at unequal sites: `python -m benchmarks.sites [--json FILE] [--quick] [--seed N]`.
 
-Four hosts whose links have 50 Mbit/s to 1 Gbit/s (`PAIRS`). Two systems train an emulated model: a ring all-reduce of
-gradients and 8-bit gossip with both neighbours on a ring. Each runs in the order of the ranks, whose ring has the two
-slowest links, and in the order that `rank_order="measured"` finds, in the same processes and in turns, so that other
-load on the machine affects both alike. The first step of a turn does not count: connections that were idle start
-slowly. Needs root or user namespaces.
+Four hosts whose links have 50 Mbit/s to 1 Gbit/s (`PAIRS`, or drawn from a seed). Four systems train an emulated
+model: a ring all-reduce of gradients, 8-bit gossip with both neighbours on a ring, and all-reduces of 8 and 2 bits, in
+which all pairs send to each other. Each runs as the ranks are, whose ring has the two slowest links, and with
+`rank_order="measured"`, which finds another order and routes around slow links, in the same processes and in turns, so
+that other load on the machine affects both alike. The first step of a turn does not count: connections that were idle
+start slowly. Needs root or user namespaces.
 
-Bounds: of the fastest ring, whichever it is. C is a step without communication, F its forward pass, N the number of
-elements, R of hosts and B the rate of the ring's slowest link. Sum: max(C, F + 64 N (R-1)/R / B). Gossip, whose two
-neighbours have a link each, and which sends beside the next step: max(C, 8 N / B).
+Bounds. C is a step without communication, F its forward pass, N the number of elements, R of hosts. Of the fastest
+ring, whichever it is, with B the rate of its slowest link: sum max(C, F + 64 N (R-1)/R / B); gossip, whose two
+neighbours have a link each, and which sends beside the next step, max(C, 8 N / B). Of all-reduces with b bits, whose
+pairs send 2 b N / R bits each way: max(C, F + 2 b N / R / S), with S the share that the slowest pair has with the
+routes of the configured rates.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -34,6 +38,7 @@ from bagua.bench.compute import Compute, EmulatedModel
 from bagua.bench.layout import Columns
 from bagua.bench.machine import describe_machine, now
 from bagua.bench.training import Training
+from bagua.engine.startup.routes import best_routes, slowest_share
 from bagua.lab import Cluster, Link
 
 HOSTS = 4
@@ -49,30 +54,61 @@ PAIRS = {
 SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "ring all-reduce": ("gradient_allreduce", {}),
     "ring gossip, 8 bits": ("low_precision_decentralized", {}),
+    "all-reduce, 8 bits": ("bytegrad", {}),
+    "all-reduce, 2 bits": ("gradient_allreduce", {"codec": "eden:bits=2"}),
 }
+BITS = {"all-reduce, 8 bits": 8, "all-reduce, 2 bits": 2}
 ORDERS = {"ranks": None, "measured": "measured"}
 _FORWARD = 1 / 3
 _TURN = 3  # steps, of which the first does not count
 _WARMUP = 3
 
 
-def rate_of(ring: Sequence[int]) -> float:
+Pairs = Mapping[tuple[int, int], Link]
+
+
+def drawn(seed: int) -> Pairs:
+    """Links of 50 Mbit/s to 1 Gbit/s, the slower the farther."""
+    draw = random.Random(seed)
+    pairs: dict[tuple[int, int], Link] = {}
+    for a in range(HOSTS):
+        for b in range(a + 1, HOSTS):
+            mbit = round(10 ** draw.uniform(1.7, 3))
+            pairs[a, b] = Link(f"{mbit}mbit", f"{round(2 + 18 * draw.random() * 50 / mbit, 1)}ms")
+    return pairs
+
+
+def rates_of(pairs: Pairs) -> list[list[float]]:
+    """Bits per second between two hosts, as configured."""
+    return [[1.0 if a == b else pairs[min(a, b), max(a, b)].settings()[0] for b in range(HOSTS)] for a in range(HOSTS)]
+
+
+def rate_of(ring: Sequence[int], pairs: Pairs = PAIRS) -> float:
     """Bits per second of the slowest link of a ring of hosts, as configured."""
-    links = [PAIRS.get((a, b)) or PAIRS[b, a] for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
-    return min(each.settings()[0] for each in links)
+    rates = rates_of(pairs)
+    return min(rates[a][b] for a, b in zip(ring, [*ring[1:], ring[0]], strict=True))
 
 
-def bound_s(system: str, ring: Sequence[int], num_elements: int, compute_s: float) -> float:
-    """Seconds of a step that no schedule on this ring can undercut."""
-    rate = rate_of(ring)
+def share_of(pairs: Pairs = PAIRS) -> float:
+    """Bits per second of the slowest pair where all pairs send, with the routes of the configured rates."""
+    rates = rates_of(pairs)
+    return slowest_share(rates, best_routes(rates, [[0.0] * HOSTS] * HOSTS))
+
+
+def bound_s(system: str, ring: Sequence[int], num_elements: int, compute_s: float, pairs: Pairs = PAIRS) -> float:
+    """Seconds of a step that no schedule on this ring, or with these pairs, can undercut."""
+    if system in BITS:
+        return max(compute_s, _FORWARD * compute_s + 2 * BITS[system] * num_elements / HOSTS / share_of(pairs))
+    rate = rate_of(ring, pairs)
     if SYSTEMS[system][0] == "gradient_allreduce":
         return max(compute_s, _FORWARD * compute_s + 64 * num_elements * (HOSTS - 1) / HOSTS / rate)
     return max(compute_s, 8 * num_elements / rate)
 
 
-def fastest_ring() -> list[int]:
+def fastest_ring(pairs: Pairs = PAIRS) -> list[int]:
     """Of all rings, by the configured rates."""
-    return max(([0, *rest] for rest in permutations(range(1, HOSTS))), key=rate_of)
+    rings = ([0, *rest] for rest in permutations(range(1, HOSTS)))
+    return max(rings, key=lambda ring: rate_of(ring, pairs))
 
 
 def work(folder: Path, model_name: str, compute_s: float, rounds: int) -> None:
@@ -126,14 +162,16 @@ def in_turns(trainings: Mapping[str, Training], rounds: int, what: str) -> dict[
     return times
 
 
-def measure(model_name: str, compute_s: float, rounds: int, folder: Path, limit_s: float) -> tuple[Any, Any]:
-    """Run both systems; returns what rank 0 wrote, and the report of the cluster.
+def measure(
+    model_name: str, compute_s: float, rounds: int, folder: Path, limit_s: float, pairs: Pairs
+) -> tuple[Any, Any]:
+    """Run all systems; returns what rank 0 wrote, and the report of the cluster.
 
     Raises:
         RuntimeError: a rank failed, or it takes longer than `limit_s`.
     """
     words = ["--worker", str(folder), "--model", model_name, "--compute-ms", f"{1000 * compute_s:g}"]
-    with Cluster(HOSTS, HOST_LINK, pairs=PAIRS, mode="namespaces") as cluster:
+    with Cluster(HOSTS, HOST_LINK, pairs=pairs, mode="namespaces") as cluster:
         run_ranks(cluster, ["benchmarks.sites", *words, "--rounds", str(rounds)], 1, limit_s)
         return json.loads((folder / "result.json").read_text()), cluster.report()
 
@@ -159,8 +197,10 @@ def run_ranks(cluster: Cluster, module: Sequence[str], each: int, limit_s: float
         time.sleep(0.1)
 
 
-def rows_of(found: Sequence[dict[str, Any]], num_elements: int, compute_s: float) -> list[dict[str, Any]]:
-    """Medians of the steps, of the ratios of turns, and the bound of the fastest ring."""
+def rows_of(
+    found: Sequence[dict[str, Any]], num_elements: int, compute_s: float, linked: Pairs = PAIRS
+) -> list[dict[str, Any]]:
+    """Medians of the steps, of the ratios of turns, and the bound of the fastest ring, or of the best routes."""
     rows = []
     for each in found:
         times = each["times_s"]
@@ -169,7 +209,7 @@ def rows_of(found: Sequence[dict[str, Any]], num_elements: int, compute_s: float
             for plain, ordered in zip(times["ranks"], times["measured"], strict=True)
         ]
         plain_s, ordered_s = (statistics.median(s for turn in times[order] for s in turn) for order in ORDERS)
-        bound = bound_s(each["system"], fastest_ring(), num_elements, compute_s)
+        bound = bound_s(each["system"], fastest_ring(linked), num_elements, compute_s, linked)
         rows.append(
             {
                 "system": each["system"],
@@ -178,7 +218,7 @@ def rows_of(found: Sequence[dict[str, Any]], num_elements: int, compute_s: float
                 "paired": statistics.median(pairs),
                 "bound_ms": 1000 * bound,
                 "efficiency": bound / ordered_s,
-                "plain_bound_ms": 1000 * bound_s(each["system"], range(HOSTS), num_elements, compute_s),
+                "plain_bound_ms": 1000 * bound_s(each["system"], range(HOSTS), num_elements, compute_s, linked),
                 "notices": each["notices"]["measured"],
             }
         )
@@ -196,6 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--compute-ms", type=float, default=150, metavar="MS", help="of a step (%(default)s)")
     parser.add_argument("--rounds", type=int, metavar="N", help="turns of each (6)")
     parser.add_argument("--limit", type=float, default=900, metavar="S", help="seconds for all (%(default)s)")
+    parser.add_argument("--seed", type=int, metavar="N", help="draw the links from it (the links of `PAIRS`)")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     name = options.model or ("layers25m/10" if options.quick else "even@11/6000000")
@@ -203,11 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.worker:
         work(options.worker, name, compute_s, rounds)
         return
+    pairs = PAIRS if options.seed is None else drawn(options.seed)
     with tempfile.TemporaryDirectory(prefix="bagua-sites-") as folder:
-        found, report = measure(name, compute_s, rounds, Path(folder), options.limit)
+        found, report = measure(name, compute_s, rounds, Path(folder), options.limit, pairs)
     progress.clear()
     num_elements = models.get(name).num_elements
-    rows = rows_of(found, num_elements, compute_s)
+    rows = rows_of(found, num_elements, compute_s, pairs)
     print(f"{HOSTS} hosts, {num_elements / 1e6:.1f} M fp32 elements, {options.compute_ms:g} ms of compute")
     columns = Columns(
         ("system", -24), ("ranks, ms", 11), ("measured, ms", 14), ("paired", 8), ("bound, ms", 11), ("efficiency", 12)
@@ -224,8 +266,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in rows:
         print(f"{row['system']}: {'; '.join(row['notices'])}")
     if options.json:
-        links = {f"{a}-{b}": [link.bandwidth, link.latency] for (a, b), link in PAIRS.items()}
-        settings = {"model": name, "num_elements": num_elements, "compute_ms": options.compute_ms, "rounds": rounds}
+        links = {f"{a}-{b}": [link.bandwidth, link.latency] for (a, b), link in pairs.items()}
+        settings = {
+            "model": name,
+            "num_elements": num_elements,
+            "compute_ms": options.compute_ms,
+            "rounds": rounds,
+            "seed": options.seed,
+        }
         facts = {"date": now(), "bagua": bagua.__version__, "machine": describe_machine(), "links": links}
         wire = {"wire": report.wire, "machine_limited": report.machine_limited}
         results_file.write(options.json, {**facts, **wire, "settings": settings, "rows": rows, "measured": found})

@@ -84,7 +84,7 @@ def _mean(bits: float, moment: Moment = Moment.GRADIENT, every: int = 1) -> Amou
 
 _CODECS = {"codec", "gather_codec"}
 _LOCAL = ("local_sgd", "diloco", "sparse_loco")  # between rounds nothing is sent
-_OF_DISTRIBUTE = {"bucket_bytes", "num_lanes", "hierarchical", "rank_order", "transport"}
+_OF_DISTRIBUTE = {"bucket_bytes", "num_lanes", "hierarchical", "rank_order", "routes", "transport"}
 _MANY, _RANKS = 1 << 20, 4  # elements, and ranks among which they are divided
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from bagua.errors import CommunicationError
 
-__all__ = ["LIBRARY", "SUMMED", "Encoded", "Kernels", "Mesh", "Piece", "why_no_mesh"]
+__all__ = ["LIBRARY", "SUMMED", "Encoded", "Kernels", "Mesh", "Piece", "load_mesh", "why_no_mesh"]
 
 LIBRARY = Path(__file__).with_name("_mesh.so")
-_ABI = 5
+_ABI = 6
 _RAISED = 1  # result of a step that raised
 SUMMED = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}  # numbers as in csrc/abi.h
 
@@ -121,10 +121,28 @@ def _load() -> tuple[Any, str]:
     library.bagua_mesh_sum.argtypes = [mesh, pointer, pointer, pointer]
     transfers = [pointer, ctypes.c_int64]
     library.bagua_mesh_swap.argtypes = [mesh, *transfers, *transfers, pointer, pointer]
-    for name in ("abort", "close", "close_copies", "free"):
-        function = getattr(library, f"bagua_mesh_{name}")
-        function.argtypes, function.restype = [mesh], None
+    relay = ctypes.c_void_p
+    library.bagua_relay_new.argtypes, library.bagua_relay_new.restype = [ctypes.c_int32, pointer], relay
+    for name in ("quiet_us", "bytes"):
+        function = getattr(library, f"bagua_relay_{name}")
+        function.argtypes, function.restype = [relay], ctypes.c_int64
+    ending = [f"bagua_mesh_{name}" for name in ("abort", "close", "close_copies", "free")]
+    for name in (*ending, *(f"bagua_relay_{name}" for name in ("cut", "close_copies", "free"))):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.c_void_p], None
     return library, ""
+
+
+def load_mesh() -> Any:
+    """The library.
+
+    Raises:
+        RuntimeError: there is none; says why.
+    """
+    library, problem = _load()
+    if library is None:
+        raise RuntimeError(problem)
+    return library
 
 
 def why_no_mesh() -> str:
@@ -158,9 +176,7 @@ class Mesh:
     """
 
     def __init__(self, rank: int, fds: Sequence[int], timeout_s: float) -> None:
-        library, problem = _load()
-        if library is None:
-            raise RuntimeError(problem)
+        library = load_mesh()
         self.rank, self.size, self.bucket, self.ranks = rank, len(fds), 0, tuple(range(len(fds)))
         self._library, self._timeout_ms = library, max(int(1000 * timeout_s), 1)
         mesh = library.bagua_mesh_new(rank, len(fds), (ctypes.c_int32 * len(fds))(*fds))

@@ -1,8 +1,7 @@
 """Connects the ranks of a team for the native transport.
 
-Each rank listens on the address that gloo has chosen, and publishes it in the store with a secret of its own. The
-higher rank of a pair connects. Both ends prove that they know the listener's secret, which never travels: it is the key
-of a digest. Who is not of the team is closed and otherwise ignored.
+Each rank listens on the address that gloo has chosen (`team_sockets`). The higher rank of a pair connects, or has a
+third rank connect for it (`relays`), and both ends prove that they know the listener's secret.
 
 All ranks publish, whether they can listen or not, and afterwards whether they are connected. So a rank that cannot
 fails on all ranks at once.
@@ -10,59 +9,36 @@ fails on all ranks at once.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import hmac
-import ipaddress
 import json
-import os
 import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from bagua.comm.groups import Groups
-from bagua.comm.mesh import Mesh, why_no_mesh
+from bagua.comm.groups import Group, Groups
+from bagua.comm.mesh import Mesh
+from bagua.comm.relays import RELAY, Relay, Way, ask_for, relay_for, ways_of
+from bagua.comm.team_sockets import CONGESTION, Offer, Patience, admit, congestion_control, connect_to, digest, listen
 from bagua.errors import CommunicationError
 
-__all__ = ["CONGESTION", "MeshError", "Offer", "add_meshes", "congestion_control", "connect", "listen"]
+__all__ = ["CONGESTION", "MeshError", "add_meshes", "congestion_control"]
 
-CONGESTION = "BAGUA_NATIVE_CONGESTION"
 _MAGIC = b"BAGUAMSH"
 _HELLO = struct.Struct("<8sII16s32s")  # magic, version, rank, nonce, digest
 _REPLY = struct.Struct("<32s")
 _VERSION = 1
 _CONNECT_S = 60.0  # to connect all ranks, once all listen
-_ALERT_S = 0.05  # between two alerts
-_MAX_STRANGERS = 64  # connections at once that have not said who they are
 
 
 class MeshError(CommunicationError):
     """The ranks cannot be connected for the native transport. Raised on all of them alike, with the same message."""
-
-
-class Offer:
-    """A socket that listens, and what this rank publishes of it.
-
-    Attributes:
-        published: JSON-able.
-    """
-
-    def __init__(self, listener: socket.socket) -> None:
-        self.listener = listener
-        host, port = listener.getsockname()[:2]
-        self.published: dict[str, Any] = {"host": host, "port": port, "secret": secrets.token_hex(32)}
-
-    def close(self) -> None:
-        """Listen no more."""
-        self.listener.close()
 
 
 def add_meshes(
@@ -70,6 +46,7 @@ def add_meshes(
     all_gather: Callable[[str, bytes], list[bytes]],
     timeout: timedelta,
     alert: Callable[[], object] | None = None,
+    routes: Mapping[tuple[int, int], int] | None = None,
 ) -> None:
     """Connect the ranks of the world, and those that exchange for nodes. Collective over the world. Groups stay open.
 
@@ -78,6 +55,8 @@ def add_meshes(
         all_gather: of the name of a stage and a small message; returns those of all ranks, by rank of the world.
         timeout: for later exchanges.
         alert: called now and then while this rank waits for others; may raise a `CommunicationError`.
+        routes: by pair of ranks of the world, the lower one first, the rank through which they reach each other. Equal
+            on all ranks.
 
     Raises:
         MeshError: on all ranks; names those that cannot listen or connect, and why.
@@ -89,6 +68,8 @@ def add_meshes(
         for kind, group in (("world", groups.world), ("inter", groups.inter or groups.column))
     }
     mine = {kind: group for kind, group in among.items() if group is not None and group.size > 1}
+    world, routes = lanes[0].world, routes or {}
+    rank = world.ranks[world.rank]
     made: dict[str, Mesh] = {}
     with ExitStack() as offers, ExitStack() as on_failure:
         own: dict[str, Offer] = {}
@@ -97,14 +78,29 @@ def add_meshes(
             for kind, group in mine.items():
                 own[kind] = listen(group.address, group.size)
                 offers.callback(own[kind].close)
+                if routes:
+                    own[kind].published["ranks"] = group.ranks
+            if rank in routes.values():
+                own[RELAY] = listen(world.address, world.size)
+                offers.callback(own[RELAY].close)
             return {kind: each.published for kind, each in own.items()}
 
         published = _agree(offer, partial(all_gather, "offers"))
 
         def join() -> Any:
+            patience = Patience(time.monotonic() + min(timeout.total_seconds(), _CONNECT_S), alert)
+            halves: dict[str, _Half] = {}
             for kind, group in mine.items():
-                theirs = [published[rank][kind] for rank in group.ranks]
-                made[kind] = connect(group.rank, own[kind], theirs, timeout.total_seconds(), alert)
+                theirs = [published[each][kind] for each in group.ranks]
+                relays = _relays_of(group, kind, published, routes)
+                halves[kind] = _Half(group.rank, own[kind], theirs, relays, patience)
+                on_failure.callback(halves[kind].close)
+            # What others have asked this rank for is on its way by now, whatever they wait for next.
+            if RELAY in own:
+                relay = relay_for(own[RELAY], ways_of(published, routes, rank), published, patience)
+                on_failure.callback(relay.cut)
+            for kind, half in halves.items():
+                made[kind] = half.finish(timeout.total_seconds())
                 on_failure.callback(made[kind].close)
 
         _agree(join, partial(all_gather, "connections"))
@@ -131,266 +127,115 @@ def _agree(act: Callable[[], Any], all_gather: Callable[[bytes], list[bytes]]) -
     return [each["done"] for each in answers]
 
 
-def congestion_control() -> str | None:
-    """`BAGUA_NATIVE_CONGESTION` of the environment: congestion control of the sockets; None: the kernel's choice."""
-    return os.environ.get(CONGESTION) or None
+def _relays_of(
+    group: Group, kind: str, published: Sequence[Mapping[str, Any]], routes: Mapping[tuple[int, int], int]
+) -> dict[int, Relay]:
+    """By place in the group, the relays through which this rank reaches lower places."""
+    rank, found = group.ranks[group.rank], dict[int, Relay]()
+    for place, peer in enumerate(group.ranks[: group.rank]):
+        via = routes.get((min(rank, peer), max(rank, peer)))
+        if via is not None:
+            found[place] = Relay(via, published[via][RELAY], Way(kind, rank, peer))
+    return found
 
 
-def listen(host: str | None, size: int) -> Offer:
-    """Listen at `host` on a free port.
-
-    Args:
-        host: the address of gloo's listener.
-        size: number of ranks.
-
-    Raises:
-        CommunicationError: says why this rank cannot.
-    """
-    problem = why_no_mesh()
-    if problem:
-        raise CommunicationError(problem)
-    if host is None:
-        raise CommunicationError("the address at which gloo listens was not found, and the native transport uses it")
-    sock = _socket(host)
-    try:
-        _prepare(sock)
-        sock.bind((host, 0))
-        sock.listen(size + _MAX_STRANGERS)
-    except OSError as error:
-        sock.close()
-        raise CommunicationError(f"cannot listen on {host}: {error}") from error
-    except CommunicationError:
-        sock.close()
-        raise
-    return Offer(sock)
-
-
-def connect(
-    rank: int,
-    own: Offer,
-    offers: Sequence[dict[str, Any]],
-    timeout_s: float,
-    alert: Callable[[], object] | None = None,
-) -> Mesh:
-    """Connect to all ranks. Collective.
+class _Half:
+    """Connections of this rank to all lower ones, which have not answered yet. Waits for no rank's own work.
 
     Args:
         rank: this process's rank among `offers`.
         own: its offer; the caller closes it.
         offers: what the ranks have published, by rank.
-        timeout_s: for later exchanges, and at most that long for the connections.
-        alert: called now and then; may raise.
+        relays: of those that are reached through a third rank.
 
     Raises:
-        CommunicationError: names the ranks that are missing.
+        CommunicationError: names the rank that cannot be reached.
     """
-    patience = _Patience(time.monotonic() + min(timeout_s, _CONNECT_S), alert)
-    with ExitStack() as on_failure:
-        socks: dict[int, socket.socket] = {}
-        proofs: dict[int, bytes] = {}
-        for peer in range(rank):
-            offer = offers[peer]
-            sock = _connect_to(offer, own.published["host"], peer, patience)
-            on_failure.callback(sock.close)
-            socks[peer], nonce = sock, secrets.token_bytes(16)
-            digest = _digest(offer, b"hello", rank, peer, nonce)
-            proofs[peer] = _digest(offer, b"reply", rank, peer, nonce)
-            sock.sendall(_HELLO.pack(_MAGIC, _VERSION, rank, nonce, digest))
-        for peer, sock in socks.items():
-            _await_reply(sock, peer, proofs[peer], patience)
-        accepted = _accept(rank, own, len(offers), patience)
-        for sock in accepted.values():
-            on_failure.callback(sock.close)
-        socks.update(accepted)
-        on_failure.pop_all()
-    fds = [socks[peer].detach() if peer != rank else -1 for peer in range(len(offers))]
-    return Mesh(rank, fds, timeout_s)
 
-
-def _socket(host: str) -> socket.socket:
-    version = ipaddress.ip_address(host.partition("%")[0]).version
-    return socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
-
-
-def _prepare(sock: socket.socket) -> None:
-    """Options that accepted sockets inherit."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    name = congestion_control()
-    if name is not None:
+    def __init__(
+        self,
+        rank: int,
+        own: Offer,
+        offers: Sequence[dict[str, Any]],
+        relays: Mapping[int, Relay],
+        patience: Patience,
+    ) -> None:
+        self._rank, self._own, self._size, self._patience = rank, own, len(offers), patience
+        self._socks: dict[int, socket.socket] = {}
+        self._proofs: dict[int, bytes] = {}
+        self._named: dict[int, str] = {}
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
-        except OSError as error:
-            why = "this process may not choose it" if error.errno == errno.EPERM else "it is not loaded"
-            raise CommunicationError(
-                f"{CONGESTION}={name}: the kernel refuses this congestion control: {why} ({error}); "
-                "see /proc/sys/net/ipv4/tcp_allowed_congestion_control"
-            ) from error
+            for peer in range(rank):
+                relay, offer = relays.get(peer), offers[peer]
+                self._named[peer] = f"rank {peer}" + (f", through rank {relay.rank}," if relay else "")
+                way = offer if relay is None else relay.offer
+                sock = self._socks[peer] = connect_to(way, own.published["host"], self._named[peer], patience)
+                if relay is not None:
+                    ask_for(sock, relay)
+                nonce = secrets.token_bytes(16)
+                self._proofs[peer] = _proof(offer, b"reply", rank, peer, nonce)
+                sock.sendall(_HELLO.pack(_MAGIC, _VERSION, rank, nonce, _proof(offer, b"hello", rank, peer, nonce)))
+        except BaseException:
+            self.close()
+            raise
 
+    def close(self) -> None:
+        """Close the connections that no mesh has taken over."""
+        for sock in self._socks.values():
+            sock.close()
+        self._socks.clear()
 
-def _digest(offer: dict[str, Any], what: bytes, connecting: int, listening: int, nonce: bytes) -> bytes:
-    about = what + struct.pack("<II", connecting, listening) + nonce
-    return hmac.digest(bytes.fromhex(offer["secret"]), about, hashlib.sha256)
+    def finish(self, timeout_s: float) -> Mesh:
+        """Await the lower ranks' answers and the higher ranks. Collective.
 
-
-@dataclass(frozen=True)
-class _Patience:
-    """How long to wait for other ranks, and what may end it before."""
-
-    deadline: float
-    alert: Callable[[], object] | None
-
-    def pause_s(self) -> float:
-        """For how long to sleep; 0 once the time is over.
-
-        Raises:
-            CommunicationError: of `alert`.
-        """
-        if self.alert is not None:
-            self.alert()
-        left = max(self.deadline - time.monotonic(), 0.0)
-        return left if self.alert is None else min(left, _ALERT_S)
-
-    def await_ready(self, sock: socket.socket, events: int) -> None:
-        """Wait for events of `selectors`.
+        Args:
+            timeout_s: for later exchanges.
 
         Raises:
-            TimeoutError: the time is over.
+            CommunicationError: names the ranks that are missing.
         """
-        with selectors.DefaultSelector() as selector:
-            selector.register(sock, events)
-            while pause := self.pause_s():
-                if selector.select(pause):
-                    return
-        raise TimeoutError("timed out")
+        for peer, sock in self._socks.items():
+            _await_reply(sock, self._named[peer], self._proofs[peer], self._patience)
+        self._socks.update(_accept(self._rank, self._own, self._size, self._patience))
+        fds = [self._socks[peer].detach() if peer != self._rank else -1 for peer in range(self._size)]
+        self._socks.clear()
+        return Mesh(self._rank, fds, timeout_s)
 
 
-def _connect_to(offer: dict[str, Any], source: str, peer: int, patience: _Patience) -> socket.socket:
-    """A connection that does not block."""
-    sock = _socket(offer["host"])
-    try:
-        _prepare(sock)
-        sock.setblocking(False)
-        with suppress(OSError):  # of another family, or an address that no longer is this host's
-            sock.bind((source, 0))
-        problem = sock.connect_ex((offer["host"], offer["port"]))
-        if problem == errno.EINPROGRESS:
-            patience.await_ready(sock, selectors.EVENT_WRITE)
-            problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if problem:
-            raise OSError(problem, os.strerror(problem))
-    except OSError as error:
-        sock.close()
-        raise CommunicationError(
-            f"cannot connect to rank {peer} at {offer['host']} port {offer['port']}: {error}"
-        ) from error
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+def _proof(offer: dict[str, Any], what: bytes, connecting: int, listening: int, nonce: bytes) -> bytes:
+    return digest(offer, what, struct.pack("<II", connecting, listening), nonce)
 
 
-def _await_reply(sock: socket.socket, peer: int, proof: bytes, patience: _Patience) -> None:
+def _await_reply(sock: socket.socket, who: str, proof: bytes, patience: Patience) -> None:
     data = b""
     try:
         while len(data) < _REPLY.size:
             patience.await_ready(sock, selectors.EVENT_READ)
             part = sock.recv(_REPLY.size - len(data))
             if not part:
-                raise CommunicationError(f"rank {peer} has closed the connection instead of greeting")
+                raise CommunicationError(f"{who} has closed the connection instead of greeting")
             data += part
     except OSError as error:
-        raise CommunicationError(f"rank {peer} does not greet: {error}") from error
+        raise CommunicationError(f"{who} does not greet: {error}") from error
     if not hmac.compare_digest(data, proof):
-        raise CommunicationError(f"who answers for rank {peer} does not know its secret")
+        raise CommunicationError(f"who answers for {who} does not know its secret")
 
 
-def _take(listener: socket.socket) -> socket.socket:
-    """The next connection, if there is one still.
+def _accept(rank: int, own: Offer, size: int, patience: Patience) -> dict[int, socket.socket]:
+    """The connections of all higher ranks, greeted."""
 
-    Raises:
-        BlockingIOError, ConnectionAbortedError, InterruptedError: there is none.
-        CommunicationError: this process cannot have it. It stays in the queue, so another try would come at once.
-    """
-    try:
-        fresh, _ = listener.accept()
-    except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-        raise
-    except OSError as error:
-        raise CommunicationError(f"cannot accept: {error}") from error
-    fresh.setblocking(False)
-    return fresh
+    def answer(sock: socket.socket, greeting: bytes) -> int | None:
+        magic, version, peer, nonce, proof = _HELLO.unpack(greeting)
+        known = magic == _MAGIC and version == _VERSION and rank < peer < size
+        if not known or not hmac.compare_digest(proof, _proof(own.published, b"hello", peer, rank, nonce)):
+            return None
+        try:
+            sock.sendall(_REPLY.pack(_proof(own.published, b"reply", peer, rank, nonce)))
+        except OSError:
+            return None
+        return peer
 
+    def who(missing: set[int]) -> str:
+        return f"rank {', '.join(map(str, sorted(missing)))}"
 
-def _accept(rank: int, own: Offer, size: int, patience: _Patience) -> dict[int, socket.socket]:
-    """The connections of all higher ranks. Strangers neither get in nor hold anybody up."""
-    missing, found = set(range(rank + 1, size)), dict[int, socket.socket]()
-    greetings: dict[socket.socket, bytes] = {}
-    with ExitStack() as on_failure, selectors.DefaultSelector() as selector:
-        own.listener.setblocking(False)
-        selector.register(own.listener, selectors.EVENT_READ)
-
-        def drop(sock: socket.socket) -> None:
-            selector.unregister(sock)
-            del greetings[sock]
-
-        while missing:
-            pause = patience.pause_s()
-            if not pause:
-                ranks = ", ".join(map(str, sorted(missing)))
-                raise CommunicationError(f"rank {ranks} did not connect in time")
-            for key, _ in selector.select(pause):
-                sock = key.fileobj
-                assert isinstance(sock, socket.socket)
-                if sock is own.listener:
-                    with suppress(BlockingIOError, ConnectionAbortedError, InterruptedError):
-                        fresh = _take(sock)
-                        on_failure.callback(fresh.close)
-                        greetings[fresh] = b""
-                        selector.register(fresh, selectors.EVENT_READ)
-                        if len(greetings) > _MAX_STRANGERS:
-                            oldest = next(iter(greetings))
-                            drop(oldest)
-                            oldest.close()
-                    continue
-                if sock not in greetings:
-                    continue  # closed in this round
-                peer = _hear(sock, greetings, own, rank, missing)
-                if peer is None:
-                    continue
-                drop(sock)
-                if peer < 0:
-                    sock.close()
-                else:
-                    found[peer] = sock
-                    missing.remove(peer)
-        for sock in list(greetings):
-            drop(sock)
-            sock.close()
-        on_failure.pop_all()
-    return found
-
-
-def _hear(
-    sock: socket.socket, greetings: dict[socket.socket, bytes], own: Offer, rank: int, missing: set[int]
-) -> int | None:
-    """Read of a greeting what has come, and answer it: the peer's rank, -1 for a stranger, None if it is incomplete."""
-    try:
-        part = sock.recv(_HELLO.size - len(greetings[sock]))
-    except BlockingIOError:
-        return None
-    except OSError:
-        return -1
-    data = greetings[sock] = greetings[sock] + part
-    if not part:
-        return -1
-    if len(data) < _HELLO.size:
-        return None
-    magic, version, peer, nonce, digest = _HELLO.unpack(data)
-    known = magic == _MAGIC and version == _VERSION and peer in missing
-    if not known or not hmac.compare_digest(digest, _digest(own.published, b"hello", peer, rank, nonce)):
-        return -1
-    try:
-        sock.sendall(_REPLY.pack(_digest(own.published, b"reply", peer, rank, nonce)))
-    except OSError:
-        return -1
-    return peer
+    return admit(own, range(rank + 1, size), _HELLO.size, answer, who, patience)

@@ -40,7 +40,7 @@ from bagua.comm.backend_kind import backend_kind
 from bagua.comm.store import BoundedStore, root_of
 from bagua.errors import CommunicationError
 
-__all__ = ["before_exit", "cancel", "install", "script_failed"]
+__all__ = ["before_exit", "cancel", "install", "is_installed", "script_failed", "while_others_end"]
 
 _log = logging.getLogger("bagua")
 _TIMEOUT_S = 5.0
@@ -61,6 +61,7 @@ class _Shutdown:
 
 _shutdown: _Shutdown | None = None
 _hooks: list[Callable[[], None]] = []
+_waits: list[Callable[[], object]] = []
 _registered = False
 _devnull: TextIO | None = None
 
@@ -92,6 +93,20 @@ def before_exit(hook: Callable[[], None]) -> None:
     """Register `hook` to run first at exit, in reverse order of registration. It must be quick and never block."""
     if hook not in _hooks:
         _hooks.append(hook)
+
+
+def while_others_end(wait: Callable[[], object]) -> None:
+    """Register what this rank waits for where others have not ended in time: they may need it for what is in flight.
+
+    It is called without arguments, not if this rank failed, and bounds its own time.
+    """
+    if wait not in _waits:
+        _waits.append(wait)
+
+
+def is_installed() -> bool:
+    """Whether this process's end is arranged."""
+    return _shutdown is not None and _shutdown.pid == os.getpid()
 
 
 def cancel() -> None:
@@ -130,6 +145,8 @@ def _shut_down() -> None:
     if not failed and not all_arrived:
         # A peer that still trains may yet join what is in flight: it would be wrong to cut that short.
         faulthandler.cancel_dump_traceback_later()
+        for wait in _waits:
+            wait()
     if dist.is_initialized() and (all_arrived or not carries_nccl(dist.group.WORLD)):
         dist.destroy_process_group()
     if all_arrived:

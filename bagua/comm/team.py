@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -50,6 +50,7 @@ class Team(StoreTeam):
         order: the ranks in the order in which they are members of the groups that `open` makes, and so of rings; rank 0
             is the first, and ranks of one node follow one another. All sums then take the ring. (): in the order of
             the ranks.
+        routes: by pair of ranks, the lower one first, the rank through which the native transport connects them.
         prepared: groups that `open` will return, by name.
         device: of this rank; needed for NCCL with `alert`, whose groups are connected when they are opened.
     """
@@ -61,6 +62,7 @@ class Team(StoreTeam):
     nodes: tuple[tuple[int, ...], ...] = ()
     prepared: dict[str, Groups] = field(default_factory=dict)
     order: tuple[int, ...] = ()
+    routes: Mapping[tuple[int, int], int] = field(default_factory=dict)
     device: torch.device | None = None
 
     @classmethod
@@ -126,12 +128,12 @@ class Team(StoreTeam):
             gone = self.describe_missing(key, alert=self.alert)
             raise CommunicationError(f"{what} on rank {self.rank} of {self.size}: {error}{gone}") from error
 
-    def ordered(self, order: tuple[int, ...]) -> Team:
-        """This team with another `order`."""
-        if order == self.order:
+    def arranged(self, order: tuple[int, ...], routes: Mapping[tuple[int, int], int]) -> Team:
+        """This team with another `order` and other `routes`."""
+        if order == self.order and routes == self.routes:
             return self
         made = copy.copy(self)
-        made.order = order
+        made.order, made.routes = order, routes
         return made
 
     def next_lane(self) -> str:
@@ -227,7 +229,7 @@ class Team(StoreTeam):
             return self.all_gather_bytes_once(f"native transport of {name}", f"native/{name}/{stage}", payload)
 
         try:
-            add_meshes(lanes, all_gather, self.timeout, self.alert)
+            add_meshes(lanes, all_gather, self.timeout, self.alert, self.routes)
         except BaseException as error:
             if isinstance(error, MeshError) and lanes[0].or_gloo:
                 if self.rank == 0:

@@ -58,6 +58,13 @@ def add_bagua_arguments(parser: ArgumentParser) -> None:
         "sets BAGUA_RANK_ORDER for the workers",
     )
     add(
+        "routes",
+        env,
+        choices=("measured", "direct"),
+        help="measured: pairs of hosts whose own link is slow send through a third host where that is clearly faster; "
+        "sets BAGUA_ROUTES for the workers",
+    )
+    add(
         "site",
         env,
         type=_site,
@@ -131,6 +138,8 @@ def apply_bagua_arguments(parser: ArgumentParser, args: Namespace) -> None:
         os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(args.default_bucket_size)
     if args.rank_order is not None:
         os.environ["BAGUA_RANK_ORDER"] = args.rank_order
+    if args.routes is not None:
+        os.environ["BAGUA_ROUTES"] = args.routes
     if args.site is not None:
         os.environ["BAGUA_SITE"] = args.site
 

@@ -41,7 +41,7 @@ from bagua.engine.startup.choice import chooser_of, why_no_choice
 from bagua.engine.startup.handshake import Agreement, shake_hands
 from bagua.engine.startup.inventory import Inventory
 from bagua.engine.startup.link_probe import Links, probe_links
-from bagua.engine.startup.rank_order import RankOrder, order_of, why_no_order
+from bagua.engine.startup.rank_order import RankOrder, arrange, why_no_order
 from bagua.engine.startup.request import Request
 from bagua.engine.startup.rollback import unless_it_fails
 from bagua.engine.tuning.saved_results import check_files, session_of
@@ -72,6 +72,7 @@ def distribute(
     static_graph: bool = False,
     gradient_as_bucket_view: bool = True,
     rank_order: RankOrder = None,
+    routes: str | None = None,
     transport: str | None = None,
     autotune: Autotune | bool | dict[str, Any] | str | os.PathLike[str] | None = None,
     fault_tolerant: FaultTolerance | bool | None = None,
@@ -116,6 +117,9 @@ def distribute(
             once (seconds for each host, on slow links) and takes the ring whose slowest link is the fastest; a list of
             all ranks gives the order. Only the order of sums changes, and who is whose neighbour in gossip. Default:
             BAGUA_RANK_ORDER, or the order of the ranks; for a switch, the previous order.
+        routes: "measured": measure all links, and let pairs of hosts whose own link is slow send through a third host
+            where that is clearly faster (docs/sites.md); over the native transport only. "direct": never. Changes no
+            bit. Default: BAGUA_ROUTES, or as `rank_order`: "measured" if that is; for a switch, the previous routes.
         transport: "native": on a CPU, compressed rows, sums and gossip go over sockets of their own, in compiled code,
             with the same bits as over "gloo" (docs/performance.md). Default: BAGUA_TRANSPORT or, for a switch, the
             previous one, or "native" if all ranks have it.
@@ -167,6 +171,7 @@ def distribute(
         static_graph,
         gradient_as_bucket_view,
         rank_order,
+        routes,
         transport=transport,
         tolerates_over=None if tolerance is None else tolerance.backend,
     )
@@ -185,15 +190,16 @@ def distribute(
     def begin(team: Team, signature: list[Any]) -> Engine:
         """Compare the arguments, replicate the state, and make an engine. Collective."""
         failed = problem or check_files(request.tune, team.rank) or why_no_choice(request, team)
-        failed = failed or why_no_order(request.rank_order, team)
+        failed = failed or why_no_order(request.rank_order, request.routes, team)
         failed = failed or why_no_transport(request.transport, team, device)
         ready = previous is not None and not previous.engine.failed
         before = None if previous is None else previous.engine.groups
         over_gloo = before is not None and before.size > 1 and not before.native
         why = why_gloo(request.transport, team, device, over_gloo)
         agreement = shake_hands(team, signature, request.describe(complete=failed is None), failed, ready, why)
-        team, line = _ordered(team, agreement, request, previous)
-        return _make_engine(module, team, agreement, request, previous, signature, manager, line)
+        native = goes_native(team, agreement.over_gloo)
+        team, lines = _arranged(team, agreement, request, previous, native)
+        return _make_engine(module, team, agreement, request, previous, signature, manager, native, lines)
 
     joins = False
     if manager is None:
@@ -249,15 +255,19 @@ def _begin_tolerantly(
     return begin(Team.alone()), True
 
 
-def _ordered(team: Team, agreement: Agreement, request: Request, previous: Attachment | None) -> tuple[Team, str]:
-    """The team with the order of its groups, and a line about it. Collective."""
-    if previous is not None and previous.engine.team.name == team.name and request.order_is_default:
-        return team.ordered(previous.engine.team.order), ""
+def _arranged(
+    team: Team, agreement: Agreement, request: Request, previous: Attachment | None, native: bool
+) -> tuple[Team, tuple[str, ...]]:
+    """The team with the order of its groups and its routes, and lines about them. Collective."""
+    if previous is not None and previous.engine.team.name == team.name and request.arrangement_is_default:
+        before = previous.engine.team
+        return team.arranged(before.order, before.routes), ()
     assert request.inventory is not None
-    order, line = order_of(request.rank_order, team, agreement.nodes, request.inventory.device)
-    if line and team.rank == 0:
-        _log.info("%s", line)
-    return team.ordered(order), line
+    found = arrange(request.rank_order, request.routes, team, agreement.nodes, request.inventory.device, native)
+    if team.rank == 0:
+        for line in found.lines:
+            _log.info("%s", line)
+    return team.arranged(found.order, found.routes), found.lines
 
 
 def _make_engine(
@@ -268,7 +278,8 @@ def _make_engine(
     previous: Attachment | None,
     signature: list[Any],
     manager: RecoveryManager | None,
-    line: str,
+    native: bool,
+    lines: tuple[str, ...],
 ) -> Engine:
     """Replicate the state of rank 0, and make an engine. Collective over the team."""
     chosen, inventory, guard, tune = request.algorithm, request.inventory, request.guard, request.tune
@@ -292,7 +303,6 @@ def _make_engine(
     hierarchical_groups = tunes_hierarchy or any(
         each.hierarchical_groups for each in (chosen, fallback) if each is not None
     )
-    native = goes_native(team, agreement.over_gloo)
     groups = team.open(
         f"lane/{key}", hierarchical_groups, agreement.nodes, native, or_gloo=may_fall_back(request.transport)
     )
@@ -312,7 +322,7 @@ def _make_engine(
         request.fit_buckets(chosen, agreement.nodes)
     tries_sites = flat is not None and tries(team, agreement.nodes, inventory.device)
     config = request.config(num_lanes, links, tunes_hierarchy, team.size, mesh is not None, flat, tries_sites)
-    notices = tuple(each for each in (remark, line) if each)
+    notices = (*((remark,) if remark else ()), *lines)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM
     with unless_it_fails(inventory.trainable.values(), lane, remember=in_buckets):
         tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import bagua.comm.mesh_connect as mesh_connect
+import bagua.comm.team_sockets as team_sockets
 from bagua.comm.groups import Groups
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.mesh_connect import CONGESTION
@@ -294,7 +295,7 @@ def test_a_child_that_is_forked_in_an_exchange_can_close_its_copy() -> None:
 
 def test_a_process_without_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection stays in the queue: it must not be tried again and again until the time is over."""
-    own = mesh_connect.listen("127.0.0.1", 2)
+    own = team_sockets.listen("127.0.0.1", 2)
     refused = [OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError(), InterruptedError()]
 
     def accept(self: socket.socket) -> None:
@@ -303,7 +304,7 @@ def test_a_process_without_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) 
     with own.listener, socket.create_connection(own.listener.getsockname()):
         monkeypatch.setattr(socket.socket, "accept", accept)
         with pytest.raises(CommunicationError, match="cannot accept: .*Too many open files"):
-            mesh_connect._accept(0, own, 2, mesh_connect._Patience(time.monotonic() + WAIT_S, None))
+            mesh_connect._accept(0, own, 2, team_sockets.Patience(time.monotonic() + WAIT_S))
     assert not refused
 
 
@@ -346,7 +347,7 @@ def test_strangers_neither_get_in_nor_hold_the_ranks_up(monkeypatch: pytest.Monk
     listen, met = mesh_connect.listen, list[socket.socket]()
     wrong = mesh_connect._HELLO.pack(b"BAGUAMSH", 1, 1, bytes(16), bytes(32))
 
-    def listen_and_be_visited(host: str | None, size: int) -> mesh_connect.Offer:
+    def listen_and_be_visited(host: str | None, size: int) -> team_sockets.Offer:
         offer = listen("127.0.0.1", size)
         for said in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(80), wrong):  # all before any rank connects
             met.append(stranger(offer.published["port"], said))
@@ -378,7 +379,7 @@ def test_who_answers_without_the_secret_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_rank_that_cannot_listen_fails_on_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     listen, lock, calls = mesh_connect.listen, threading.Lock(), []
 
-    def listen_but_once(host: str | None, size: int) -> mesh_connect.Offer:
+    def listen_but_once(host: str | None, size: int) -> team_sockets.Offer:
         with lock:
             calls.append(host)
             if len(calls) == 2:

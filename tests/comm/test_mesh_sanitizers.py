@@ -53,7 +53,7 @@ def test_exchanges_touch_no_memory_of_others(tmp_path: Path) -> None:
         "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0",  # the interpreter keeps what it has
         "UBSAN_OPTIONS": "halt_on_error=1",
     }
-    tests = ["tests/exchanges/test_native_rows.py", "tests/comm/test_mesh.py"]
+    tests = ["tests/exchanges/test_native_rows.py", "tests/comm/test_mesh.py", "tests/comm/test_relays.py"]
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(library), *tests],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=800, check=False,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bagua.comm import mesh_connect
+from bagua.comm import team_sockets
 from bagua.comm.collectives import all_reduce_, sum_of_pieces_
 from bagua.comm.mesh import SUMMED, Mesh, why_no_mesh
 from bagua.comm.team import Team
@@ -87,14 +87,14 @@ def test_chunks_of_several_segments() -> None:
 @pytest.fixture
 def small_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets that hold little, so that transfers stop and go on at any byte."""
-    prepare = mesh_connect._prepare
+    prepare = team_sockets._prepare
 
     def small(sock: socket.socket) -> None:
         prepare(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
-    monkeypatch.setattr(mesh_connect, "_prepare", small)
+    monkeypatch.setattr(team_sockets, "_prepare", small)
 
 
 @pytest.mark.usefixtures("small_sockets")

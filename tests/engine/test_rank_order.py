@@ -13,6 +13,7 @@ import bagua
 from bagua.auto import links as measuring
 from bagua.auto.links import Link, Links
 from bagua.checkpoint.reshard import load_algorithm
+from bagua.comm.mesh import why_no_mesh
 from bagua.engine.averaging import mean_optimizers
 from bagua.engine.hooks import attachments
 from tests.engine.training import batch, seeded
@@ -109,8 +110,9 @@ def slow_except(*fast: tuple[int, int]) -> Any:
     return measure
 
 
-def measured(team: Any) -> Any:
-    model, optimizer = made(team, "low_precision_decentralized", rank_order="measured", hierarchical=False)
+def measured(team: Any, **options: Any) -> Any:
+    options = {"rank_order": "measured", "routes": "direct", **options}
+    model, optimizer = made(team, "low_precision_decentralized", hierarchical=False, **options)
     steps(model, optimizer, team.rank, 2)
     world = attachments[model].engine.groups.world
     return world.ranks, bagua.stats(model).notices, world.direct
@@ -139,6 +141,92 @@ def test_links_are_measured_and_agreed_on() -> None:
     assert len({ranks for ranks, _, _ in found}) == 1 and sorted(found[0][0]) == [0, 1, 2, 3]
     ((few, (line,), _), *_) = run_teams(3, measured, nodes=[0, 1, 2])
     assert few == (0, 1, 2) and "none was measured" in line
+
+
+def routed(team: Any, options: dict[str, Any]) -> Any:
+    model, optimizer = made(team, "bytegrad", **options)
+    weights = steps(model, optimizer, team.rank, 3)
+    engine = attachments[model].engine
+    found = dict(engine.team.routes), engine.team.order, bagua.stats(model).notices, weights
+    bagua.detach(model)
+    return found
+
+
+needs_mesh = pytest.mark.skipif(bool(why_no_mesh()), reason=why_no_mesh() or "there is one")
+
+
+@needs_mesh
+@pytest.mark.parametrize("asked", [{"routes": "measured"}, {"rank_order": "measured"}])
+def test_slow_pairs_send_through_other_ranks(monkeypatch: pytest.MonkeyPatch, asked: Any) -> None:
+    """Ranks 0 and 1 are far from each other; the two ranks of the third host share what they send."""
+    monkeypatch.setattr(measuring, "measure_links", slow_except((0, 2), (1, 2)))
+    nodes = [0, 1, 2, 2]
+    plain = run_teams(4, routed, {"hierarchical": False}, nodes=nodes)
+    found = run_teams(4, routed, {"hierarchical": False, **asked}, nodes=nodes)
+    for (routes, order, notices, weights), (no_routes, *_, without) in zip(found, plain, strict=True):
+        assert routes == {(0, 1): 2} and not no_routes and order == ()
+        assert (
+            "routes: measured the links of 3 hosts in 2.0 s; pairs of ranks that send through another one:"
+            in notices[-1]
+        )
+        assert "0-1 through 2: the slowest pair has 500 Mbit/s, and 50 directly" in notices[-1]
+        assert all(map(torch.equal, weights, without)), "the same bits"
+
+
+@needs_mesh
+def test_ranks_of_a_host_share_what_they_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "measure_links", slow_except((0, 4), (2, 4)))
+    found = run_teams(6, routed, {"routes": "measured"}, nodes=[0, 0, 1, 1, 2, 2])
+    for routes, *_ in found:
+        assert routes == {(0, 2): 4, (0, 3): 5, (1, 2): 5, (1, 3): 4}
+
+
+@needs_mesh
+def test_routes_are_kept_by_a_switch_and_may_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "measure_links", slow_except((0, 2), (1, 2)))
+
+    def main(team: Any) -> Any:
+        model, optimizer = made(team, "gradient_allreduce", routes="measured")
+        found = [attachments[model].engine.team.routes]
+        bagua.distribute(model, optimizer, "bytegrad")
+        found.append(attachments[model].engine.team.routes)
+        bagua.distribute(model, optimizer, "bytegrad", routes="direct")
+        return [*found, attachments[model].engine.team.routes]
+
+    assert run_teams(3, main, nodes=[0, 1, 2]) == [[{(0, 1): 2}, {(0, 1): 2}, {}]] * 3
+
+    over_gloo = {"routes": "measured", "transport": "gloo"}
+    for routes, _, notices, _ in run_teams(3, routed, over_gloo, nodes=[0, 1, 2]):
+        assert not routes and notices == (
+            "routes: none, since the native transport does not carry this module's exchanges",
+        )
+
+
+@needs_mesh
+def test_equal_links_have_no_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "measure_links", slow_except())
+    monkeypatch.setenv("BAGUA_ROUTES", "measured")
+    for routes, _, notices, _ in run_teams(3, routed, {}, nodes=[0, 1, 2]):
+        assert not routes and notices[-1] == "routes: measured the links of 3 hosts in 2.0 s; all pairs send directly"
+    monkeypatch.setenv("BAGUA_ROUTES", "no")
+    with pytest.raises(AssertionError, match="BAGUA_ROUTES: expected one of 'measured', 'direct', got 'no'"):
+        run_teams(2, routed, {})
+
+
+def test_wrong_routes_are_refused() -> None:
+    def main(team: Any) -> str:
+        with pytest.raises(ValueError) as caught:
+            made(team, "gradient_allreduce", routes="fastest")
+        return str(caught.value)
+
+    assert all("routes: expected one of 'measured', 'direct', got 'fastest'" in each for each in run_teams(2, main))
+
+    def differing(team: Any) -> str:
+        with pytest.raises(bagua.RankMismatchError) as caught:
+            made(team, "gradient_allreduce", routes="direct" if team.rank else None)
+        return str(caught.value)
+
+    assert all("routes differs" in found for found in run_teams(2, differing))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +269,7 @@ def test_ranks_must_agree_and_the_environment_is_a_default(monkeypatch: pytest.M
 
 
 def test_simulated_ranks_take_a_list_only() -> None:
-    def run(order: Any) -> Any:
+    def run(order: Any, **options: Any) -> Any:
         return bagua.simulate(
             "bytegrad",
             ranks=4,
@@ -190,11 +278,14 @@ def test_simulated_ranks_take_a_list_only() -> None:
             steps=2,
             nodes=[0, 1, 2, 3],
             rank_order=order,
+            **options,
         )
 
     assert run(ORDER).consensus.max().item() == 0
     with pytest.raises(ValueError, match="simulated ranks have none"):
         run("measured")
+    with pytest.raises(ValueError, match='routes: "measured" measures links, and simulated ranks have none'):
+        run(None, routes="measured")
 
 
 def test_state_of_another_order_is_refused() -> None:

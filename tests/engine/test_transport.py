@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import bagua
-from bagua.comm import mesh, mesh_connect
+from bagua.comm import mesh, mesh_connect, team_sockets
 from bagua.comm import transport as transport_module
 from bagua.comm.connecting import LateGloo
 from bagua.comm.mesh import Mesh, why_no_mesh
@@ -135,7 +135,7 @@ def test_by_default_gloo_takes_over_where_ranks_cannot_be_connected(
 ) -> None:
     listen, lock, calls = mesh_connect.listen, threading.Lock(), list[int]()
 
-    def listen_but_once(host: str | None, size: int) -> mesh_connect.Offer:
+    def listen_but_once(host: str | None, size: int) -> team_sockets.Offer:
         with lock:
             calls.append(size)
             if len(calls) == failing:

@@ -13,7 +13,7 @@ from torch import Tensor
 from bagua import codecs
 from bagua.codecs import Eden, Int4, MinMaxUInt8, Sign
 from bagua.codecs.native import native_backends
-from bagua.comm import mesh_connect
+from bagua.comm import team_sockets
 from bagua.comm.mesh import Mesh, why_no_mesh
 from bagua.comm.team import Team
 from bagua.exchanges import AllReduce, Exchange, LerpHook, PayloadSource, ScatterGather
@@ -136,7 +136,7 @@ def test_more_ranks_and_rows_that_hold_no_element(gather: Any) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_that_go_in_many_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over sockets that hold little."""
-    prepare = mesh_connect._prepare
+    prepare = team_sockets._prepare
 
     def small(sock: socket.socket) -> None:
         prepare(sock)
@@ -145,7 +145,7 @@ def test_rows_that_go_in_many_pieces(size: int, monkeypatch: pytest.MonkeyPatch)
 
     exchange, sizes = ScatterGather(Int4(), error_feedback=True), (17, 300_001, 33)
     over_gloo = run_teams(size, run_steps, exchange, False, sizes)
-    monkeypatch.setattr(mesh_connect, "_prepare", small)
+    monkeypatch.setattr(team_sockets, "_prepare", small)
     for first, second in zip(over_gloo, run_teams(size, run_steps, exchange, True, sizes), strict=True):
         assert_same(first, second)
 

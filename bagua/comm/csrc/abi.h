@@ -5,10 +5,11 @@
 
 #include <stdint.h>
 
-#define BAGUA_MESH_ABI 5
+#define BAGUA_MESH_ABI 6
 #define BAGUA_API extern "C" __attribute__((visibility("default")))
 
 struct Mesh;
+struct Relay;
 
 // What an exchange does between transfers. A result that is not 0 ends it.
 struct Steps {
@@ -122,3 +123,17 @@ BAGUA_API void bagua_mesh_close(Mesh* mesh);
 // In a forked child: closes the copies of the descriptors, and leaves the parent's connections alone.
 BAGUA_API void bagua_mesh_close_copies(Mesh* mesh);
 BAGUA_API void bagua_mesh_free(Mesh* mesh);
+
+// Passes bytes on between sockets 2 k and 2 k + 1, in a thread of its own, until one of the two ends; takes the
+// descriptors over. Null if there is no memory or no thread; they are still the caller's then.
+BAGUA_API Relay* bagua_relay_new(int32_t num_pairs, const int32_t* fds);
+// Microseconds since the last byte; -1 once all pairs have ended.
+BAGUA_API int64_t bagua_relay_quiet_us(Relay* relay);
+// That have been passed on, in both directions.
+BAGUA_API int64_t bagua_relay_bytes(Relay* relay);
+// Ends all pairs.
+BAGUA_API void bagua_relay_cut(Relay* relay);
+// In a forked child: closes the copies of the descriptors.
+BAGUA_API void bagua_relay_close_copies(Relay* relay);
+// Ends all pairs, and waits for the thread.
+BAGUA_API void bagua_relay_free(Relay* relay);

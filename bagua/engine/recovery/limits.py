@@ -64,6 +64,7 @@ def check_tolerates(request: Request, module: object, has_group: bool, seat: Sea
         "broadcast_buffers": request.broadcast_buffers,
         "autotune": request.tune is not None,
         "rank_order": request.rank_order is not None,
+        "routes": request.routes == "measured",
     }
     for name, given in refused.items():
         if given:

@@ -23,6 +23,7 @@ OWN = (
     "static_graph",
     "gradient_as_bucket_view",
     "rank_order",
+    "routes",
     "transport",
     "autotune",
     "fault_tolerant",

@@ -1,9 +1,10 @@
-"""The order of ranks in rings: given by hand, or made from measured links."""
+"""How ranks are arranged: their order in rings, given or measured, and through whom slow pairs send."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
@@ -12,12 +13,15 @@ import torch
 from bagua.comm.store_team import decode, encode
 from bagua.comm.team import Team
 from bagua.engine.startup.ring_order import best_ring, worth_of
+from bagua.engine.startup.routes import best_routes, slowest_share
 
-__all__ = ["MEASURED", "RankOrder", "check_rank_order", "order_of", "why_no_order"]
+__all__ = ["MEASURED", "Arrangement", "RankOrder", "arrange", "check_rank_order", "check_routes", "why_no_order"]
 
 MEASURED = "measured"
 RankOrder = Sequence[int] | Literal["measured"] | None
 _VARIABLE = "BAGUA_RANK_ORDER"
+_ROUTES = ("measured", "direct")
+_ROUTES_VARIABLE = "BAGUA_ROUTES"
 _HOME = "bagua.auto.links"  # it lies above the engine, and is imported when first asked for
 # A ring counts as faster from this ratio of slowest links on: below it measurements differ by chance, and with them
 # the order of sums would.
@@ -48,8 +52,26 @@ def check_rank_order(asked: Any) -> tuple[int, ...] | Literal["measured"] | None
     return tuple(asked)
 
 
-def why_no_order(asked: tuple[int, ...] | Literal["measured"] | None, team: Team) -> ValueError | None:
-    """Why these ranks cannot have that order; None if they can."""
+def check_routes(asked: Any) -> str | None:
+    """Return what was asked for, or what BAGUA_ROUTES says.
+
+    Raises:
+        ValueError: it is neither "measured" nor "direct"; names the argument or the variable.
+    """
+    name = "routes"
+    if asked is None:
+        asked, name = os.environ.get(_ROUTES_VARIABLE, "").strip() or None, _ROUTES_VARIABLE
+    if asked is not None and asked not in _ROUTES:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, _ROUTES))}, got {asked!r}")
+    return asked
+
+
+def why_no_order(
+    asked: tuple[int, ...] | Literal["measured"] | None, routes: str | None, team: Team
+) -> ValueError | None:
+    """Why these ranks cannot have that order, or those routes; None if they can."""
+    if routes == MEASURED and team.backend not in ("gloo", "nccl"):
+        return ValueError('routes: "measured" measures links, and simulated ranks have none')
     if asked == MEASURED and team.backend not in ("gloo", "nccl"):
         return ValueError('rank_order: "measured" measures links, and simulated ranks have none; give a list')
     if isinstance(asked, tuple) and len(asked) != team.size:
@@ -57,55 +79,95 @@ def why_no_order(asked: tuple[int, ...] | Literal["measured"] | None, team: Team
     return None
 
 
-def order_of(
-    asked: tuple[int, ...] | Literal["measured"] | None,
+@dataclass(frozen=True)
+class Arrangement:
+    """The order of the ranks and their routes, as `Team` has them, and lines for the log."""
+
+    order: tuple[int, ...] = ()
+    routes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+
+def arrange(
+    order: tuple[int, ...] | Literal["measured"] | None,
+    routes: str | None,
     team: Team,
     nodes: Sequence[Sequence[int]],
     device: torch.device,
-) -> tuple[tuple[int, ...], str]:
-    """Return the order, rank 0 first, and a line for the log. Collective if it measures.
+    native: bool,
+) -> Arrangement:
+    """Find the order of the ranks, rank 0 first, and the routes of slow pairs. Collective if it measures.
 
-    () is the order of the ranks where all links are much the same: small sums then need not take the ring.
+    The order is () where all links are much the same: small sums then need not take the ring.
 
     Args:
-        asked: as `check_rank_order` returns it.
+        order: as `check_rank_order` returns it.
+        routes: as `check_routes` returns it; None: as the order is.
         team: its groups are in the order of the ranks.
         nodes: ranks by node. In a ring the ranks of a node follow one another.
+        native: the native transport will connect the ranks; nothing else has routes.
 
     Raises:
         ValueError: the ranks of a node do not follow one another in a given order; the same on all ranks.
         CommunicationError: a rank was lost while links were measured.
     """
-    if asked is None or team.size == 1:
-        return (), ""
-    if isinstance(asked, tuple):
-        at = asked.index(0)
-        order = (*asked[at:], *asked[:at])
-        _check_together(order, nodes)
-        return order, f"rank_order: rings in the order {_text(order)}"
-    if len(nodes) <= 3:
-        return (), f"rank_order: all rings of {len(nodes)} hosts have the same links, so none was measured"
+    lines: list[str] = []
+    given: tuple[int, ...] = ()
+    if isinstance(order, tuple) and team.size > 1:
+        at = order.index(0)
+        given = (*order[at:], *order[:at])
+        _check_together(given, nodes)
+        lines.append(f"rank_order: rings in the order {_text(given)}")
+    routed = routes == MEASURED or (routes is None and order == MEASURED)
+    if routed and not native and routes is not None and team.size > 1:
+        lines.append("routes: none, since the native transport does not carry this module's exchanges")
+    ordered, routed = order == MEASURED and len(nodes) > 3, routed and native and len(nodes) > 2
+    if order == MEASURED and not ordered and team.size > 1:
+        lines.append(f"rank_order: all rings of {len(nodes)} hosts have the same links, so none was measured")
+    if not ordered and not routed:
+        return Arrangement(given, {}, tuple(lines))
     links = import_module(_HOME).measure_links(team, nodes, device, every_pair=True)
-    message = _choose(links, nodes) if team.rank == 0 else None
-    order, line = decode(team.broadcast_bytes("order of ranks", message))
-    return tuple(order), line
+    message = _choose(links, nodes, ordered, routed) if team.rank == 0 else None
+    found, ways, told = decode(team.broadcast_bytes("arrangement of ranks", message))
+    by_rank = {pair: rank for a, b, via in ways for pair, rank in _ranks_of(nodes[a], nodes[b], nodes[via])}
+    return Arrangement(tuple(found) or given, by_rank, (*lines, *told))
 
 
-def _choose(links: Any, nodes: Sequence[Sequence[int]]) -> bytes:
+def _ranks_of(some: Sequence[int], others: Sequence[int], via: Sequence[int]) -> list[tuple[tuple[int, int], int]]:
+    """Routes between the ranks of two nodes, shared by the ranks of a third one."""
+    return [((min(a, b), max(a, b)), via[(i + k) % len(via)]) for i, a in enumerate(some) for k, b in enumerate(others)]
+
+
+def _choose(links: Any, nodes: Sequence[Sequence[int]], ordered: bool, routed: bool) -> bytes:
     leaders = [node[0] for node in nodes]
-    ways = {(each.source, each.target): each.bits_per_s for each in links.between}
-    rates = [[1.0 if a == b else min(ways[a, b], ways[b, a]) for b in leaders] for a in leaders]
+    ways = {(each.source, each.target): each for each in links.between}
+    rates = [[1.0 if a == b else min(ways[a, b].bits_per_s, ways[b, a].bits_per_s) for b in leaders] for a in leaders]
+    latencies = [[0.0 if a == b else min(ways[a, b].latency_s, ways[b, a].latency_s) for b in leaders] for a in leaders]
+    order, told = _ring(rates, nodes) if ordered else ((), "")
+    routes = best_routes(rates, latencies) if routed else {}
+    what = f"measured the links of {len(nodes)} hosts in {links.seconds:.1f} s"
+    lines = [f"rank_order: {what}; {told}"] if ordered else []
+    if routes:
+        by = ", ".join(f"{leaders[a]}-{leaders[b]} through {leaders[via]}" for (a, b), via in sorted(routes.items()))
+        direct, shared = slowest_share(rates, {}), slowest_share(rates, routes)
+        gain = f"the slowest pair has {shared / 1e6:.0f} Mbit/s, and {direct / 1e6:.0f} directly"
+        lines.append(f"routes: {what}; pairs of ranks that send through another one: {by}: {gain}")
+    elif routed:
+        lines.append(f"routes: {what}; all pairs send directly")
+    return encode((order, [(a, b, via) for (a, b), via in sorted(routes.items())], lines))
+
+
+def _ring(rates: Sequence[Sequence[float]], nodes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], str]:
+    """The order of the ranks, and what is told of it."""
     ring, plain = best_ring(rates), list(range(len(nodes)))
     (least, _), (before, _) = worth_of(ring, rates), worth_of(plain, rates)
-    what = f"rank_order: measured the links of {len(nodes)} hosts in {links.seconds:.1f} s"
     if least < _CLEARLY * before:
-        equal = before < _CLEARLY * min(ways.values())
-        order = () if equal else tuple(rank for node in nodes for rank in node)
-        kept = f"the ranks keep their order, whose slowest link has {before / 1e6:.0f} Mbit/s"
-        return encode((order, f"{what}; {kept}"))
+        slowest = min(rate for a, row in enumerate(rates) for b, rate in enumerate(row) if a != b)
+        order = () if before < _CLEARLY * slowest else tuple(rank for node in nodes for rank in node)
+        return order, f"the ranks keep their order, whose slowest link has {before / 1e6:.0f} Mbit/s"
     order = tuple(rank for place in ring for rank in nodes[place])
     gain = f"slowest link {least / 1e6:.0f} Mbit/s, and {before / 1e6:.0f} in the order of the ranks"
-    return encode((order, f"{what}; rings in the order {_text(order)}: {gain}"))
+    return order, f"rings in the order {_text(order)}: {gain}"
 
 
 def _check_together(order: Sequence[int], nodes: Sequence[Sequence[int]]) -> None:

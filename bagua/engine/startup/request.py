@@ -34,7 +34,7 @@ from bagua.engine.startup.inventory import Inventory, as_optimizers, take_invent
 from bagua.engine.startup.link_probe import Links
 from bagua.engine.startup.optimizer_outline import subclasses
 from bagua.engine.startup.options import check_options
-from bagua.engine.startup.rank_order import check_rank_order
+from bagua.engine.startup.rank_order import check_rank_order, check_routes
 from bagua.engine.startup.sharded import check_sharded
 
 __all__ = ["Request"]
@@ -46,7 +46,8 @@ class Request:
 
     Attributes:
         rank_order: as `check_rank_order` returns it.
-        order_is_default: the user left `rank_order` open.
+        routes: as `check_routes` returns it.
+        arrangement_is_default: the user left `rank_order` and `routes` open.
         chooses_lanes: the user left `num_lanes` open.
         fits_buckets: the user left `bucket_bytes` open.
         algorithm: what exchanges.
@@ -64,7 +65,8 @@ class Request:
     static_graph: bool
     gradient_as_bucket_view: bool
     rank_order: Any = None
-    order_is_default: bool = True
+    routes: str | None = None
+    arrangement_is_default: bool = True
     transport: str | None = None
     chooses_lanes: bool = False
     fits_buckets: bool = False
@@ -95,8 +97,9 @@ class Request:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name}: expected True or False, got {value!r}")
-        self.order_is_default = self.rank_order is None
+        self.arrangement_is_default = self.rank_order is None and self.routes is None
         self.rank_order = check_rank_order(self.rank_order)
+        self.routes = check_routes(self.routes)
         self.transport = chosen_transport(self.transport)
         self.tune = as_options(autotune)
         if self.broadcast_buffers:
@@ -146,6 +149,7 @@ class Request:
             "static_graph": str(self.static_graph),
             "gradient_as_bucket_view": str(self.gradient_as_bucket_view),
             "rank_order": repr(self.rank_order),
+            "routes": self.routes or "the default",
             "transport": self.transport or "the default",
             "fault_tolerant": f"over {self.tolerates_over}" if self.tolerates_over else "off",
             "autotune": repr(self.tune),
