@@ -74,12 +74,23 @@ def sources(folder: str, ending: str) -> list[str]:
 CSRC = "bagua/codecs/csrc"
 MESH = "bagua/comm/csrc"
 NET = "bagua/net/csrc"
-KERNELS = ("denoise", "eden", "int4", "late_moments", "mean", "minmax_uint8", "running_scale", "sign", "top_k")
+KERNELS = (
+    "denoise",
+    "eden",
+    "int4",
+    "late_moments",
+    "mean",
+    "minmax_uint8",
+    "round_moments",
+    "running_scale",
+    "sign",
+    "top_k",
+)
 LIBRARIES = [
     Library(
         name="bagua.codecs._native",
         units=[(f"{CSRC}/dispatch.cpp", []), *((f"{CSRC}/{stem}.cpp", isa) for stem in KERNELS for isa in ISAS)],
-        depends=[f"{CSRC}/{header}.h" for header in ("abi", "blocks", "running_scale", "trellis", "vec")],
+        depends=[f"{CSRC}/{header}.h" for header in ("abi", "blocks", "root", "running_scale", "trellis", "vec")],
         without="codecs will use slower torch paths",
     ),
     *(

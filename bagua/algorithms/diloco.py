@@ -328,7 +328,10 @@ class DiLoCo(Algorithm):
     def _own_change(self, ctx: Context, bucket: Bucket, out: Tensor | None = None) -> Tensor:
         """The rounded anchor minus this rank's weights: [N]."""
         out = ctx.scratch("own change", bucket) if out is None else out
-        return out.copy_(ctx.tensor("anchor", bucket)).sub_(bucket.flat)
+        anchor = ctx.tensor("anchor", bucket)
+        if anchor.dtype == bucket.flat.dtype:
+            return torch.sub(anchor, bucket.flat, out=out)
+        return out.copy_(anchor).sub_(bucket.flat)
 
     def _due(self, ctx: Context, step: int) -> list[Bucket]:
         """The buckets whose round begins at the end of step `step`."""

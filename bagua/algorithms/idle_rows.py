@@ -52,24 +52,24 @@ def note_used_rows(
         sent_N: [N] what is sent; None: the gradients, which may lie outside the bucket still.
         shown: tensors in the shapes of parameters; a row of zeros there has nothing to send either.
     """
-    flat, columns = _runs_flat(bucket), list[Tensor]()
-    if flat:
+    columns = list[Tensor]()
+    shown = shown if shown and any(param in shown for param in bucket.params) else None
+    if _runs_flat(bucket):
         used = _used_of_flat(ctx, bucket, bucket.flat if sent_N is None else sent_N)
-    else:
-        parts = [param.grad for param in bucket.params] if sent_N is None else bucket.split(sent_N)
-        used = _used_of_parts(bucket, parts)
-        columns = _used_columns(bucket, parts, used)
-    if shown and any(param in shown for param in bucket.params):
-        if flat:
+        if shown:
             shown_N = torch.ones_like(bucket.flat)
             for param, part in zip(bucket.params, bucket.split(shown_N), strict=True):
                 if param in shown:
                     part.copy_(shown[param])
             used &= _used_of_flat(ctx, bucket, shown_N)
-        else:
-            used &= _used_of_parts(
-                bucket, [shown.get(param, param.new_ones(()).expand(param.shape)) for param in bucket.params]
-            )
+    else:
+        among = None
+        if shown:
+            ones = (param.new_ones(()).expand(param.shape) for param in bucket.params)
+            among = _used_of_parts(bucket, [shown.get(*each) for each in zip(bucket.params, ones, strict=True)])
+        parts = [param.grad for param in bucket.params] if sent_N is None else bucket.split(sent_N)
+        used = _used_of_parts(bucket, parts, among)
+        columns = _used_columns(bucket, parts, used)
     _rows(ctx).own[bucket.index] = torch.cat([used, *columns])
 
 
@@ -166,8 +166,12 @@ def _used_of_flat(ctx: Context, bucket: Bucket, sent_N: Tensor) -> Tensor:
     return counts[bounds].diff() != 0
 
 
-def _used_of_parts(bucket: Bucket, parts: Sequence[Tensor | None]) -> Tensor:
-    """None stands for zeros. Most gradients have something in the first place of each row."""
+def _used_of_parts(bucket: Bucket, parts: Sequence[Tensor | None], among_K: Tensor | None = None) -> Tensor:
+    """None stands for zeros. Most gradients have something in the first place of each row.
+
+    Args:
+        among_K: other rows are not looked at, and count as not used.
+    """
     nums, firsts = _nums_of_rows(bucket), list[Tensor]()
     parts = [part if part is None or part.layout is torch.strided else part.to_dense() for part in parts]
     for param, part, num in zip(bucket.params, parts, nums, strict=True):
@@ -176,15 +180,24 @@ def _used_of_parts(bucket: Bucket, parts: Sequence[Tensor | None]) -> Tensor:
         else:
             firsts.append(part[(slice(None),) + (0,) * (part.dim() - 1)] if part.dim() > 1 else part.reshape(-1)[:1])
     used = torch.cat(firsts) != 0
-    if used.all():
+    if among_K is not None:
+        used &= among_K
+    unknown_K = ~used if among_K is None else among_K & ~used
+    if not unknown_K.any():
         return used
-    for mine, part in zip(used.split(nums), parts, strict=True):
-        if part is not None and part.numel() and not mine.all():
-            if part.dim() > 1:
-                rest = tuple(range(1, part.dim()))  # several times as fast as `any`
-                torch.logical_or(part.amax(rest), part.amin(rest), out=mine)
+    for mine, unknown, part in zip(used.split(nums), unknown_K.split(nums), parts, strict=True):
+        if part is None or not part.numel() or not unknown.any():
+            continue
+        if part.dim() > 1:
+            at = unknown.nonzero()[:, 0]
+            rest = tuple(range(1, part.dim()))  # several times as fast as `any`
+            if 2 * len(at) > len(mine):
+                mine.logical_or_(torch.logical_or(part.amax(rest), part.amin(rest)).logical_and_(unknown))
             else:
-                mine.fill_(bool(part.any()))
+                some = part.index_select(0, at)
+                mine[at] = torch.logical_or(some.amax(rest), some.amin(rest))
+        else:
+            mine.fill_(bool(part.any()))
     return used
 
 

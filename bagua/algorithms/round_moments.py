@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from bagua.algorithms.base import Bucket, Context
 from bagua.algorithms.mean_moments import Slot, adam_params_of, adam_slots_of, sums_of_bits
 from bagua.algorithms.row_flags import as_rows, num_rows
 from bagua.algorithms.step_votes import launch_votes, row_counts_of, votes_of
-from bagua.codecs import Codec
+from bagua.codecs import Codec, backends
 
 __all__ = [
     "begin_round",
@@ -207,8 +207,7 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
         tensors = (v, momenta, second, weights[param], means[param])
         at = few_K[begin:end].nonzero()[:, 0] if some else few_K[:0]
         rows = [_rows_at(each, at) for each in tensors] if len(at) else None  # before they are overwritten
-        for block in in_blocks(m, *tensors):
-            formulas.apply(block, unchanged[i])
+        formulas.apply((m, *tensors), unchanged[i], backends.kernels(m.device).infer_round)
         if rows is not None:
             exact = (rows[3].abs() <= formulas.largest).logical_and_(unchanged[i])
             of_few = formulas.second_of_few(rows, counted_K[begin:end][at])
@@ -277,14 +276,31 @@ class _Formulas(NamedTuple):
         squares.lerp_(added, mix).mul_((k / self.size) ** 2).clamp_(min=0)
         return second.mul(self.kept).add_(squares, alpha=1 - self.kept)
 
-    def apply(self, block: tuple[Tensor, ...], unchanged: Tensor) -> None:
+    def apply(
+        self,
+        tensors: tuple[Tensor, ...],
+        unchanged: Tensor,
+        kernel: Callable[[Sequence[Tensor], Sequence[float]], None] | None,
+    ) -> None:
         """Set m and v; the second moment at the start of the round is used up.
 
         Args:
-            block: parts of m, of v, of the sum of the momenta, of that second moment, of the weights and of their mean.
+            tensors: m, v, the sum of the momenta, that second moment, the weights and their mean.
             unchanged: whether only the optimizer has changed the parameter, and on all ranks.
+            kernel: compiled code for dense fp32 tensors.
         """
-        m, v, momenta, second, x, mean = block
+        if kernel is not None and all(each.dtype is torch.float32 and each.is_contiguous() for each in tensors):
+            if unchanged:
+                new = 1 - self.mix
+                own = self.kept * new, self.mix, (1 - self.kept) * new
+                kernel(tensors, (self.scale, self.shift, 1 / self.whole, self.share, *own, self.largest))
+            return
+        for block in in_blocks(*tensors):
+            self.apply_torch(block, unchanged)
+
+    def apply_torch(self, tensors: tuple[Tensor, ...], unchanged: Tensor) -> None:
+        """As `apply`, in torch's operations."""
+        m, v, momenta, second, x, mean = tensors
         apart = v.mul(self.scale).sqrt_().add_(self.shift).mul_(x - mean)
         of_all = torch.add(apart, momenta, alpha=1 / self.whole)
         second.mul_(self.kept).lerp_(v, self.mix)

@@ -168,5 +168,7 @@ class Backend:
     top_k: TopKKernels | None = None
     running_scale: RunningScaleKernels | None = None
     denoise: Callable[[Tensor, Tensor | None, float, Sequence[Moments]], None] | None = None  # algorithms/denoising.py
-    # algorithms/delayed_moments.py; fp32 tensors on a CPU, each dense and with the same strides.
+    # algorithms/delayed_moments.py and algorithms/round_moments.py; fp32 tensors on a CPU, each dense and with the same
+    # strides.
     correct_late: Callable[[Sequence[Tensor], Sequence[float]], None] | None = None
+    infer_round: Callable[[Sequence[Tensor], Sequence[float]], None] | None = None

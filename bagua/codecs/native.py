@@ -34,7 +34,7 @@ __all__ = [
 
 LIBRARY = Path(__file__).with_name("_native.so")
 ISAS = ("baseline", "avx2", "avx512")  # in the order of bagua_codecs_isa()
-_ABI = 11
+_ABI = 12
 _BLOCK_CODECS = (*LAYOUTS, "int4", "minmax_uint8", "sign")
 _SCRATCH = 2048  # elements, as in blocks.h
 _SAMPLE = 1 << 14  # as in top_k.cpp
@@ -330,6 +330,26 @@ class NativeCorrectLate:
         self._correct(ctypes.addressof(entry), tensors[0].numel())
 
 
+class _RoundMoments(ctypes.Structure):
+    """As bagua_round_moments in abi.h."""
+
+    _fields_ = (("tensors", ctypes.c_void_p * 6), ("numbers", ctypes.c_float * 8))
+
+
+class NativeInferRound:
+    """What sets moments at the end of a round of local steps, of one instruction set."""
+
+    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+        self._infer = _function(library, f"infer_round_{isa}", "ps")
+
+    def __call__(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
+        """One pass over the tensors of `bagua_round_moments`."""
+        entry = _RoundMoments()
+        entry.tensors[:] = [tensor.data_ptr() for tensor in tensors]
+        entry.numbers[:] = numbers
+        self._infer(ctypes.addressof(entry), tensors[0].numel())
+
+
 @functools.cache
 def native_backends() -> tuple[dict[str, Backend], str]:
     """The compiled kernels that this CPU runs, slowest first; if there are none, why."""
@@ -359,4 +379,5 @@ def _backend(library: ctypes.CDLL, isa: str) -> Backend:
         running_scale=NativeRunningScale(library, isa),
         denoise=NativeDenoise(library, isa),
         correct_late=NativeCorrectLate(library, isa),
+        infer_round=NativeInferRound(library, isa),
     )

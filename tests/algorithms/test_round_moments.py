@@ -12,6 +12,8 @@ from torch import nn
 
 import bagua
 from bagua.algorithms import Algorithm, DiLoCo, GradientAllReduce, LocalSGD, Warmup, round_moments
+from bagua.algorithms.mean_moments import Slot
+from bagua.codecs import native
 from bagua.comm.team import Team
 from tests.algorithms.defaults import told_and_kept
 from tests.algorithms.momentum import Plain, interrupted
@@ -429,3 +431,34 @@ def test_state_that_is_older_fits() -> None:
     """The option is not part of the name under which state is saved while it is open."""
     assert "mean_moments" not in repr(LocalSGD(8)) + repr(DiLoCo())
     assert repr(local(2)).endswith("mean_moments=True)")
+
+
+@pytest.mark.parametrize(("interval", "size"), [(1, 2), (2, 4), (4, 8)])
+def test_compiled_code_computes_the_same(interval: int, size: int) -> None:
+    """To a few roundings, with weights that are too large and numbers that are not finite."""
+    kernels = [each.infer_round for each in native.native_backends()[0].values() if each.infer_round is not None]
+    if not kernels:
+        pytest.skip("no compiled code")
+    slot = Slot({"step": torch.tensor(20.0)}, {"betas": (B1, B2), "eps": EPS, "lr": LR})
+    formulas = round_moments._Formulas.of(slot, 0.3 * LR, interval, size, torch.finfo(torch.float32).eps)
+    made = torch.Generator().manual_seed(1)
+    tensors = tuple(torch.randn(1003, generator=made) for _ in range(6))
+    for k in (1, 3):
+        tensors[k].square_()
+    tensors[1][:7] = tensors[3][:7] = 0.0
+    tensors[4][10:20] = 1e9
+    tensors[4][30] = torch.nan
+    tensors[5][40] = torch.inf
+    want = tuple(each.clone() for each in tensors)
+    formulas.apply_torch(want, torch.tensor(True))
+    for kernel in kernels:
+        got = tuple(each.clone() for each in tensors)
+        formulas.apply(got, torch.tensor(True), kernel)
+        for x, y in zip(got[:2], want[:2], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6, equal_nan=True)
+            assert not torch.equal(x, tensors[0]) and not torch.equal(x, tensors[1])
+        assert all(torch.equal(x[10:20], y[10:20]) for x, y in zip(got[:2], tensors, strict=False)), "too large"
+        kept = tuple(each.clone() for each in tensors)
+        formulas.apply(kept, torch.tensor(False), kernel)
+        for x, y in zip(kept[:2], tensors[:2], strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define BAGUA_CODECS_ABI 11
+#define BAGUA_CODECS_ABI 12
 
 #define BAGUA_JOIN2(a, b) a##_##b
 #define BAGUA_JOIN(a, b) BAGUA_JOIN2(a, b)
@@ -143,4 +143,19 @@ struct bagua_late_moments {
 };
 
 BAGUA_API void BAGUA_FN(bagua_correct_late)(const bagua_late_moments* moments, int64_t n);
+
+// Numbers of _Formulas in algorithms/round_moments.py: 1 / whole, and the weights of v_0, of v and of the square.
+struct bagua_round_numbers {
+  float scale, shift, whole, share, kept, own, added, largest;
+};
+
+// Adam's moments, the sum of the momenta, the second moment at the start of the round, weights and their mean, of n
+// elements each. Nothing may overlap.
+struct bagua_round_moments {
+  float *first, *second;
+  const float *momenta, *before, *weights, *mean;
+  bagua_round_numbers numbers;
+};
+
+BAGUA_API void BAGUA_FN(bagua_infer_round)(const bagua_round_moments* moments, int64_t n);
 #endif

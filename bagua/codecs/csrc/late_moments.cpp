@@ -1,29 +1,9 @@
 // Corrects Adam's moments with an average of weights that has arrived late; algorithms/delayed_moments.py has the
 // formulas. All instruction sets give the same bits; torch, which fuses some operations, the same up to rounding.
 #include "abi.h"
-#include "vec.h"
+#include "root.h"
 
 namespace {
-
-inline float root(float x) { return __builtin_sqrtf(x); }
-
-inline VF root(VF x) {
-#if defined(__AVX512F__)
-  return (VF)_mm512_sqrt_ps((__m512)x);
-#elif defined(__AVX2__)
-  return (VF)_mm256_sqrt_ps((__m256)x);
-#elif defined(__SSE2__)
-  return (VF)_mm_sqrt_ps((__m128)x);
-#else
-  for (int k = 0; k < W; ++k) x[k] = root(x[k]);
-  return x;
-#endif
-}
-
-inline float get(const float* p, float) { return *p; }
-inline VF get(const float* p, VF) { return load(p); }
-inline void put(float* p, float x) { *p = x; }
-inline void put(float* p, VF x) { store(p, x); }
 
 // NaN where `x` is.
 template <typename T>
