@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -330,6 +331,7 @@ class _Formulas(NamedTuple):
         apart_by = -(-tensors[0].numel() // _LOOKED_AT)
         v, own, first, difference = (each.reshape(-1)[::apart_by] for each in tensors[:4])
         gradients, gradient = self._gradients(v, own, first, difference)
+        gradients = torch.where(gradients.isfinite(), gradients, 0.0)  # v may have overflowed
         fits = torch.linalg.vector_norm(gradients) <= torch.linalg.vector_norm(gradient)
         return bool(fits) if v.device.type == "cpu" else fits & torch.as_tensor(unchanged, device=v.device)
 
@@ -369,6 +371,7 @@ class _Formulas(NamedTuple):
         m, v, own, first, difference, snapshot = tensors
         exact = (snapshot.abs() <= self.largest).logical_and_(unchanged)
         ahead = torch.mul(v, self.scale).sqrt_().add_(self.shift)  # D / S
+        exact &= ahead < math.inf  # v may have overflowed
         apart = torch.mul(ahead, difference).mul_(-self.whole)
         if self.momentum:
             apart.add_(own, alpha=self.own).add_(first, alpha=self.momentum)

@@ -81,7 +81,8 @@ def _chunks(n: int, device: torch.device) -> Iterator[tuple[int, int]]:
 def _correct(v: Tensor, m: Tensor, noise: Tensor, moments: Moments) -> None:
     floor = m.square().mul_(moments.floor)
     torch.minimum(floor, v, out=floor)
-    v.sub_(noise.to(v.dtype) * moments.decay_left).copy_(torch.maximum(v, floor))
+    less = v - noise.to(v.dtype) * moments.decay_left
+    v.copy_(torch.where(less.isnan(), v, torch.maximum(less, floor)))  # as it is where squares have overflowed
 
 
 def _noise(g_N: Tensor, magnitude_N: Tensor | None, share: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -167,6 +168,7 @@ def infer_moments(ctx: Context, bucket: Bucket, mixed: Tensor) -> None:
         if size and slot.step == count:
             exact = untouched & (x.abs() <= size * _ERROR / torch.finfo(x.dtype).eps)
             divisor = v.div(1 - beta2**count).sqrt_().add_(slot.group["eps"])
+            exact &= divisor < math.inf  # a v that has overflowed makes no step, and says nothing of others' steps
             mean_m = torch.addcmul(m, divisor, x - mean, value=1 / size)
             gradient = mean_m.sub(first, alpha=beta1).div_(1 - beta1)
             mean_v = second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -209,7 +210,9 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
         rows = [_rows_at(each, at) for each in tensors] if len(at) else None  # before they are overwritten
         formulas.apply((m, *tensors), unchanged[i], backends.kernels(m.device).infer_round)
         if rows is not None:
-            exact = (rows[3].abs() <= formulas.largest).logical_and_(unchanged[i])
+            exact = (rows[3].abs() <= formulas.largest).logical_and_(unchanged[i]) & (
+                rows[0] * formulas.scale < math.inf
+            )
             of_few = formulas.second_of_few(rows, counted_K[begin:end][at])
             put = torch.where(exact, of_few, _rows_at(v, at))
             if v.dim() > 1:
@@ -301,15 +304,18 @@ class _Formulas(NamedTuple):
     def apply_torch(self, tensors: tuple[Tensor, ...], unchanged: Tensor) -> None:
         """As `apply`, in torch's operations."""
         m, v, momenta, second, x, mean = tensors
-        apart = v.mul(self.scale).sqrt_().add_(self.shift).mul_(x - mean)
+        root = v.mul(self.scale).sqrt_()
+        finite = root < math.inf  # a v that has overflowed makes no steps, and says nothing of others' steps
+        apart = root.add_(self.shift).mul_(x - mean)
         of_all = torch.add(apart, momenta, alpha=1 / self.whole)
         second.mul_(self.kept).lerp_(v, self.mix)
         second.addcmul_(of_all, of_all, value=(1 - self.kept) * (1 - self.mix))
-        if x.device.type == "cpu" and x.abs().max() <= self.largest and unchanged:  # mostly; `where` is slow there
+        # Mostly; `where` is slow there.
+        if x.device.type == "cpu" and x.abs().max() <= self.largest and unchanged and finite.all():
             v.copy_(second)
             m.add_(apart, alpha=self.share)
             return
-        exact = (x.abs() <= self.largest).logical_and_(unchanged)
+        exact = (x.abs() <= self.largest).logical_and_(unchanged) & finite
         v.copy_(torch.where(exact, second, v))
         m.copy_(torch.where(exact, torch.add(m, apart, alpha=self.share), m))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -143,7 +144,8 @@ def rescale_second_moments(ctx: Context) -> None:
                 added = v.sub(base).clamp_min_(0)
                 signal = state["exp_avg"].square().mul_(1 - kept)
                 torch.minimum(signal, added, out=signal)
-                v.copy_(base.add_(added, alpha=1 / size).add_(signal, alpha=1 - 1 / size))
+                mean = base.add_(added, alpha=1 / size).add_(signal, alpha=1 - 1 / size)
+                v.copy_(torch.where(v < math.inf, mean, v))  # an inf less another would be NaN
             old.copy_(v)
         before.copy_(torch.tensor(now, dtype=torch.int64))
 

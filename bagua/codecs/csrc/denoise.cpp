@@ -13,14 +13,15 @@ float largest_mean(const float* magnitude, int64_t first, int64_t n, float most)
   return most > 0.0f ? most : 1.0f;
 }
 
-// max(v - left * noise, min(v, factor * m^2)), NaN where one of them is. For one element, or vectors.
+// max(v - left * noise, min(v, factor * m^2)), NaN where v or m is. v where the noise is not known, as squares of the
+// gradients have overflowed. For one element, or vectors.
 template <typename T>
 inline T corrected(T v, T m, T noise, T left, T factor) {
   const T floor = m * m * factor;
   const T low = v < floor ? v : floor;  // NaN where `floor` is
   const T next = v - noise * left;
   const T high = next > low ? next : low;  // NaN where `low` is
-  return next == next ? high : next;
+  return next == next ? high : v;
 }
 
 // y = (g / scale)^2 of a window; the magnitudes move towards |g|.

@@ -18,12 +18,12 @@ inline void correct(const bagua_late_moments& a, int64_t i, T zero) {
   const T m = get(a.first + i, zero), v = get(a.second + i, zero), own = get(a.own + i, zero);
   const T at_snapshot = get(a.at_snapshot + i, zero), difference = get(a.difference + i, zero);
   const T x = get(a.snapshot + i, zero), size = x < zero ? -x : x;
-  const T ahead = root(v * k.scale) + k.shift;
+  const T scaled = v * k.scale, ahead = root(scaled) + k.shift;
   T apart = (zero - ahead * difference) * k.whole + own * k.own + at_snapshot * k.momentum;
   const T g = own / (zero + k.share), mean_g = g + apart;
   T mean_v = at_least(v - g * g * k.added, zero) + mean_g * mean_g * k.added;
   mean_v = at_least(mean_v, v * k.least);
-  const auto exact = size <= zero + k.largest;
+  const auto exact = (size <= zero + k.largest) & (scaled <= zero + __FLT_MAX__);  // v may have overflowed
   apart = exact ? apart : zero;
   put(a.second + i, exact ? mean_v : v);
   put(a.first + i, m + apart * k.to_momentum);

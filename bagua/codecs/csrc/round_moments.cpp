@@ -11,10 +11,12 @@ inline void infer(const bagua_round_moments& a, int64_t i, T zero) {
   const bagua_round_numbers& k = a.numbers;
   const T m = get(a.first + i, zero), v = get(a.second + i, zero), before = get(a.before + i, zero);
   const T x = get(a.weights + i, zero), size = x < zero ? -x : x;
-  const T apart = (root(v * k.scale) + k.shift) * (x - get(a.mean + i, zero));
+  const T scaled = v * k.scale;
+  const T apart = (root(scaled) + k.shift) * (x - get(a.mean + i, zero));
   const T of_all = apart + get(a.momenta + i, zero) * k.whole;
   const T mean_v = before * k.kept + v * k.own + of_all * of_all * k.added;
-  const auto exact = size <= zero + k.largest;
+  // A v that has overflowed makes no steps, and says nothing of others' steps.
+  const auto exact = (size <= zero + k.largest) & (scaled <= zero + __FLT_MAX__);
   put(a.second + i, exact ? mean_v : v);
   put(a.first + i, exact ? m + apart * k.share : m);
 }
