@@ -48,6 +48,7 @@ from bagua.engine.tuning.saved_results import check_files, session_of
 from bagua.engine.tuning.search_space import hierarchy_is_free
 from bagua.engine.tuning.site_trial import flat_of, tries
 from bagua.membership.epoch import FIRST_EPOCH
+from bagua.optim import unfix_second_moments
 from bagua.status.rank_status import serve_rank
 
 __all__ = ["detach", "distribute"]
@@ -322,7 +323,7 @@ def _make_engine(
         request.fit_buckets(chosen, agreement.nodes)
     tries_sites = flat is not None and tries(team, agreement.nodes, inventory.device)
     config = request.config(num_lanes, links, tunes_hierarchy, team.size, mesh is not None, flat, tries_sites)
-    notices = (*((remark,) if remark else ()), *lines)
+    notices = (*((remark,) if remark else ()), *_unfixed(request.optimizers), *lines)
     in_buckets = previous is not None and previous.engine.algorithm.payload is Payload.PARAM
     with unless_it_fails(inventory.trainable.values(), lane, remember=in_buckets):
         tuning = session_of(tune, team, module, chosen, signature, agreement.nodes)
@@ -340,6 +341,13 @@ def _make_engine(
             manager,
             chooser=chooser_of(chosen),
         )
+
+
+def _unfixed(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """Fit loaded moments to Adam; what is told of it. All ranks hold rank 0's state by now."""
+    scaled = sum(map(unfix_second_moments, optimizers))
+    what = f"optimizers: second moments of {scaled} parameters were fixed by the optimizer that saved them"
+    return [f"{what}; they were scaled for one that updates them"] if scaled else []
 
 
 def _replicate_tolerantly(

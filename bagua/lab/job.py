@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 from bagua.lab.cluster import Cluster
@@ -123,7 +124,7 @@ class Job:
             for line in pipe:
                 if self._only in (None, index):
                     self._heard_s = time.monotonic()
-                    with self._print_lock:
+                    with self._print_lock, suppress(BrokenPipeError):  # nobody reads on, as after `| head`: hosts do
                         out.write(prefix + line if line.endswith("\n") else f"{prefix}{line}\n")
                         out.flush()
 

@@ -35,6 +35,17 @@ def test_output_codes_and_report(capfd: pytest.CaptureFixture[str], tmp_path: Pa
     assert len(json.loads(report.read_text())["hosts"]) == 3
 
 
+def test_hosts_run_on_when_nobody_reads_their_output(tmp_path: Path) -> None:
+    script = f"for i in 1 2 3 4 5 6; do echo line; sleep 0.1; done; echo whole > {tmp_path}/ended"
+    words = [sys.executable, "-m", "bagua", "lab", "run", "--hosts", "1", "--", "sh", "-ec", script]
+    with subprocess.Popen(words, cwd=PACKAGE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        assert job.stdout is not None and job.stderr is not None
+        assert job.stdout.readline() == b"[host0] line\n"
+        job.stdout.close()
+        assert b"Traceback" not in job.stderr.read()
+    assert (tmp_path / "ended").read_text() == "whole\n"
+
+
 def test_one_hosts_failure_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
     script = 'trap "echo asked; exit 0" TERM; [ $NODE_RANK = 1 ] && exit 3; while :; do sleep 0.1; done'
     assert main(["run", "--hosts", "2", "--grace", "0.5", "--only", "0", "--", "sh", "-c", script]) == 3

@@ -155,7 +155,8 @@ class Request:
             "autotune": repr(self.tune),
             "optimizers": ", ".join(
                 f"{type(item).__name__} of {len(item.param_groups)} groups" for item in self.optimizers
-            ),
+            )
+            or "none",
         }
         if complete:
             kinds = hashlib.sha256(encode(self.subclasses)).hexdigest() if self.subclasses else "none"
