@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from bagua.algorithms.base import Exactness, Payload
 from bagua.comm.uneven import Uneven
@@ -30,7 +30,8 @@ def join(
 
     Wrap the loop over an epoch in it. A rank without further inputs still takes part in the exchanges of the others,
     with zero gradients or with its last weights. At the end, if gradients are exchanged, all ranks get the weights,
-    buffers and optimizer state of a rank that ran the most batches.
+    buffers and optimizer state of a rank that ran the most batches. Gradients stay each rank's own: a rank that had no
+    further inputs finds `.grad` as it left it.
 
     Args:
         modules: one or several distributed modules of one process group: all that are trained in the loop.
@@ -77,6 +78,7 @@ def join(
         for _, attachment in members:
             attachment.engine.tracker.joining = None
             attachment.engine.tracker.buffers_due = True  # ranks ended with other passes
+        joining.give_back_gradients()
 
 
 class _Joining:
@@ -90,6 +92,7 @@ class _Joining:
         self._members = members
         self._divide_by_initial, self.early = divide_by_initial, early
         self.out_of_inputs = False
+        self._gradients: dict[int, list[tuple[nn.Parameter, Tensor | None]]] = {}  # before others' passes, by member
         first = members[0][1]
         self.uneven = Uneven(first.process_group, first.engine.inventory.device, self._replay, self._finish)
         for number, (_, attachment) in enumerate(members):
@@ -104,9 +107,30 @@ class _Joining:
         elif moment is Moment.BUFFERS:
             broadcast_buffers(module, engine, present[0])
         elif moment is Moment.BACKWARD:
+            self._keep_gradients(number, engine)
             engine.tracker.shadow_backward()
         else:
             engine.tracker.end_step()
+
+    def _keep_gradients(self, number: int, engine: Engine) -> None:
+        """Before passes of other ranks, which leave their mean in `.grad`, to which the next pass would add.
+
+        Those in buckets are overwritten, so they are copied. This rank has no activations then.
+        """
+        if number in self._gradients or engine.algorithm.payload is not Payload.GRAD:
+            return
+        views = {id(view) for bucket in engine.state.buckets for view in bucket.views}
+        self._gradients[number] = [
+            (param, param.grad.clone() if id(param.grad) in views and param.grad is not None else param.grad)
+            for param in engine.inventory.parameters.values()
+        ]
+
+    def give_back_gradients(self) -> None:
+        """At the end: let `.grad` be what it was when this rank ran out of inputs."""
+        for kept in self._gradients.values():
+            for param, grad in kept:
+                param.grad = grad
+        self._gradients.clear()
 
     def _finish(self, last: list[int]) -> None:
         for _, attachment in self._members:

@@ -270,10 +270,12 @@ class Reducer:
 
     def shadow(self) -> None:
         """Run a pass without gradients, to match one of other ranks."""
+        used, self._used = self._used, bytearray(len(self._params))
         self._open()
         self._shadow = True
         self.end()
         self._shadow = False
+        self._used = used  # what this rank has accumulated is for its next pass
 
     def graph_task_ended(self) -> None:
         """autograd has ended a backward pass, perhaps one within another."""
