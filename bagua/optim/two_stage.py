@@ -33,6 +33,7 @@ class TwoStage(torch.optim.Optimizer):
 
     #: Options that hold for the optimizer as a whole and must be equal in all parameter groups.
     common: ClassVar[tuple[str, ...]] = ()
+    _places: dict[Tensor, tuple[int, int]] | None = None  # numbers of each parameter's group, and of it in there
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         defaults = {"decoupled_weight_decay": False, **defaults}
@@ -67,7 +68,6 @@ class TwoStage(torch.optim.Optimizer):
                     f"beside {self.defaults[name]!r}"
                 )
         super().add_param_group(param_group)
-        self._group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -77,7 +77,6 @@ class TwoStage(torch.optim.Optimizer):
         for slot in self.state.values():
             slot["step"] = int(slot.get("step", 0))  # torch keeps it in a tensor
             slot.setdefault("num_updates", slot["step"])  # torch updates the second moment at every step
-        self._group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         self.recount()
 
     def recount(self) -> None:
@@ -118,7 +117,30 @@ class TwoStage(torch.optim.Optimizer):
         return found
 
     def _group(self, param: Tensor) -> dict[str, Any]:
-        return self.param_groups[self._group_of[param]]
+        """The parameter group of `param`. `param_groups` may have been edited since the last call.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if (found := self._look_up(param)) is None:
+            self._places = {
+                each: (number, place)
+                for number, group in enumerate(self.param_groups)
+                for place, each in enumerate(group["params"])
+            }
+            found = self._look_up(param)
+        if found is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: a parameter of shape {tuple(param.shape)}, of which it has state, "
+                "is in none of its parameter groups"
+            )
+        return found
+
+    def _look_up(self, param: Tensor) -> dict[str, Any] | None:
+        number, place = (self._places or {}).get(param, (len(self.param_groups), 0))
+        group = self.param_groups[number] if number < len(self.param_groups) else None
+        params = group["params"] if group is not None else ()
+        return group if place < len(params) and params[place] is param else None
 
     def to_momentum(self, params: Sequence[Tensor], values: Sequence[Tensor], scale: Tensor | None = None) -> None:
         """`values`, gradients of `params`, become the momenta that a step with them would give; in place.

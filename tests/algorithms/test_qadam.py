@@ -18,6 +18,7 @@ from bagua.codecs import Eden
 from bagua.comm.team import Team
 from tests.algorithms.momentum import Plain, interrupted, train
 from tests.algorithms.quadratic import N, Quadratic, flat, follow, simulated, start, target, targets
+from tests.engine.training import seeded
 from tests.rank_threads import run_teams
 
 SIZES = [1, 2, 3, 4]
@@ -206,6 +207,50 @@ def test_switching_algorithms() -> None:
         assert np.abs(seen[:21] - want[:21]).max() < 2e-5 and count[0] == 28
         assert np.abs(seen - want).max() < 0.1
         assert np.array_equal(seen, results[0][0])
+
+
+def grown(team: Team, make: Any, algorithm: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two words more: the script puts a larger parameter, and its state, in the place of the old one."""
+    words = nn.Embedding(6, 4)
+    model = seeded(lambda: nn.Sequential(words, nn.Linear(4, 1)), 0)
+    own = make(model.parameters())
+    bagua.distribute(model, own, algorithm, process_group=team)
+
+    def train_on(words: torch.Tensor) -> None:
+        for _ in range(4):
+            own.zero_grad()
+            model(words).square().mean().backward()
+            own.step()
+
+    train_on(torch.arange(6))
+    before, more = words.weight, torch.ones(2, 4)
+    after = words.weight = nn.Parameter(torch.cat([before.detach(), more]))
+    for group in own.param_groups:
+        group["params"] = [after if param is before else param for param in group["params"]]
+    own.state[after] = {
+        key: torch.cat([value, 0 * more]) if isinstance(value, torch.Tensor) and value.dim() == 2 else value
+        for key, value in own.state.pop(before).items()
+    }
+    bagua.distribute(model, own, algorithm)
+    begun = after.detach().clone()
+    train_on(torch.arange(8))
+    assert own.num_steps == 8
+    bagua.detach(model)
+    return begun, after.detach().clone()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "make"),
+    [
+        ("qadam", lambda params: bagua.optim.QAdam(params, warmup_steps=2)),
+        ("one_bit_lamb", lambda params: bagua.optim.OneBitLamb(params, warmup_steps=2)),
+        ("zero_one_adam", lambda params: bagua.optim.ZeroOneAdam(params, var_freeze_step=2)),
+    ],
+)
+def test_parameters_replaced_in_the_optimizers_groups(algorithm: str, make: Any) -> None:
+    results = run_teams(2, grown, make, algorithm)
+    for begun, after in results:
+        assert torch.equal(after, results[0][1]) and not torch.equal(after[:6], begun[:6])
 
 
 def test_within_warmup() -> None:

@@ -108,3 +108,35 @@ def test_sparse_gradients_are_refused() -> None:
     param.grad = torch.eye(2).to_sparse()
     with pytest.raises(RuntimeError, match="QAdam.*sparse"):
         bagua.optim.QAdam([param]).step()
+
+
+KINDS = [bagua.optim.QAdam, bagua.optim.OneBitLamb, bagua.optim.ZeroOneAdam]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_that_a_script_edits(kind: Any) -> None:
+    """Momenta are formed with the decay of the group in which a parameter is now."""
+    first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    own = kind([{"params": [first], "betas": (0.5, 0.9)}, {"params": [second, third], "betas": (0.8, 0.9)}])
+    for param in (first, second, third):
+        param.grad = torch.ones(2)
+    own.step()
+
+    def momentum(param: nn.Parameter) -> float:
+        value = torch.full((2,), 3.0)
+        own.to_momentum([param], [value])
+        moment, decay = float(own.state[param]["exp_avg"][0]), float(own.flat_momenta([param])[0][1])
+        assert float(value[0]) == pytest.approx(decay * moment + (1 - decay) * 3)
+        return decay
+
+    assert [momentum(param) for param in (first, second, third)] == [0.5, 0.8, 0.8]
+    replaced = nn.Parameter(torch.ones(2))
+    own.state[replaced] = own.state.pop(second)
+    own.param_groups[1]["params"] = [third, replaced]
+    assert momentum(replaced) == momentum(third) == 0.8
+    own.param_groups[0]["params"], own.param_groups[1]["params"] = [third, first], [replaced]
+    assert [momentum(param) for param in (first, replaced, third)] == [0.5, 0.8, 0.5]
+    del own.param_groups[0]
+    assert momentum(replaced) == 0.8
+    with pytest.raises(RuntimeError, match=rf"{kind.__name__}.*shape \(2,\).*in none of its parameter groups"):
+        momentum(first)
