@@ -29,6 +29,7 @@ from bagua.engine.guard import Guard
 from bagua.engine.hooks import Attachment, attach, attachments
 from bagua.engine.inference_mode import outside_inference
 from bagua.engine.lanes.selection import make_lane
+from bagua.engine.max_norm import tell_of_max_norm
 from bagua.engine.optimizer_discovery import follow_optimizers
 from bagua.engine.recovery.catch_up import unless_interrupted
 from bagua.engine.recovery.interruptible import run_interruptibly
@@ -225,6 +226,7 @@ def distribute(
     atexit.unregister(_stop_lanes)
     atexit.register(_stop_lanes)  # for scripts that did without bagua.init_process_group()
     engine = attachments[module].engine
+    tell_of_max_norm(module, engine)
     _log.debug("rank %d: %s distributed with %r", engine.team.rank, type(module).__name__, engine.state.root)
     return module
 
