@@ -81,9 +81,10 @@ def average_parameters(module: nn.Module) -> None:
     """Average the weights over all ranks, so that you can evaluate or save one model. Collective.
 
     For algorithms whose replicas differ, such as "local_sgd" and "async" ("zero_one_adam": during local steps). It has
-    no effect if replicas are equal. Ranks may be at different steps. Buffers and optimizer state do not change, nor do
-    parameters that need no gradient. Those that the script updates itself, such as an average of the weights (EMA),
-    differ between ranks where the weights do: average them with `torch.distributed`, see docs/faq.md.
+    no effect if replicas are equal. Buffers and optimizer state do not change, nor do parameters that need no gradient.
+    Those that the script updates itself, such as an average of the weights (EMA), differ between ranks where the
+    weights do: average them with `torch.distributed`, see docs/faq.md. Ranks may be at different steps; unless the
+    algorithm is asynchronous, or `fault_tolerant`, a warning names them.
 
     With `fault_tolerant` a rank waits up to `max_blocked_s` for the others to call it. If one is lost meanwhile, the
     ranks that are left average among themselves. It takes two more copies of the weights while it runs.

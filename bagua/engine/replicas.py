@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bagua.algorithms.base import Algorithm, Payload
+from bagua.algorithms.base import Algorithm, Exactness, Payload
+from bagua.comm.store_team import decode, encode
 from bagua.engine.averaging import mean_optimizers, mean_tensors
 from bagua.engine.inference_mode import outside_inference
 from bagua.engine.parts import ExchangeParts, TrainingParts
@@ -18,10 +19,9 @@ from bagua.exchanges import AllReduce
 
 __all__ = ["Replicas"]
 
-_UNLIKE = (
-    "if all ranks are alive, they may have made different numbers of steps or batches: let all ranks decide together "
-    "whether to skip one, or use bagua.join"
-)
+_REMEDY = "let all ranks decide together whether to skip one, or use bagua.join"
+_UNLIKE = f"if all ranks are alive, they may have made different numbers of steps or batches: {_REMEDY}"
+_NAMED = 8  # ranks in a message
 
 
 class Replicas:
@@ -31,6 +31,7 @@ class Replicas:
         self._state, self._inventory = training.state, training.inventory
         self._team, self._optimizers = training.team, training.optimizers
         self._dispatcher, self._memory, self._ctx = exchanges.dispatcher, exchanges.memory, exchanges.context
+        self._told_of_steps = False
 
     @property
     def differ(self) -> bool:
@@ -42,10 +43,23 @@ class Replicas:
         if self.settle():
             # Before the exchange, so that a rank that stays away is named and breaks nothing.
             try:
-                self._team.all_gather_bytes("bagua.average_parameters()", b"")
+                steps = self._team.all_gather_bytes("bagua.average_parameters()", encode(self._state.step))
             except CommunicationError as error:
                 raise CommunicationError(f"{error}; {_UNLIKE}") from error
+            if self._state.algorithm.exactness is not Exactness.ASYNCHRONOUS:  # where each makes as many as it likes
+                self._compare_steps([decode(each) for each in steps])
             self.exchange()
+
+    def _compare_steps(self, steps: Sequence[int]) -> None:
+        """Warn, once, of ranks that have made more steps: exchanges of periodic algorithms may come out even."""
+        if len(set(steps)) == 1 or self._told_of_steps:
+            return
+        self._told_of_steps = True
+        self._state.notice(
+            f"bagua.average_parameters: the ranks have made different numbers of optimizer steps ({_by_count(steps)}), "
+            f"so {self._state.algorithm.name!r} averages weights of different steps; {_REMEDY}",
+            urgent=self._team.rank == 0,
+        )
 
     @outside_inference
     def average_copies(self, tensors: Sequence[Tensor]) -> None:
@@ -109,6 +123,15 @@ class Replicas:
         dispatcher.wait()
         for key in set(states) - known:
             del states[key]
+
+
+def _by_count(steps: Sequence[int]) -> str:
+    found: list[str] = []
+    for count in sorted(set(steps), reverse=True):
+        ranks = [str(rank) for rank, other in enumerate(steps) if other == count]
+        more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+        found.append(f"{count} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks[:_NAMED])}{more}")
+    return "; ".join(found)
 
 
 def _digest(tensors: Sequence[Tensor]) -> bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 import bagua
 from bagua.algorithms import AsyncModelAverage, Decentralized, DiLoCo, LocalSGD, Warmup
+from bagua.comm.team import Team
 from tests.engine.training import Branches, Net, batch, equal, seeded, train, values
 from tests.rank_pool import RankPool
+from tests.rank_threads import run_teams
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -259,3 +262,36 @@ def teachers(algorithm: Any) -> tuple[bool, bool, bool]:
 def test_teachers_that_the_script_updates(pool: RankPool, algorithm: Any, alike: bool) -> None:
     """They differ where the weights do; their mean is the teacher of the mean student."""
     assert pool.run(2, teachers, algorithm) == [(alike, alike, True)] * 2
+
+
+def unlike_steps(team: Team, algorithm: Any, steps: Sequence[int]) -> tuple[str, ...]:
+    """At most 12 steps in intervals of 8: the exchanges come out even."""
+    model = nn.Linear(6, 3)
+    optimizer = sgd(model.parameters())
+    bagua.distribute(model, optimizer, algorithm, process_group=team)
+    for _ in range(2):
+        for step in range(steps[team.rank]):
+            optimizer.zero_grad()
+            model(batch(team.rank, step)).square().mean().backward()
+            optimizer.step()
+        bagua.average_parameters(model)
+    notices = bagua.stats(model).notices
+    bagua.detach(model)
+    return tuple(notice for notice in notices if "average_parameters" in notice)
+
+
+def test_a_mean_of_ranks_with_different_numbers_of_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """As where some ranks have a batch more, and the script forgets `join`. Told once, on rank 0 in the log."""
+    with caplog.at_level(logging.WARNING, "bagua"):
+        results = run_teams(3, unlike_steps, LocalSGD(communication_interval=8), (6, 5, 5))
+    assert all(len(notices) == 1 and "(6 on rank 0; 5 on ranks 1, 2)" in notices[0] for notices in results)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and results[0][0] in warnings[0] and "bagua.join" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "steps"),
+    [(LocalSGD(communication_interval=8), (5, 5)), (AsyncModelAverage(), (6, 5)), ("bytegrad", (5, 5))],
+)
+def test_no_word_where_numbers_of_steps_are_alike_or_free(algorithm: Any, steps: Sequence[int]) -> None:
+    assert run_teams(2, unlike_steps, algorithm, steps) == [(), ()]
