@@ -142,7 +142,7 @@ def test_every_flag_of_bagua_itself_is_on_the_page() -> None:
     own = {action.option_strings[-1] for action in parser._actions}
     listed = {row.cells[0].strip("`") for row in FLAGS if row.heading.endswith("distributed.run")}
     new = dict.fromkeys(("--fault_tolerant", "--detect_s", "--max_wait_s"), "elastic")
-    new |= {"--rank_order": "sites", "--site": "sites", "--preload": "launching"}
+    new |= {"--rank_order": "sites", "--routes": "sites", "--site": "sites", "--preload": "launching"}
     assert own - listed == set(new)
     for flag, page in new.items():
         assert flag.replace("_", "-") in (ROOT / "docs" / f"{page}.md").read_text()
