@@ -52,7 +52,9 @@ class Decentralized(Algorithm):
     """Decentralized SGD: x_i <- (W x)_i - lr * g(x_i). Weights are averaged while the gradient is computed.
 
     The exchange overlaps with forward and backward pass; its result replaces the weights just before the optimizer's
-    step. Ranks hold different weights; average them (or switch to gradient_allreduce) before you save a final model.
+    step. Averaged are the weights at the start of the step's first forward pass. A change of weights from there to the
+    optimizer's step, in place or by hand, is overwritten. Ranks hold different weights; average them (or switch to
+    gradient_allreduce) before you save a final model.
 
     Args:
         hierarchical: exact average within a node, peers are nodes. None (default) does so where there are
@@ -196,24 +198,20 @@ class Decentralized(Algorithm):
             set_up_second_moments(ctx)
 
     def on_forward(self, ctx: Context) -> None:
-        """Average a copy of the weights, from now until the end of the backward pass."""
+        """Average a copy of the weights as they are now, from now until the end of the backward pass."""
         if ctx.step % self.communication_interval:
             return
         for bucket in ctx.buckets:
-            mixed, flat = ctx.scratch("mixed", bucket), bucket.flat
-            ticket = ctx.launch(
-                self.exchange,
-                bucket,
-                mixed,
-                before=lambda mixed=mixed, flat=flat: mixed.copy_(flat),
-                step=ctx.step // self.communication_interval,
-            )
-            _pending(ctx).append(ticket)
+            # Not on the lane, which may come to it late: the pass itself may change weights (nn.Embedding with
+            # max_norm), and so may what comes between the passes of a step (SAM).
+            mixed = ctx.scratch("mixed", bucket).copy_(bucket.flat)
+            step = ctx.step // self.communication_interval
+            _pending(ctx).append(ctx.launch(self.exchange, bucket, mixed, step=step))
         if self._means(ctx):
             launch_step_votes(ctx)
 
     def on_backward_end(self, ctx: Context) -> None:
-        """From here on weights may change, by hand too, while a lane that is late still would read them."""
+        """An exchange that fails is to fail here: once an optimizer's step has begun, it counts."""
         if _pending(ctx):
             ctx.wait()
 
