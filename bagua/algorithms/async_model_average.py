@@ -38,7 +38,6 @@ __all__ = ["AsyncModelAverage"]
 
 _CODEC = "int4"
 _MANY, _BITS = 1 << 20, 4  # with fewer bits what is inferred of moments is mostly noise of the codec
-_LOOK_S = 0.1  # between two looks at whether the lane still lives
 
 
 @register
@@ -47,12 +46,11 @@ class AsyncModelAverage(Algorithm):
     """Averages weights in the background: x_i <- x_i + (mean of snapshots - own snapshot), when it is ready.
 
     Every rank steps with local gradients. In a round of averaging, each rank takes a snapshot of its weights after a
-    step (on a CPU in a thread, while the next step computes; the optimizer waits for it) and continues to train. The
-    thread waits until every rank has taken its own, averages the snapshots and subtracts this rank's. The rank adds
-    the difference at the end of the step at which it is ready, so steps made meanwhile are kept, and no weight
-    changes between a forward and its backward pass. The differences of a round sum to zero: averaging never moves
-    the mean of the replicas, only gradients do. With a lossy codec it moves by what the codec loses of the changes
-    since the last mean, which are sent then in place of the weights.
+    step and continues to train. A thread waits until every rank has taken its own, averages the snapshots and subtracts
+    this rank's. The rank adds the difference at the end of the step at which it is ready, so steps made meanwhile are
+    kept, and no weight changes between a forward and its backward pass. The differences of a round sum to zero:
+    averaging never moves the mean of the replicas, only gradients do. With a lossy codec it moves by what the codec
+    loses of the changes since the last mean, which are sent then in place of the weights.
 
     No rank ever waits for another. A rank that is slow, evaluates or has paused (`bagua.pause`) delays the rounds but
     not the training of others. Once a rank has exited normally (its script ends, it detaches), the others continue
@@ -250,12 +248,10 @@ class AsyncModelAverage(Algorithm):
             rounds.moments.note_weights(ctx)
 
     def on_step_begin(self, ctx: Context) -> None:
-        """Weights change now, so the snapshot of them must be whole. It has had both passes of a step for that."""
+        """Moments are inferred from the optimizers' steps alone."""
         rounds = ctx.keep("rounds", _Rounds)
         if rounds.moments is not None:
             rounds.moments.look_for_changes(ctx)
-        if rounds.pending is not None:
-            rounds.pending.await_snapshot()
 
     def on_pause(self, ctx: Context) -> None:
         """Cancel the round in flight, or complete it if all ranks have entered it."""
@@ -283,13 +279,12 @@ class AsyncModelAverage(Algorithm):
     def _begin(self, ctx: Context, gate: Gate, lane: BackgroundLane, made: Tensor | None) -> _Round:
         whole = ctx.keep("rounds", _Rounds).whole
         this = _Round(ctx.step, time.monotonic(), made, whole)
-        copies = [(bucket.flat, ctx.scratch("snapshot", bucket)) for bucket in ctx.buckets]
-        if copies[0][0].device.type != "cpu":
-            _take(this, copies)  # only enqueued, in front of the next step
         for bucket in ctx.buckets:
-            snapshot, mean = ctx.scratch("snapshot", bucket), ctx.scratch("mean", bucket)
+            # Here, not on the lane: the next step changes weights, and not only in its end (nn.Embedding with max_norm
+            # does in the forward pass, SAM between two passes).
+            snapshot, mean = ctx.scratch("snapshot", bucket).copy_(bucket.flat), ctx.scratch("mean", bucket)
             base = None if self._codec.lossless else ctx.scratch("base", bucket)
-            first = partial(_enter, this, copies, gate, ctx.groups.size) if bucket.index == 0 else None
+            first = partial(_enter, this, gate, ctx.groups.size) if bucket.index == 0 else None
             this.tickets.append(
                 ctx.launch(
                     self._first if whole else self.exchange,
@@ -317,13 +312,7 @@ class _Round:
     tickets: list[Ticket] = field(default_factory=list)
     on: bool = False  # every rank takes part; written by the lane, read once the tickets are done
     wanted_whole: bool = False  # by a rank, so the next one is; written and read in the same way
-    taken: threading.Event = field(default_factory=threading.Event)  # the snapshot is whole
     unwanted: threading.Event = field(default_factory=threading.Event)
-
-    def await_snapshot(self) -> None:
-        """Return when the weights may change. A lane that is broken takes no snapshot."""
-        while not self.taken.wait(_LOOK_S) and not self.tickets[0].done:
-            pass
 
     def settle(self) -> None:
         """Return when it is over or called off. Bounded by the group's timeout: all ranks' lanes are in it, or none."""
@@ -348,19 +337,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _take(this: _Round, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for weights, snapshot in copies:
-        snapshot.copy_(weights)
-    this.taken.set()
-
-
-def _enter(this: _Round, copies: Sequence[tuple[Tensor, Tensor]], gate: Gate, size: int) -> bool:
-    """On the lane, before the first exchange: beside the passes of a step, which only read the weights.
+def _enter(this: _Round, gate: Gate, size: int) -> bool:
+    """On the lane, before the first exchange: whether the round takes place.
 
     Where only some ranks send their weights themselves, no rank takes part, and all of them do in the next round.
     """
-    if not this.taken.is_set():
-        _take(this, copies)
     entered = gate.enter(this.unwanted.is_set, int(this.whole))
     this.wanted_whole = entered and gate.total > 0
     return entered and gate.total in (0, size)

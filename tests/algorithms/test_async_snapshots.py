@@ -1,12 +1,11 @@
-"""Asynchronous model averaging: snapshots that the lane takes while the next step computes."""
+"""Asynchronous model averaging: snapshots of weights."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Sequence
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,37 +13,47 @@ from torch import Tensor
 import bagua
 from bagua.algorithms import async_model_average
 from bagua.comm.team import Team
-from tests.algorithms.async_run import Run
+from tests.algorithms.async_run import Run, together
 from tests.rank_threads import run_teams
 
-SLOW_S = 0.2
+
+@pytest.mark.parametrize("codec", ["identity", "int4"])
+def test_a_snapshot_holds_no_changes_within_a_step(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    """The lanes come to their first round when the next step has moved the weights away, as SAM does."""
+    meet, join, calls = together(4), async_model_average._join, itertools.count()
+
+    def late(*args: Any) -> bool:
+        if next(calls) >= 2:
+            return join(*args)
+        meet()
+        joined = join(*args)
+        meet()
+        return joined
+
+    monkeypatch.setattr(async_model_average, "_join", late)
+
+    def rank_main(team: Team) -> None:
+        run, far = Run(team, codec=codec), 1000.0 * (1 + team.rank)
+        params: list[Tensor] = list(run.model.parameters())
+        run.train()
+        with bagua.no_sync(run.model):
+            run.model(run.data()).backward()
+        with torch.no_grad():
+            torch._foreach_add_(params, far)
+            meet()
+            meet()
+            torch._foreach_sub_(params, far)
+        run.train_rounds(1)
+        assert np.abs(run.x() - run.local()).max() < 10.0
+
+    run_teams(2, rank_main)
 
 
-def test_weights_do_not_change_under_a_slow_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: list[bool] = []
-    threads: set[str] = set()
-    take = async_model_average._take
-
-    def slowly(this: Any, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        threads.add(threading.current_thread().name)
-        begun = [weights.clone() for weights, _ in copies]
-        time.sleep(SLOW_S)
-        take(this, copies)
-        whole.append(all(torch.equal(copy, was) for (_, copy), was in zip(copies, begun, strict=True)))
-
-    monkeypatch.setattr(async_model_average, "_take", slowly)
-
-    run_teams(2, lambda team: Run(team).train_rounds(2))
-    assert threads == {"bagua-lane"}
-    assert len(whole) >= 4
-    assert all(whole)
-
-
-def test_a_snapshot_that_fails_ends_averaging_and_not_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(this: Any, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+def test_a_lane_that_fails_ends_averaging_and_not_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> bool:
         raise MemoryError("deliberate")
 
-    monkeypatch.setattr(async_model_average, "_take", fails)
+    monkeypatch.setattr(async_model_average, "_enter", fails)
 
     def rank_main(team: Team) -> None:
         run = Run(team)
