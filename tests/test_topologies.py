@@ -79,6 +79,10 @@ def test_exponential_gives_the_exact_mean(size: int) -> None:
     assert values == pytest.approx([mean] * size)
 
 
+def test_a_ring_of_two_gives_the_exact_mean() -> None:
+    assert topologies.get("ring").matrix(2, 0) == [[0.5, 0.5], [0.5, 0.5]]
+
+
 def test_registry() -> None:
     ring = topologies.get("ring")
     assert topologies.get(ring) is ring and ring == topologies.Ring() and repr(ring) == "Ring()"

@@ -34,7 +34,7 @@ class LowPrecisionDecentralized(Algorithm):
     Every rank keeps a replica of itself and of each neighbour and sends only the quantised difference between
     where it wants to be and its own replica (`bagua.exchanges.DifferenceGossip`), so quantisation errors do not
     add up. The new weights follow from the replicas of the step before, so only encoding is waited for: what is sent
-    changes the replicas, beside the next step. With one neighbour (two ranks) that one has weight 2/3.
+    changes the replicas, beside the next step. With one neighbour (two ranks) that one has weight 1/2.
 
     Args:
         hierarchical: exact average within a node, the ring joins nodes. None (default) does so where there are

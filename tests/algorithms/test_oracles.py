@@ -59,7 +59,7 @@ def quantise(row: np.ndarray) -> np.ndarray:
 
 
 def low_precision(size: int, interval: int) -> np.ndarray:
-    """The original's formula with replicas L, R and W, generalised: two ranks see one neighbour twice."""
+    """The original's formula with replicas L, R and W, but that two ranks give their one neighbour weight 1/2."""
     x = np.tile(start(), (size, 1))
     me, seen = x.copy(), []
     for step in range(STEPS):
@@ -69,7 +69,8 @@ def low_precision(size: int, interval: int) -> np.ndarray:
             if size == 1:
                 seen.append(x)
                 continue
-            d = x + left / 3 + right / 3 - 5 * me / 3
+            share = 1 / 4 if size == 2 else 1 / 3
+            d = x - me + share * (left - me) + share * (right - me)
             me = me + np.stack([quantise(row) for row in d])
             x = me.copy()
         seen.append(x)
