@@ -54,7 +54,8 @@ class Decentralized(Algorithm):
     The exchange overlaps with forward and backward pass; its result replaces the weights just before the optimizer's
     step. Averaged are the weights at the start of the step's first forward pass. A change of weights from there to the
     optimizer's step, in place or by hand, is overwritten. Ranks hold different weights; average them (or switch to
-    gradient_allreduce) before you save a final model.
+    gradient_allreduce) before you save a final model. Stable up to half of the largest learning rate of DDP, on a ring
+    of 4 ranks and more up to a third.
 
     Args:
         hierarchical: exact average within a node, peers are nodes. None (default) does so where there are

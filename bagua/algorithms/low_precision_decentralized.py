@@ -40,7 +40,8 @@ class LowPrecisionDecentralized(Algorithm):
         hierarchical: exact average within a node, the ring joins nodes. None (default) does so where there are
             several nodes of which one has several ranks. Nodes of unequal size count alike, so the mean over ranks is
             not kept: pass False there, or start as many ranks on every node.
-        communication_interval: gossip after the first step and every so many steps from there.
+        communication_interval: gossip after the first step and every so many steps from there. On a ring of 4 ranks and
+            more, the larger it is the smaller is the largest stable learning rate (the page of the algorithm has it).
         codec: any lossy, non-linear codec.
         topology: any topology with fixed peers.
         overlap: encode during the next forward and backward pass, too. The exchange launched at the end of step t is
