@@ -62,7 +62,7 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """See `torch.amp.GradScaler.update`. After a step that is lost, it changes nothing."""
         lost, self._step_lost = self._step_lost, False
-        if lost and new_scale is None:
+        if lost and new_scale is None and self._enabled:  # one that is disabled has nothing to clear
             self._per_optimizer_states.clear()
         else:
             super().update(new_scale)

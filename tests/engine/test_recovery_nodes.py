@@ -66,12 +66,16 @@ class Script:
             assert went_on
         return self.run(host, seat + RANKS, algorithm, options)
 
+    def make(self, model: nn.Module) -> tuple[torch.optim.Optimizer, bagua.GradScaler]:
+        """What a rank trains `model` with."""
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), bagua.GradScaler("cpu", enabled=False)
+
     def run(self, host: int, seat: int, algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
         here = self.here
         here.step = 0
         torch.manual_seed(0 if seat < RANKS else 99)  # one that comes back has other weights
         model = nn.Linear(40, 30, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer, scaler = self.make(model)
         seated = self.members.seat(self.names[host], seat)
         tolerance = bagua.FaultTolerance(seat=seated, open_timeout_s=600, backend=self.backend)
         bagua.distribute(model, optimizer, algorithm, fault_tolerant=tolerance, **options)
@@ -80,8 +84,9 @@ class Script:
         try:
             while (now := bagua.stats(model)).steps < TOTAL:
                 here.step = now.steps
-                model(torch.randn(4, 40, generator=inputs)).square().mean().backward()
-                optimizer.step()
+                scaler.scale(model(torch.randn(4, 40, generator=inputs)).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
                 layout = attachments[model].engine.pool.groups.nodes
                 if layout not in layouts[-1:]:
