@@ -161,6 +161,7 @@ def load_algorithm(engine: Engine, copies: Sequence[dict[str, Any]], where: str)
         weights = engine.buckets[bucket].flat[lo:hi]
         entry["tensors"] = _state(exchange, olds.get(key, []), entry["tensors"], weights, engine, where)
     fresh["tensors"] = _tensors(engine, copies, fresh["tensors"], where)
+    fresh["loss_scale"] = first.get("loss_scale")
     engine.load_state_dict(fresh)
 
 

@@ -18,8 +18,9 @@ class DiscardedPasses:
     """Puts back what error feedback and momenta held before a pass whose gradients never reached an optimizer.
 
     Otherwise the next pass sends what was lost of gradients that do not count. That a module has such passes is known
-    after the first one only, which is not undone. From then on there is a copy before each pass that is the first one
-    after a step.
+    after the first one only, which is not undone, unless it comes before the first step: a gradient scaler, whose scale
+    is not known yet, often skips that one. From then on there is a copy before each pass that is the first one after a
+    step.
 
     Attributes:
         seen: there was such a pass.
@@ -30,22 +31,33 @@ class DiscardedPasses:
         self._memory, self._dispatcher, self._pool = exchanges.memory, exchanges.dispatcher, exchanges.pool
         self._copies = Withheld()
         self.seen = self._held = False
+        self._stepped = False  # with what is kept now
+        self._fresh = False  # there was no state when the pass began, so `_copies` has none
 
-    def first_pass_begins(self) -> None:
-        """The first pass since a step begins; its gradients may be thrown away."""
-        if self.seen and self._is_of_passes():
+    def pass_begins(self) -> None:
+        """A pass begins whose gradients may be thrown away, and there are no others since the last step."""
+        if (self.seen or not self._stepped) and self._is_of_passes():
             self._hold()
 
     def was_discarded(self) -> None:
         """A further pass begins, and nothing is left of the gradients of the one before."""
         self.seen = True
-        if self._is_of_passes():
-            if self._held:
-                self._copies.put_back(self._names)
-            self._hold()  # this pass may be discarded, too
+        if self._held and self._is_of_passes():
+            if self._fresh:
+                self._dispatcher.renew()
+            self._copies.put_back(self._names)
 
     def step_ends(self) -> None:
-        """The gradients have reached the optimizers, or another state was loaded."""
+        """The gradients have reached the optimizers."""
+        self._forget()
+        self._stepped = True
+
+    def state_is_loaded(self) -> None:
+        """Another state is kept now than at the last pass."""
+        self._forget()
+        self._stepped = False
+
+    def _forget(self) -> None:
         if self._held:
             self._copies.put_back(())
             self._held = False
@@ -57,7 +69,7 @@ class DiscardedPasses:
     def _hold(self) -> None:
         buckets = self._state.buckets
         self._copies.hold(self._memory, self._dispatcher, self._pool.groups, buckets, self._names)
-        self._held = True
+        self._held, self._fresh = True, not buckets
 
 
 @torch.no_grad()

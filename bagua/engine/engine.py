@@ -255,6 +255,7 @@ class Engine:
             "rank_order": list(self.team.order),
             "step": self.state.step,
             "stepped": sorted(self.tracker.stepped),
+            "loss_scale": self.tracker.units.save(),
             "bound": repr(bound),
             "replicas_differ": self.replicas.differ,
             "order": self.state.order,
@@ -322,6 +323,8 @@ class Engine:
                 raise ValueError("state dict: its buckets were made with another bucket_bytes")
         with naming_optimizers(data.get("optimizers"), self.kinds):
             load_states(data, self.memory.states, self.memory.tensors, state.buckets, self.groups)
+        if "loss_scale" in data:  # earlier versions did not save it
+            self.tracker.units.load(data["loss_scale"])
         if anew and data.get("replicas_differ", True):
             self.replicas.equalise()
         self.tracker.go_on_within(data.get("stepped", ()))

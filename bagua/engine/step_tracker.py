@@ -20,6 +20,7 @@ from bagua.engine.loaded_weights import tell_of_loaded_weights
 from bagua.engine.missing_steps import look_for_steps, tell_of_copied_weights
 from bagua.engine.nested_steps import Nesting
 from bagua.engine.parts import ExchangeParts, TrainingParts
+from bagua.engine.payload_units import PayloadUnits
 from bagua.engine.quality_check import QualityCheck
 from bagua.engine.reducer.bucket import Bucket
 from bagua.engine.reducer.graph_task import refuse_capture
@@ -55,6 +56,7 @@ class StepTracker:
         ending: all optimizers have stepped, and the exchange with which the step ends has not succeeded yet.
         listeners: told of each step that was counted.
         chooser: of the algorithm, if the user left it open.
+        units: of what exchanges keep.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class StepTracker:
         self._watch = PassWatch(list(self._inventory.parameters.values()))
         self._withheld = Withheld()
         self._discarded = DiscardedPasses(training, exchanges)
+        self.units = PayloadUnits(training, exchanges)
         self._first_weights = FirstWeights(training, exchanges)
         self._without_passes = StepsWithoutPasses(training)
 
@@ -201,7 +204,9 @@ class StepTracker:
         if self._failures.final and self._state.algorithm.payload is Payload.GRAD:
             self._failures.check_alive()  # the gradients are not the mean of all ranks'
         own, algorithm = self._inventory.trains_its_own, self._state.algorithm
-        self._state.loss_scale = scale_of_step()
+        scale = scale_of_step()
+        if scale is not None or not self.step_begun:  # else the scaler of another optimizer made this step
+            self.units.step_begins(scale)
         for each in (algorithm, *self._state.schedule.values()):  # not after a warm-up of hours
             refuse_plain_scaler(each, self._optimizers.alive, self._team.size, own, self.fault_tolerant)
         if not self.step_begun:
@@ -277,7 +282,7 @@ class StepTracker:
         """
         self.stepped, self._first_weights.settled = set(stepped), bool(stepped)
         self.step_begun = self.forward_seen = self.forward_told = bool(stepped)
-        self._discarded.step_ends()  # copies are of the state before
+        self._discarded.state_is_loaded()
 
     # -- moments, called by the reducer --------------------------------------------------------------------------
 
@@ -297,15 +302,18 @@ class StepTracker:
         if self._watch.pass_begins() and not self.nesting.inside:
             look_for_steps(self._watch, self._state)
         tell_of_loaded_weights(self._state)
-        if not self._passed:
-            self._discarded.first_pass_begins()
-        else:
+        adds = False
+        if self._passed:
             algorithm, params = self._state.algorithm, list(self._inventory.trainable.values())
             matters = self._memory.keeps_state or not algorithm.scales_with_loss
-            if holds_gradients(params, self._reducer.first, read=matters):
+            adds = holds_gradients(params, self._reducer.first, read=matters)
+            if adds:
                 refuse_second_pass(algorithm)
             else:
                 self._discarded.was_discarded()
+        self.units.pass_begins()  # what was put back is in the units of the pass before
+        if not adds:
+            self._discarded.pass_begins()
         if self.chooser is not None:
             self.chooser.backward_begins()
         self.announce(Moment.BACKWARD)

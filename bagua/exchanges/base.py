@@ -78,6 +78,15 @@ class Exchange(ABC):
         return ()
 
     @property
+    def scales_with_payload(self) -> tuple[str, ...]:
+        """Names of the state's tensors that are as many times larger as the payload, such as errors to feed back.
+
+        Where payloads are gradients, they are multiplied when a gradient scaler changes the loss scale. Include those
+        of `fed_back`.
+        """
+        return self.fed_back
+
+    @property
     def outdated(self) -> tuple[str, ...]:
         """Names of the state's tensors that earlier versions saved, or other numbers of ranks; ignored on loading."""
         return ()

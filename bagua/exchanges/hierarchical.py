@@ -125,6 +125,11 @@ class Hierarchical(Exchange):
         return self.inner.fed_back
 
     @property
+    def scales_with_payload(self) -> tuple[str, ...]:
+        """As the inner exchange."""
+        return self.inner.scales_with_payload
+
+    @property
     def outdated(self) -> tuple[str, ...]:
         """As the inner exchange."""
         return self.inner.outdated

@@ -123,6 +123,11 @@ class ScatterGather(Exchange):
         return ("residual",) if self.error_feedback else ()
 
     @property
+    def scales_with_payload(self) -> tuple[str, ...]:
+        """All that is kept."""
+        return ("residual", "chunk_residual", "magnitude")
+
+    @property
     def outdated(self) -> tuple[str, ...]:
         """Two ranks kept the errors of their chunks until 2026-11-26: those of one step, which are dropped."""
         return ("chunk_residual",)

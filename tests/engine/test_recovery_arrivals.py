@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import bagua
+from bagua.algorithms import QAdam
+from bagua.algorithms.base import Bucket, Context
 from bagua.comm.team import Team
 from bagua.engine.recovery import catch_up, next_lanes
 from tests.engine.membership_store import Killed
@@ -42,6 +45,14 @@ class Arrival(Script):
                 raise
         self.members.lose(self.names[host], seat)
         return super().run(host, seat + RANKS, algorithm, options)
+
+
+class ScaledArrival(Arrival):
+    """Momenta are sent in units of the scaled loss."""
+
+    def make(self, model: nn.Module) -> tuple[torch.optim.Optimizer, bagua.GradScaler]:
+        scaler = bagua.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+        return bagua.optim.QAdam(model.parameters(), lr=0.01, warmup_steps=2), scaler
 
 
 def lanes_threads() -> list[threading.Thread]:
@@ -94,3 +105,19 @@ def test_the_lanes_cannot_be_opened_on_one_rank(store: str, rank: int, monkeypat
     ends = run_teams(2 * RANKS, script.train, "bytegrad", {})
     assert struck.is_set()
     check_ends(ends)
+
+
+def test_all_know_the_loss_scale_in_the_first_pass_with_other_members(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that did not would send momenta thousands of times too small, and get other gradients from their mean."""
+    plain, scales = QAdam.on_ready, list[tuple[int, bool]]()
+
+    def on_ready(self: QAdam, ctx: Context, bucket: Bucket) -> None:
+        scales.append((ctx.step, ctx.loss_scale is not None))
+        plain(self, ctx, bucket)
+
+    monkeypatch.setattr(QAdam, "on_ready", on_ready)
+    options = {"codec": "sign", "hierarchical": False}
+    check_ends(run_teams(2 * RANKS, ScaledArrival(store, dies=False).train, "qadam", options))
+    assert {known for step, known in scales if step} == {True}

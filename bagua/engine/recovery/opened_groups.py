@@ -159,6 +159,8 @@ def install_engine(manager: RecoveryManager, attachment: Attachment, opened: Ope
         manager.progress.receive(opened.progress)
     if manager.newcomer or engine.algorithm.payload is Payload.GRAD:
         manager.loss_scale.receive(ranks[source]["loss_scale"])
+    if manager.newcomer and engine.state.loss_scale is None and (told := ranks[source]["loss_scale"]):
+        engine.tracker.units.load(told["scale"])
     free = ranks[source]["lost_step"] == LostStep.FREE.value
     begins = engine.step if free else begun(ranks[source])
     manager.progress.divide(begins, team.rank, team.size)
@@ -186,6 +188,7 @@ def _take_over(engine: Engine, old: Engine) -> None:
         engine.memory.tensor(name, engine.buckets[index], tensor)
         tensors[name, index].copy_(tensor)
     carry_errors(old.memory.states, engine.memory.states)
+    engine.tracker.units.take_over(old.tracker.units)
     if engine.buckets:
         engine.algorithm.on_members_changed(engine.context)
     if old.tracker.ending:
