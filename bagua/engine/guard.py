@@ -72,8 +72,9 @@ class Quality:
 
     Attributes:
         step: step of the measurement.
-        relative_error: norm of (decoded mean - exact mean) divided by the norm of the exact mean.
-        cosine: cosine between the decoded and the exact mean.
+        relative_error: norm of (decoded mean - exact mean) divided by the norm of the exact mean; infinite if only the
+            exact mean is finite.
+        cosine: cosine between the decoded and the exact mean; 0 if only the exact mean is finite.
         residual: norm of all ranks' error feedback residuals divided by the norm of their values; 0 without feedback.
         consensus: root of the mean over ranks of the squared distance of the weights from their mean, divided by the
             norm of that mean; 0 if all ranks hold the same weights.
@@ -120,8 +121,11 @@ class Probe:
         sums = torch.stack([self._sums[key] for key in sorted(self._sums)])
         error, aa, bb, ab, residual, own = sums.sum(0).tolist()
         self._sums.clear()
-        if not math.isfinite(error + bb):
-            return ""  # an overflow, which GradScaler sees too, says nothing of the codec
+        if not math.isfinite(bb):
+            return ""  # an overflow without the codec
+        if not math.isfinite(error):  # and no scaler has skipped the step: it would not have come here
+            self.last = Quality(step, math.inf, 0.0, _ratio(residual, own))
+            return "the decoded mean is infinite or NaN and the exact one is not; the step was made with it"
         cosine = ab / math.sqrt(aa * bb) if aa > 0 and bb > 0 else float(aa == bb)
         self.last = Quality(step, _ratio(error, bb), cosine, _ratio(residual, own))
         return self._verdict(self.last)

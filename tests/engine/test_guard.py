@@ -19,6 +19,7 @@ from bagua import codecs
 from bagua.algorithms import AsyncModelAverage, Decentralized, GradientAllReduce, LocalSGD
 from bagua.comm.team import Team
 from tests.algorithms.quadratic import Quadratic, flat, start, target, targets
+from tests.engine.training import seeded
 from tests.rank_threads import run_teams
 
 SIZE, STEPS = 3, 24
@@ -124,6 +125,69 @@ def test_consensus_of_decentralized_weights() -> None:
         stacked = np.stack([weights for weights, _, _ in results])
         now = np.sqrt(np.square(stacked - stacked.mean(0)).sum(1).mean()) / np.linalg.norm(stacked.mean(0))
         assert 0.3 * now < quality.consensus < 3 * now
+
+
+@pytest.mark.parametrize(("codec", "scale"), [("fp16", 1e7), ("sign", 3e38)])
+def test_a_codec_that_overflows_is_not_used_again(codec: str, scale: float) -> None:
+    """fp16 ends at 65504, and `sign` sums magnitudes in fp32. Adam does not mind the size of gradients."""
+
+    def overflow(team: Team) -> bagua.Stats:
+        model = seeded(lambda: torch.nn.Linear(64, 64), 0)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        algorithm = GradientAllReduce(codec=codec, error_feedback=False)
+        guard = bagua.Guard(every=1, min_cosine=-1.0)
+        bagua.distribute(model, optimizer, algorithm, process_group=team, guard=guard)
+        (model(torch.ones(1, 64)).mean() * scale).backward()
+        optimizer.step()
+        found = bagua.stats(model)
+        bagua.detach(model)
+        return found
+
+    for stats in run_teams(2, overflow):
+        quality = stats.quality
+        assert quality is not None and (quality.relative_error, quality.cosine) == (math.inf, 0.0)
+        assert any("infinite or NaN and the exact one is not" in each for each in stats.notices)
+        assert any("takes over" in each for each in stats.notices)
+
+
+@pytest.mark.parametrize("overflows", ["mean", "gradient"])
+def test_an_overflow_without_the_codec_is_no_fault_of_it(overflows: str) -> None:
+    def overflow(team: Team) -> bagua.Stats:
+        model = seeded(lambda: torch.nn.Linear(4, 4), 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        bagua.distribute(model, optimizer, "bytegrad", process_group=team, guard=bagua.Guard(every=1))
+        factor = float("inf") if overflows == "gradient" and team.rank == 0 else 3e38
+        (model(torch.ones(1, 4)).sum() * factor * (2.0 if overflows == "mean" else 1.0)).backward()
+        optimizer.step()
+        found = bagua.stats(model)
+        bagua.detach(model)
+        return found
+
+    for stats in run_teams(2, overflow):
+        assert stats.quality is None and not stats.notices
+
+
+def test_a_step_that_a_scaler_skips_is_not_measured() -> None:
+    """The scale begins too high for fp16, and is halved until gradients fit."""
+
+    def follow_scaler(team: Team) -> tuple[bagua.Stats, float]:
+        model = seeded(lambda: torch.nn.Linear(4, 4), 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        guard = bagua.Guard(every=1)
+        bagua.distribute(model, optimizer, GradientAllReduce(codec="fp16"), process_group=team, guard=guard)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        for _ in range(8):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found = bagua.stats(model)
+        bagua.detach(model)
+        return found, scaler.get_scale()
+
+    for stats, scale in run_teams(2, follow_scaler):
+        assert scale == 2.0**15 and not stats.notices
+        assert stats.quality is not None and stats.quality.cosine > 0.999
 
 
 @pytest.mark.parametrize(
