@@ -262,6 +262,8 @@ class Algorithm:
             training cannot go on.
         kept: with `fault_tolerant`, names of tensors (`Context.tensor`) that a rank keeps when the members change, and
             that a newcomer gets. All others are made anew by `setup`.
+        fed_back: names of tensors (`Context.tensor`) with errors of this rank that are added to what it sends later. A
+            `Guard` measures them where replicas may differ, as it does those of exchanges (`Exchange.fed_back`).
         scales_with_loss: what the optimizers get is as many times larger as the loss. False, of a sign for example, has
             gradient scalers refused: they would divide the steps by the loss scale. A second synchronised backward pass
             before a step is refused too, unless gradients were zeroed: it would add to signs.
@@ -275,6 +277,7 @@ class Algorithm:
     payload_kind: ClassVar[Payload] = Payload.GRAD
     lost_step: ClassVar[LostStep | None] = None
     kept: ClassVar[tuple[str, ...]] = ()
+    fed_back: ClassVar[tuple[str, ...]] = ()
     scales_with_loss: ClassVar[bool] = True
     not_compared: ClassVar[tuple[str, ...]] = ()
 

@@ -65,6 +65,7 @@ class SparseLoCo(Algorithm):
     payload_kind: ClassVar[Payload] = Payload.PARAM
     lost_step: ClassVar[LostStep | None] = LostStep.REPEAT
     kept: ClassVar[tuple[str, ...]] = ("anchor", "residual")
+    fed_back: ClassVar[tuple[str, ...]] = ("residual",)
 
     communication_interval: int = 30
     outer_lr: float = 1.0

@@ -95,6 +95,8 @@ class Probe:
     last: Quality | None = None
     also_at: int | None = None  # a step that is measured beside those of the guard
     _sums: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by bucket and part
+    _consensus: float | None = None  # of the step that is being measured; None: weights are not compared
+    _kept: float = 0.0  # square of the norm of all ranks' residuals that an algorithm keeps
 
     def due(self, step: int) -> bool:
         """Whether `step` is measured."""
@@ -108,13 +110,19 @@ class Probe:
         exchange.run(x_N, state, groups, step)
         AllReduce(average=getattr(exchange, "average", True)).run(exact_N, {}, groups, step)
         a, b = x_N.double(), exact_N.double()
-        residual = state["residual"].double().square().sum() if "residual" in state else torch.zeros_like(own)
+        residual = torch.zeros_like(own)
+        for name in exchange.fed_back:
+            if name in state:
+                residual += state[name].double().square().sum()
         # Summed over the ranks, so that all of them hold the same bits and decide alike.
         sums = torch.stack([(a - b).square().sum(), a @ a, b @ b, a @ b, residual, own])
         self._sums[key] = all_reduce_(groups.world, sums)
 
     def measured(self, step: int) -> str:
         """Close the measurement of `step`; returns why it is too bad, or an empty string."""
+        consensus, kept, self._consensus, self._kept = self._consensus, self._kept, None, 0.0
+        if consensus is not None:
+            self.last = Quality(step, consensus=consensus)
         if not self._sums:
             return ""
         # In one order on all ranks, whichever lane was done first.
@@ -123,11 +131,12 @@ class Probe:
         self._sums.clear()
         if not math.isfinite(bb):
             return ""  # an overflow without the codec
+        errors, apart = _ratio(residual + kept, own), consensus or 0.0
         if not math.isfinite(error):  # and no scaler has skipped the step: it would not have come here
-            self.last = Quality(step, math.inf, 0.0, _ratio(residual, own))
+            self.last = Quality(step, math.inf, 0.0, errors, apart)
             return "the decoded mean is infinite or NaN and the exact one is not; the step was made with it"
         cosine = ab / math.sqrt(aa * bb) if aa > 0 and bb > 0 else float(aa == bb)
-        self.last = Quality(step, _ratio(error, bb), cosine, _ratio(residual, own))
+        self.last = Quality(step, _ratio(error, bb), cosine, errors, apart)
         return self._verdict(self.last)
 
     def _verdict(self, quality: Quality) -> str:
@@ -140,15 +149,22 @@ class Probe:
             return f"residual {quality.residual:.3f} is above {guard.max_residual}"
         return ""
 
-    def compare_weights(self, flats: Sequence[Tensor], groups: Groups, step: int) -> None:
-        """Measure how far the ranks' weights are apart; runs on a lane."""
+    def compare_weights(self, flats: Sequence[Tensor], kept: Sequence[Tensor], groups: Groups) -> None:
+        """Measure how far the ranks' weights are apart, and what an algorithm keeps of errors; runs on a lane.
+
+        Args:
+            flats: the weights.
+            kept: residuals, the tensors that `Algorithm.fed_back` names.
+        """
         group = groups.world
-        sums = torch.zeros(2, dtype=torch.float64, device=flats[0].device)
+        sums = torch.zeros(3, dtype=torch.float64, device=flats[0].device)
         for flat in flats:
             mean = all_reduce_(group, flat.clone().mul_(1.0 / group.size))
-            sums += torch.stack([(flat - mean).double().square().sum(), mean.double().square().sum()])
-        apart, norm = all_reduce_(group, sums).tolist()
-        self.last = Quality(step, consensus=_ratio(apart, norm))
+            sums[:2] += torch.stack([(flat - mean).double().square().sum(), mean.double().square().sum()])
+        for residual in kept:
+            sums[2] += residual.double().square().sum()
+        apart, norm, self._kept = all_reduce_(group, sums).tolist()
+        self._consensus = _ratio(apart, norm)
 
 
 def _ratio(squared: float, over: float) -> float:

@@ -21,7 +21,7 @@ class QualityCheck:
 
     def __init__(self, training: TrainingParts, exchanges: ExchangeParts, probe: Probe | None) -> None:
         self._probe, self._state, self._team = probe, training.state, training.team
-        self._pool, self._dispatcher = exchanges.pool, exchanges.dispatcher
+        self._pool, self._dispatcher, self._memory = exchanges.pool, exchanges.dispatcher, exchanges.memory
         self._warned = False  # if nothing takes over
 
     def find_fallback(self) -> Algorithm | None:
@@ -34,8 +34,9 @@ class QualityCheck:
             return None
         compared = (Exactness.DECENTRALIZED, Exactness.PERIODIC)
         if state.algorithm.exactness in compared and state.algorithm.payload is Payload.PARAM:
-            flats = [bucket.flat for bucket in state.buckets]
-            run = partial(probe.compare_weights, flats, self._pool.groups, state.step)
+            flats, fed_back = [bucket.flat for bucket in state.buckets], state.algorithm.fed_back
+            kept = [tensor for (name, _), tensor in self._memory.tensors.items() if name in fed_back]
+            run = partial(probe.compare_weights, flats, kept, self._pool.groups)
             self._dispatcher.submit(run, Label(f"consensus step {state.step}", "consensus", {"step": state.step}))
             self._dispatcher.wait()
         reason = probe.measured(state.step)

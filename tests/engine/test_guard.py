@@ -16,7 +16,15 @@ from torch import Tensor
 
 import bagua
 from bagua import codecs
-from bagua.algorithms import AsyncModelAverage, Decentralized, GradientAllReduce, LocalSGD
+from bagua.algorithms import (
+    Algorithm,
+    AsyncModelAverage,
+    Decentralized,
+    GradientAllReduce,
+    LocalSGD,
+    PowerSGD,
+    SparseLoCo,
+)
 from bagua.comm.team import Team
 from tests.algorithms.quadratic import Quadratic, flat, start, target, targets
 from tests.engine.training import seeded
@@ -188,6 +196,32 @@ def test_a_step_that_a_scaler_skips_is_not_measured() -> None:
     for stats, scale in run_teams(2, follow_scaler):
         assert scale == 2.0**15 and not stats.notices
         assert stats.quality is not None and stats.quality.cosine > 0.999
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [PowerSGD(rank=1, min_compression=1.0), SparseLoCo(communication_interval=1), GradientAllReduce(codec="sign")],
+    ids=lambda algorithm: algorithm.name,
+)
+def test_the_residual_is_measured_whoever_keeps_it(algorithm: Algorithm) -> None:
+    """It is the first limit that all of them exceed."""
+    guard = bagua.Guard(every=1, min_cosine=-1.0, max_residual=1e-3, fallback=None)
+    results = run_teams(SIZE, follow, algorithm, guard)
+    qualities = [stats.quality for _, stats, _ in results]
+    assert qualities[0] is not None and qualities[0].residual > 0.01
+    assert all(quality == qualities[0] for quality in qualities)
+    for _, stats, _ in results:
+        assert any("residual" in each and "is above 0.001" in each for each in stats.notices)
+
+
+def test_consensus_is_measured_where_a_round_is() -> None:
+    """Ranks begin a round of `sparse_loco` with a part of their own residual."""
+    results = run_teams(SIZE, follow, SparseLoCo(communication_interval=1), bagua.Guard(every=1, min_cosine=-1.0))
+    quality = results[0][1].quality
+    assert quality is not None and quality.step == STEPS - 1 and quality.relative_error > 0
+    stacked = np.stack([weights for weights, _, _ in results])
+    now = np.sqrt(np.square(stacked - stacked.mean(0)).sum(1).mean()) / np.linalg.norm(stacked.mean(0))
+    assert quality.consensus == pytest.approx(now, rel=1e-3)
 
 
 @pytest.mark.parametrize(
