@@ -81,6 +81,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         engines = _engines_of(optimizer)
         for engine in engines:
+            engine.tracker.units.follow(self._scale)
             if (manager := engine.failures.recovery) is not None:
                 manager.loss_scale.follow(self, sure=True)
                 if (

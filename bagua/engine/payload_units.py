@@ -15,8 +15,9 @@ class PayloadUnits:
     """Multiplies what exchanges keep of earlier gradients by the change of the loss scale, before the next pass.
 
     Otherwise an error that was made at 65536 times the gradients counts 256 times too much at 256 times the gradients.
-    All ranks have the same scale, as their gradients are averaged. The scaler is known from its first step on. What
-    passes before that leave behind is undone by `DiscardedPasses`, or is in the units of that step.
+    All ranks have the same scale, as their gradients are averaged. The scaler is known from the first step on that it
+    makes; one of Bagua's from the first one that it is asked for. What passes before that leave behind is undone by
+    `DiscardedPasses`, or is in the units of that step.
     """
 
     def __init__(self, training: TrainingParts, exchanges: ExchangeParts) -> None:
@@ -37,8 +38,8 @@ class PayloadUnits:
             ratio = now / before.to(now.device)
             self._multiply(torch.where(ratio.isfinite(), ratio, 1.0))
 
-    def step_begins(self, scale: Tensor | None) -> None:
-        """A scaler makes the step, or none does.
+    def follow(self, scale: Tensor | None) -> None:
+        """A scaler makes or skips a step, or none makes it.
 
         Args:
             scale: of the gradients that were exchanged last; the scaler changes it in place afterwards.
@@ -55,7 +56,7 @@ class PayloadUnits:
     def load(self, scale: float | None) -> None:
         """What `save` returned when the state was saved that is kept now.
 
-        Until a scaler makes a step, its scale is taken to be this one.
+        Until a scaler is known, its scale is taken to be this one.
         """
         if scale is None:
             known = self._state.loss_scale is not None and self._kept_at is not None

@@ -206,7 +206,7 @@ class StepTracker:
         own, algorithm = self._inventory.trains_its_own, self._state.algorithm
         scale = scale_of_step()
         if scale is not None or not self.step_begun:  # else the scaler of another optimizer made this step
-            self.units.step_begins(scale)
+            self.units.follow(scale)
         for each in (algorithm, *self._state.schedule.values()):  # not after a warm-up of hours
             refuse_plain_scaler(each, self._optimizers.alive, self._team.size, own, self.fault_tolerant)
         if not self.step_begun:

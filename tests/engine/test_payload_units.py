@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,10 @@ class Loop:
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update(new_scale)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return self.model, self.optimizer, self.scaler
 
     def weights(self) -> torch.Tensor:
         return torch.cat([param.detach().flatten() for param in self.model.parameters()])
@@ -157,14 +162,14 @@ def resumed(team: Team, algorithm: Any, make: Make, saved_at: int) -> tuple[torc
     loop, states = Loop(team, algorithm, make, torch.amp.GradScaler, 2.0**12), []
     for step in range(saved_at):
         loop.step(step, scales.get(step))
-    for each in (loop.model, loop.optimizer, loop.scaler):
+    for each in loop.parts:
         states.append(copy.deepcopy(each.state_dict()))
     own = bagua.state_dict(loop.model)
     for step in range(saved_at, saved_at + 5):
         loop.step(step, scales.get(step))
     bagua.detach(loop.model)
     again = Loop(team, algorithm, make, torch.amp.GradScaler, 2.0**12)
-    for each, state in zip((again.model, again.optimizer, again.scaler), states, strict=True):
+    for each, state in zip(again.parts, states, strict=True):
         each.load_state_dict(state)
     bagua.load_state_dict(again.model, own)
     for step in range(saved_at, saved_at + 5):
@@ -183,13 +188,13 @@ def going_back(team: Team) -> list[torch.Tensor]:
     loop, found = Loop(team, ByteGrad(codec="int4"), sgd, torch.amp.GradScaler, 2.0**12), []
     for step in range(4):
         loop.step(step)
-    states = [copy.deepcopy(each.state_dict()) for each in (loop.model, loop.optimizer, loop.scaler)]
+    states = [copy.deepcopy(each.state_dict()) for each in loop.parts]
     own = bagua.state_dict(loop.model)
     for _ in range(2):
         for step in range(4, 8):
             loop.step(step, 2.0**4)
         found.append(loop.weights())
-        for each, state in zip((loop.model, loop.optimizer, loop.scaler), states, strict=True):
+        for each, state in zip(loop.parts, states, strict=True):
             each.load_state_dict(state)
         bagua.load_state_dict(loop.model, own)
     bagua.detach(loop.model)
@@ -199,3 +204,61 @@ def going_back(team: Team) -> list[torch.Tensor]:
 def test_an_earlier_state_is_in_the_units_of_its_scale() -> None:
     for once, again in run_teams(2, going_back):
         assert torch.equal(once, again)
+
+
+def after_a_resume(team: Team, skips: int, overflow: bool) -> torch.Tensor:
+    """A resumed run whose next steps are skipped, or left out."""
+    first = Loop(team, ByteGrad(codec="int4"), sgd, bagua.GradScaler, 2.0**12)
+    for step in range(4):
+        first.step(step)
+    states, own = [copy.deepcopy(each.state_dict()) for each in first.parts], bagua.state_dict(first.model)
+    bagua.detach(first.model)
+    again = Loop(team, ByteGrad(codec="int4"), sgd, bagua.GradScaler, 2.0**12)
+    for each, state in zip(again.parts, states, strict=True):
+        each.load_state_dict(state)
+    bagua.load_state_dict(again.model, own)
+    for step in range(4, 4 + skips) if overflow else ():
+        again.step(step, None, 1e38)
+    for step in range(4 + skips, 8 + skips):
+        again.step(step)
+    bagua.detach(again.model)
+    return again.weights()
+
+
+def test_steps_that_are_skipped_right_after_a_resume() -> None:
+    """`bagua.GradScaler` tells its scale in a step that it skips, too."""
+    want, found = (run_teams(2, after_a_resume, 5, overflow) for overflow in (False, True))
+    for skipped, left_out in zip(found, want, strict=True):
+        assert torch.equal(skipped, left_out)
+
+
+def saved_by_two(team: Team, path: Path) -> torch.Tensor:
+    loop = Loop(team, ByteGrad(codec="int4"), sgd, torch.amp.GradScaler, 2.0**12)
+    for step in range(4):
+        loop.step(step, 2.0**6 if step == 3 else None)
+    bagua.checkpoint.save(path, {"model": loop.model, "optimizer": loop.optimizer}, step=4, process_group=team)
+    (state,) = bagua.state_dict(loop.model)["states"]
+    bagua.detach(loop.model)
+    return state["tensors"]["residual"]
+
+
+def loaded_by_three(team: Team, path: Path, steps: int) -> tuple[float, torch.Tensor]:
+    """After `steps` others at another scale."""
+    loop = Loop(team, ByteGrad(codec="int4"), sgd, torch.amp.GradScaler, 2.0**8)
+    for step in range(steps):
+        loop.step(step)
+    objects = {"model": loop.model, "optimizer": loop.optimizer}
+    bagua.checkpoint.load(path, objects, process_group=team, rng=False)
+    data = bagua.state_dict(loop.model)
+    (state,) = data["states"]
+    bagua.detach(loop.model)
+    return data["loss_scale"], state["tensors"]["residual"]
+
+
+@pytest.mark.parametrize(("steps", "scale"), [(0, 2.0**6), (2, 2.0**8)])
+def test_another_number_of_ranks_gets_errors_and_their_scale(tmp_path: Path, steps: int, scale: float) -> None:
+    one, other = run_teams(2, saved_by_two, tmp_path)
+    want = (one + other) / 2 * (scale / 2.0**6)
+    for found, residual in run_teams(3, loaded_by_three, tmp_path, steps):
+        assert found == scale
+        torch.testing.assert_close(residual, want, rtol=1e-6, atol=0)
