@@ -13,6 +13,7 @@ from bagua.comm.team import Team
 from bagua.engine.guard import Guard, Probe, Quality
 from bagua.engine.parts import ExchangeParts, TrainingParts
 from bagua.engine.startup.sharded import check_sharded
+from bagua.engine.startup.shared_memory import check_memory
 from bagua.engine.stats import StepStats, Tally
 
 __all__ = ["Choosable", "Chooser", "EngineChoices", "Switch", "probe_of"]
@@ -248,6 +249,7 @@ class EngineChoices:
             algorithm.check(self._inventory.trainable, self.optimizers)
             algorithm.check_sparse(self._inventory.sparse, self.optimizers)
             check_sharded(self.optimizers, algorithm)
+            check_memory(self._inventory, algorithm)
         except ValueError as error:
             return str(error)
         return ""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import bagua
 from bagua.engine.startup.options import OF_DDP, OWN
@@ -47,6 +48,25 @@ def with_expanded_buffer(module: nn.Module) -> nn.Module:
     module.register_buffer("positions", torch.arange(3).expand(1, -1))
     module.register_buffer("table", torch.randn(1, 3).expand(2, 3))
     return module
+
+
+def expanded() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 4)
+    model.offset = nn.Parameter(torch.zeros(1).expand(4))
+    return model, torch.optim.SGD([model.weight], lr=0.1)
+
+
+class Autoencoder(nn.Module):
+    """The decoder's weight is a view of the encoder's, all of it or two columns."""
+
+    def __init__(self, columns: int = 6, frozen: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(4, columns)
+        self.decoder.weight.data = self.encoder.weight.data.t()[:columns]
+        self.decoder.weight.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
 
 
 CASES: dict[str, tuple[Any, str]] = {
@@ -97,6 +117,28 @@ CASES: dict[str, tuple[Any, str]] = {
     "expanded buffer": (
         lambda m, o: bagua.distribute(with_expanded_buffer(m), o),
         "ValueError: buffer 'table' is an expanded view",
+    ),
+    "expanded parameter": (
+        lambda m, o: bagua.distribute(*expanded()),
+        r"ValueError: parameter 'offset' is an expanded view, .*nn.Parameter\(x.clone\(\)\)",
+    ),
+    "tied memory": (
+        lambda m, o: bagua.distribute(*model_and_optimizer(Autoencoder), "local_sgd"),
+        "ValueError: parameters 'encoder.weight' and 'decoder.weight' share memory, and 'local_sgd' exchanges weights",
+    ),
+    "partly tied memory": (
+        lambda m, o: bagua.distribute(*model_and_optimizer(partial(Autoencoder, columns=2)), "diloco"),
+        "ValueError: parameters 'encoder.weight' and 'decoder.weight' share memory, and 'diloco' exchanges weights",
+    ),
+    "memory of a frozen parameter": (
+        lambda m, o: bagua.distribute(*model_and_optimizer(partial(Autoencoder, frozen=True)), "async"),
+        "ValueError: parameters 'encoder.weight' and 'decoder.weight' share memory, and 'async' exchanges weights",
+    ),
+    "tied memory, fallback": (
+        lambda m, o: bagua.distribute(
+            *model_and_optimizer(Autoencoder), "bytegrad", guard=bagua.Guard(every=2, fallback="local_sgd")
+        ),
+        "ValueError: parameters 'encoder.weight' and 'decoder.weight' share memory, and 'local_sgd' exchanges weights",
     ),
     "lazy": (lambda m, o: bagua.distribute(nn.LazyLinear(2), o), "ValueError: parameter 'weight' is not initialised"),
     "complex": (lambda m, o: bagua.distribute(Complex(), o), "ValueError: parameter 'phase' is torch.complex64"),
@@ -163,6 +205,33 @@ def test_environment_variable(monkeypatch: pytest.MonkeyPatch, pool: RankPool) -
         bagua.distribute(model, optimizer)
         model(torch.randn(4, 6)).sum().backward()
         assert bagua.stats(model).num_buckets > 1
+    finally:
+        bagua.destroy_process_group()
+
+
+class Cuts(nn.Module):
+    """Parameters that lie in one storage and share nothing: ranges of it, and columns of which ranges overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.randn(40)
+        columns = flat[20:].view(4, 5)
+        self.first, self.second = nn.Parameter(flat[:12].view(3, 4)), nn.Parameter(flat[12:20])
+        self.left, self.right = nn.Parameter(columns[:, :2]), nn.Parameter(columns[:, 2:])
+        frozen = torch.randn(6)
+        self.frozen, self.again = (nn.Parameter(frozen, requires_grad=False) for _ in range(2))
+        self.none, self.nothing = nn.Parameter(flat[:0]), nn.Parameter(flat[:0])
+
+
+def test_parameters_of_one_storage() -> None:
+    bagua.init_process_group()
+    try:
+        model, optimizer = model_and_optimizer(Cuts)
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        bagua.distribute(model, optimizer, "local_sgd")
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.detach(), before[name], rtol=0, atol=0)
+        bagua.distribute(*model_and_optimizer(Autoencoder), "bytegrad")  # gradients: tied weights stay tied
     finally:
         bagua.destroy_process_group()
 

@@ -145,8 +145,8 @@ def take_inventory(
     Raises:
         TypeError: not a module.
         ValueError: no trainable parameter; a parameter on the meta device, on another device than the rest, of
-            complex dtype, uninitialised or sparse; a buffer whose elements share memory; an optimizer that holds no
-            parameter of the module.
+            complex dtype, uninitialised or sparse; a parameter or buffer whose elements share memory; an optimizer that
+            holds no parameter of the module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
@@ -166,11 +166,7 @@ def take_inventory(
     for name, buffer in buffers.items():
         if buffer.is_meta or buffer.layout is not torch.strided:
             raise ValueError(f"buffer {name!r} is {'on the meta device' if buffer.is_meta else buffer.layout}")
-        if torch._debug_has_internal_overlap(buffer) == 1:  # then nothing can be copied into it
-            raise ValueError(
-                f"buffer {name!r} is an expanded view, in which several elements share memory, so rank 0's cannot be "
-                "written into it; register a copy, buffer.clone()"
-            )
+        _check_expanded("buffer", name, buffer, "register a copy, buffer.clone()")
     _check_optimizers(optimizers, [*trainable.values(), *sparse.values(), *frozen.values()])
     dtypes = tuple(param.dtype for param in trainable.values())
     marked = rank_local_names(module)
@@ -190,6 +186,16 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
     if type(param.data) is not Tensor:
         raise ValueError(
             f"parameter {name!r} is a {type(param.data).__name__}; tensor subclasses such as DTensor are not supported"
+        )
+    _check_expanded("parameter", name, param, "make it a copy, nn.Parameter(x.clone()), or expand it in forward()")
+
+
+def _check_expanded(kind: str, name: str, tensor: Tensor, instead: str) -> None:
+    """Refuse a tensor into which nothing can be copied, as several of its elements share memory."""
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(
+            f"{kind} {name!r} is an expanded view, in which several elements share memory, so rank 0's cannot be "
+            f"written into it; {instead}"
         )
 
 

@@ -36,6 +36,7 @@ from bagua.engine.startup.optimizer_outline import subclasses
 from bagua.engine.startup.options import check_options
 from bagua.engine.startup.rank_order import check_rank_order, check_routes
 from bagua.engine.startup.sharded import check_sharded
+from bagua.engine.startup.shared_memory import check_memory
 
 __all__ = ["Request"]
 
@@ -117,6 +118,7 @@ class Request:
         chosen = self.algorithm = chosen.for_optimizers(items)
         fallback = self.guard.fallback_on(((0,),)) if self.guard is not None else None
         check_sparse(inventory.sparse, chosen, fallback)
+        check_memory(inventory, chosen, fallback)
         self.subclasses = subclasses(items, [*inventory.parameters.values(), *inventory.frozen.values()])
 
     def fit_buckets(self, algorithm: Algorithm, nodes: Sequence[Sequence[int]]) -> None:
