@@ -104,6 +104,29 @@ def test_grad_stays_the_same_object(algorithm: str) -> None:
     run_teams(2, same_objects, algorithm)
 
 
+def zeroed_by_hand(team: Team, algorithm: str, by_hand: bool) -> dict[str, Tensor]:
+    """With the zero_grad of old scripts, or that of torch."""
+    model = seeded(make, 0)
+    made = bagua.optim.QAdam(model.parameters(), lr=0.01, warmup_steps=2) if algorithm == "qadam" else None
+    optimizer = made or torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.distribute(model, optimizer, algorithm, process_group=team, bucket_bytes=64)
+    for step in range(4):
+        for param in model.parameters() if by_hand else ():
+            if param.grad is not None:
+                param.grad.detach_()
+                param.grad.zero_()
+        if not by_hand:
+            optimizer.zero_grad(set_to_none=False)
+        model(batch(team.rank, step)).square().sum().backward()
+        optimizer.step()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "qadam", "local_sgd"])
+def test_gradients_can_be_detached_in_place(algorithm: str) -> None:
+    assert equal(run_teams(2, zeroed_by_hand, algorithm, True), run_teams(2, zeroed_by_hand, algorithm, False))
+
+
 def by_view(team: Team, view: bool, how: str) -> list[Any]:
     """Gradients after each of some passes, with both values of the option."""
     found: list[Any] = []

@@ -297,3 +297,16 @@ def test_parameters_that_change_their_group() -> None:
         return [param.detach() for param in params]
 
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
+def test_gradients_that_are_kept_can_be_detached_in_place() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = fuse(optim.Adam(model.parameters()))
+    for _ in range(4):
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.detach_()
+                param.grad.zero_()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()

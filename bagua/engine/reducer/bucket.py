@@ -68,6 +68,8 @@ class Bucket:
     def split(self, flat: Tensor, only: Collection[nn.Parameter] | None = None) -> list[Tensor]:
         """Each parameter's part of `flat`, in the parameter's shape and, where that was dense, strides.
 
+        Autograd does not know them as views of `flat`, so that `.grad.detach_()` works, as in zero_grad of old scripts.
+
         Args:
             flat: [N], or [M] with the elements of `only`, in the order of the bucket.
             only: parameters of the bucket; None: all.
@@ -78,7 +80,8 @@ class Bucket:
             if param not in wanted:
                 continue
             part = flat[offset : offset + param.numel()]
-            views.append(part.view(param.size()) if strides is None else part.as_strided(param.size(), strides))
+            view = part.view(param.size()) if strides is None else part.as_strided(param.size(), strides)
+            views.append(view.detach())
             offset += param.numel()
         return views
 

@@ -76,10 +76,10 @@ class Arena:
             self.grads = self.split(self.grad)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part of `flat`, in the parameter's shape and strides."""
+        """Each parameter's part of `flat`, in its shape and strides; no views for autograd, as those of buckets."""
         start = flat.storage_offset()
         return [
-            flat.as_strided(param.size(), param.stride(), start + offset)
+            flat.as_strided(param.size(), param.stride(), start + offset).detach()
             for param, offset in zip(self.params, self.offsets, strict=True)
         ]
 
