@@ -30,8 +30,8 @@ class ByteGrad(GradientAllReduce):
         average: mean if true, else sum; see `GradientAllReduce` for several backward passes.
         codec: the codec on the wire, "minmax_uint8" with blocks of 1024 elements by default.
         error_feedback: add the compression error of one step to the next; at most 8 bytes of state per element. None
-            (default) does so for codecs with less than 8 bits per element that are biased, as all but "eden" are, and
-            for "eden" if all optimizers given to `distribute` are `torch.optim.SGD`.
+            (default) does so for codecs with less than 8 bits per element that are biased, as all but "eden" are,
+            for "top_k", and for "eden" if all optimizers given to `distribute` are `torch.optim.SGD`.
         running_scale: divide each element by the root of its running mean magnitude before it is encoded; 4 bytes of
             state per element. None (default) does so for "eden" without error feedback.
         denoise_second_moment: take the expected square of the codec's noise out of the second moments of

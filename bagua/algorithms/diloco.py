@@ -16,7 +16,7 @@ from bagua.algorithms.decentralized import check_interval
 from bagua.algorithms.idle_rows import clear_idle_rows, launch_used_rows, loses_zeros, note_used_rows
 from bagua.algorithms.mean_moments import adam_slots_of, check_mean_moments
 from bagua.algorithms.nodes import fit_hierarchy, num_encoding
-from bagua.algorithms.options import check_corrections, check_number, shown
+from bagua.algorithms.options import check_corrections, check_keeps_changes, check_number, shown
 from bagua.algorithms.registry import register
 from bagua.algorithms.round_moments import (
     begin_round,
@@ -77,7 +77,8 @@ class DiLoCo(Algorithm):
             learn much better by that (docs/algorithms/local_sgd.md).
             If one is given, the others are 8 steps, a rate of 0.7, a momentum of 0.5 and "int4": half the bytes. In
             runs of 5 to 80 rounds 0.5 was better than 0.9 with SGD, Adam and Muon.
-        error_feedback: add the compression error of one round to the next (lossy, non-linear codecs).
+        error_feedback: add the compression error of one round to the next (lossy, non-linear codecs). "top_k" and
+            "packed_top_k" need it.
         fragments: bucket i belongs to fragment i mod `fragments`, and fragment f takes its outer step
             H/fragments steps after fragment f - 1, so that the network is used evenly. Must divide H.
         delay: inner steps between computing d and the outer step (at most H/fragments).
@@ -156,6 +157,8 @@ class DiLoCo(Algorithm):
             check_number("mixing", self.mixing, 0.0, 1.0)
         if nesterov and not momentum:
             raise ValueError("nesterov: True needs outer_momentum > 0; pass nesterov=False for plain outer SGD")
+        if not self.error_feedback:
+            check_keeps_changes(self._codec, coarse=True)
         check_corrections(self.mean_moments, self.scale_second_moment)
         if self.mean_moments and not self._averages:
             raise ValueError(

@@ -10,17 +10,23 @@ from bagua.codecs import Codec
 
 __all__ = ["fit_feedback", "fit_momentum_feedback", "fit_running_scale", "helps_sgd"]
 
+_MANY = 1 << 20
+
 
 def fit_feedback(wanted: bool | None, codec: Codec) -> bool:
-    """Resolve `error_feedback`: None becomes true for a biased codec with less than 8 bits per fp32 element.
+    """Resolve `error_feedback`: None becomes true for a biased codec that is coarse.
 
     Such codecs do not converge without it; with 8 bits it costs memory and gains almost nothing. An unbiased codec
     needs none: its errors average out. With SGD it is better with feedback nevertheless: see `helps_sgd`.
     """
     if wanted is not None:
         return wanted
-    many = 1 << 20
-    return not (codec.linear or codec.lossless or codec.unbiased) and codec.wire_bytes(many) < many
+    return not (codec.linear or codec.lossless or codec.unbiased) and _is_coarse(codec)
+
+
+def _is_coarse(codec: Codec) -> bool:
+    """Whether it has less than 8 bits per fp32 element, or leaves elements out, however many bytes the others take."""
+    return codec.drops or codec.wire_bytes(_MANY) < _MANY
 
 
 def helps_sgd(codec: Codec, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
@@ -29,13 +35,12 @@ def helps_sgd(codec: Codec, optimizers: Sequence[torch.optim.Optimizer]) -> bool
     SGD averages the errors over its steps, and feedback takes them back. An Adam would find the noise of feedback in
     its second moments (docs/codec-measurements.md has both).
     """
-    many = 1 << 20
-    small = codec.unbiased and not codec.lossless and codec.wire_bytes(many) < many
+    small = codec.unbiased and not codec.lossless and _is_coarse(codec)
     return small and bool(optimizers) and all(isinstance(each, torch.optim.SGD) for each in optimizers)
 
 
 def fit_momentum_feedback(wanted: bool | None, codec: Codec) -> bool:
-    """Resolve `error_feedback` of momenta: None becomes true below 8 bits per fp32 element, unbiased codecs included.
+    """Resolve `error_feedback` of momenta: None becomes true for a coarse codec, unbiased ones included.
 
     A momentum that was quantised is quantised again in the next step. The error of an unbiased codec is uncorrelated
     with what it encodes and adds to its square: with 1 bit of `eden` the square grows by 1.57 b1^2 in each step, which
@@ -43,8 +48,7 @@ def fit_momentum_feedback(wanted: bool | None, codec: Codec) -> bool:
     """
     if wanted is not None:
         return wanted
-    many = 1 << 20
-    return not (codec.linear or codec.lossless) and codec.wire_bytes(many) < many
+    return not (codec.linear or codec.lossless) and _is_coarse(codec)
 
 
 def fit_running_scale(wanted: bool | None, codec: Codec, feedback: bool) -> bool:

@@ -47,7 +47,7 @@ class GradientAllReduce(Algorithm):
         codec: "identity" (exact), "bf16" or "fp16" (summed in that type), or any lossy codec, which is what
             `ByteGrad` is with "minmax_uint8".
         error_feedback: add the compression error of one step to the next. None (default) does so for codecs with
-            less than 8 bits per element, which do not converge without; for unbiased ones, as "eden" is, if
+            less than 8 bits per element and "top_k", which do not converge without; for unbiased ones, as "eden" is, if
             all optimizers given to `distribute` are `torch.optim.SGD`.
         running_scale: divide each element by the root of its running mean magnitude before it is encoded; 4 bytes of
             state per element. None (default) does so for "eden" without error feedback.

@@ -26,13 +26,18 @@ def check_corrections(mean_moments: object, scale_second_moment: object) -> None
         raise ValueError("mean_moments and scale_second_moment contradict: the first needs no estimate")
 
 
-def check_keeps_changes(codec: Codec) -> None:
+def check_keeps_changes(codec: Codec, coarse: bool = False) -> None:
     """Check that little of a change of the weights is lost if it is sent once with `codec`, without error feedback.
 
+    Args:
+        codec: what encodes the change.
+        coarse: biased codecs of few bits may be used, if they send something of every element.
+
     Raises:
-        ValueError: the codec is biased and has fewer than 4 bits.
+        ValueError: the codec leaves elements out, or is biased and has fewer than 4 bits.
     """
-    if not codec.unbiased and 8 * codec.wire_bytes(_MANY) < 4 * _MANY:
+    few = not coarse and not codec.unbiased and 8 * codec.wire_bytes(_MANY) < 4 * _MANY
+    if codec.drops or few:
         raise ValueError(
             f"codec {codec.name!r}: what it does not send of a change would be lost; use an unbiased codec, as "
             "'eden', or diloco with error_feedback=True"

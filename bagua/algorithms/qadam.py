@@ -185,7 +185,7 @@ class QAdam(MomentumAverage):
             start-up benchmark decides.
         codec: the codec of the momenta: "minmax_uint8" by default, "sign" for 1 bit.
         error_feedback: add the compression error of one step to the next. None (default) does so for codecs with less
-            than 8 bits per element, which do not converge without: `eden` too, unlike with gradients.
+            than 8 bits per element and "top_k", which do not converge without: `eden` too, unlike with gradients.
 
     Bytes: after the warm-up about 2 (R-1)/R bytes per element sent with 8 bits, 2 (R-1)/(8 R) with 1 bit; during
         the warm-up four times what 8 bits cost, an all-reduce in fp32.

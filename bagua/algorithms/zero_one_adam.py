@@ -34,7 +34,7 @@ class ZeroOneAdam(MomentumAverage):
             start-up benchmark decides.
         codec: the codec of momenta and sums; "sign" by default, "minmax_uint8" for 8 bits.
         error_feedback: add the compression error of one exchange to the next. None (default) does so for codecs with
-            less than 8 bits per element, which do not converge without: `eden` too, unlike with gradients.
+            less than 8 bits per element and "top_k", which do not converge without: `eden` too, unlike with gradients.
 
     Bytes: about 2 (R-1)/(8 R) bytes per element for each exchange that is not exact; one exchange per interval.
     Source: arXiv:2202.06009 (0/1 Adam), algorithm 1.

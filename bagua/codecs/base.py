@@ -53,6 +53,11 @@ class Codec(RowParts):
     keeps_zeros: ClassVar[bool] = True
     """An element that is zero is decoded as zero, whatever its neighbours are."""
 
+    @property
+    def drops(self) -> bool:
+        """Whether elements are left out and decode to zero; error feedback, on by default then, sends them later."""
+        return False
+
     @abstractmethod
     def wire_bytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
         """Exact bytes of one encoded row of `n` elements of `dtype`; a multiple of 4."""

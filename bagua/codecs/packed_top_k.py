@@ -84,6 +84,11 @@ class PackedTopK(Codec):
     def _selection(self) -> TopK:
         return TopK(self.ratio, self.block)
 
+    @property
+    def drops(self) -> bool:
+        """Unless all elements are kept."""
+        return self.ratio < 1
+
     def wire_bytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
         """Exact bytes of one row, see `Codec.wire_bytes`."""
         if n >= 2**31:

@@ -66,6 +66,11 @@ class TopK(Codec):
         if self.block is not None and (type(self.block) is not int or self.block < 1):
             raise ValueError(f"block must be a positive int or None (the whole row), got {self.block!r}")
 
+    @property
+    def drops(self) -> bool:
+        """Unless all elements are kept."""
+        return self.ratio < 1
+
     def wire_bytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
         """Exact bytes of one row, see `Codec.wire_bytes`."""
         if n >= 2**31:

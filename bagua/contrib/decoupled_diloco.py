@@ -14,7 +14,7 @@ import torch
 from bagua import codecs
 from bagua.algorithms.base import Algorithm, Context, Exactness, Payload
 from bagua.algorithms.decentralized import check_interval
-from bagua.algorithms.options import check_number
+from bagua.algorithms.options import check_keeps_changes, check_number
 from bagua.algorithms.registry import register
 from bagua.codecs import Codec
 from bagua.contrib.decoupled_rounds import COUNTS, Merging, Outer, Rounds, SharedRounds, serve
@@ -64,7 +64,7 @@ class DecoupledDiLoCo(Algorithm):
         min_steps: inner steps with which a rank that is not ready yet is a member of a round that closes, 1 to H;
             None: H/8.
         outer_lr, outer_momentum, nesterov: the outer optimizer, as in `DiLoCo`.
-        codec: encoding of d: "identity", "bf16", "minmax_uint8", "int4", or any codec.
+        codec: encoding of d: "identity", "bf16", "minmax_uint8", "int4", or any codec that leaves no elements out.
         max_alone_s: how long a rank that is ready trains on without a round, in seconds; None: the process group's
             timeout; `math.inf`: without limit.
 
@@ -120,6 +120,7 @@ class DecoupledDiLoCo(Algorithm):
         alone = self.max_alone_s
         if alone is not None and (isinstance(alone, bool) or not isinstance(alone, int | float) or not alone > 0):
             raise ValueError(f"max_alone_s: expected a number of seconds > 0 or None, got {alone!r}")
+        check_keeps_changes(codecs.get(self.codec), coarse=True)
         _ = self.exchange
 
     @cached_property

@@ -59,8 +59,8 @@ def compress_fsdp(
             torch does not know of.
         replica_group: the ranks that own the same shard: `mesh["replicate"]`, or a `ProcessGroup`. Their weights
             become those of its first rank.
-        error_feedback: add what `reduce_scatter` lost to the next gradients; None does so for biased codecs with
-            less than 8 bits per element.
+        error_feedback: add what `reduce_scatter` lost to the next gradients; None does so for "top_k" and for
+            biased codecs with less than 8 bits per element.
 
     Returns:
         The state of error feedback, and the bytes sent; checkpoints take it as they take an optimizer.

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from bagua import codecs, topologies
-from bagua.algorithms import ByteGrad, Decentralized, GradientAllReduce, LocalSGD, LowPrecisionDecentralized, Warmup
+from bagua.algorithms import (
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    GradientAllReduce,
+    LocalSGD,
+    LowPrecisionDecentralized,
+    Warmup,
+)
 from tests.algorithms.quadratic import N, follow, start, targets
 from tests.codecs.test_minmax_uint8 import through_zero
 from tests.rank_threads import run_teams
@@ -222,7 +230,8 @@ def test_error_feedback_makes_coarse_codecs_train(codec: str, size: int) -> None
 
 @pytest.mark.parametrize("algorithm", [ByteGrad, GradientAllReduce])
 def test_error_feedback_follows_the_codec_unless_told_otherwise(algorithm) -> None:
-    for codec, wanted in {"minmax_uint8": False, "int4": True, "sign": True, "top_k": True}.items():
+    of_codec = {"minmax_uint8": False, "int4": True, "sign": True, "top_k": True}
+    for codec, wanted in {**of_codec, "top_k:ratio=0.3": True, "top_k:ratio=1": False}.items():
         assert algorithm(codec=codec).exchange == algorithm(codec=codec, error_feedback=wanted).exchange
         assert algorithm(codec=codec).exchange != algorithm(codec=codec, error_feedback=not wanted).exchange
     assert algorithm(codec="bf16").exchange == algorithm(codec="bf16", error_feedback=False).exchange
@@ -255,6 +264,9 @@ def test_bytes_per_step_are_what_available_says() -> None:
         (lambda: LowPrecisionDecentralized(topology="shift_one"), ("shift_one", "minmax_uint8")),
         (lambda: LocalSGD(codec="sign"), ("sign", "diloco", "error_feedback")),
         (lambda: LocalSGD(codec="top_k"), ("top_k", "eden")),
+        (lambda: LocalSGD(codec="top_k:ratio=0.2"), ("top_k", "error_feedback")),
+        (lambda: DiLoCo(codec="top_k"), ("top_k", "error_feedback")),
+        (lambda: DiLoCo(codec="packed_top_k:ratio=0.9"), ("packed_top_k", "error_feedback")),
         (lambda: LocalSGD(communication_interval=2.5), ("communication_interval", "2.5")),  # pyright: ignore
         (lambda: Warmup(-1, "bytegrad", "bytegrad"), ("steps", "-1")),
         (lambda: Warmup(3, "bytegrad", "nothing"), ("'nothing'",)),

@@ -368,7 +368,7 @@ def test_an_unbiased_codec_follows_adam_too(bits: int) -> None:
 
 
 def test_feedback_is_on_by_default_below_8_bits() -> None:
-    names = ("eden", "sign", "int4", "minmax_uint8", "identity", "bf16")
+    names = ("eden", "sign", "int4", "top_k:ratio=0.4", "minmax_uint8", "identity", "bf16")
     chosen = [fit_momentum_feedback(None, codecs.get(name)) for name in names]
-    assert chosen == [True, True, True, False, False, False]
+    assert chosen == [True, True, True, True, False, False, False]
     assert not fit_momentum_feedback(False, Eden()) and fit_momentum_feedback(True, codecs.get("minmax_uint8"))

@@ -31,6 +31,7 @@ assert CONTRIB_ALGORITHMS["decoupled_diloco"] is DecoupledDiLoCo  # and no longe
         ({"outer_momentum": 1.0}, ("outer_momentum", "1")),
         ({"outer_momentum": 0.0}, ("nesterov", "outer_momentum")),
         ({"codec": "no such codec"}, ("no such codec",)),
+        ({"codec": "top_k"}, ("top_k", "lost")),
         ({"max_alone_s": 0}, ("max_alone_s", "0")),
     ],
 )
