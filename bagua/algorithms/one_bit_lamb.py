@@ -29,7 +29,7 @@ class OneBitLamb(MomentumAverage):
         codec: the codec of the momenta: "minmax_uint8" by default, which was level with LAMB wherever it was measured;
             "sign", the paper's, for 1 bit, which was not (docs/algorithms/one_bit_lamb.md).
         error_feedback: add the compression error of one step to the next. None (default) does so for codecs with less
-            than 8 bits per element, which do not converge without: `eden` too, unlike with gradients.
+            than 8 bits per element and "top_k", which do not converge without: `eden` too, unlike with gradients.
 
     Bytes: after the warm-up about 2 (R-1)/R bytes per element sent with 8 bits, 2 (R-1)/(8 R) with 1 bit; an all-reduce
         in fp32 before.

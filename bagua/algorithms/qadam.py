@@ -19,6 +19,7 @@ from bagua.codecs import Codec
 from bagua.exchanges import Exchange, LerpHook, mix
 from bagua.optim import QAdam as QAdamOptimizer
 from bagua.optim import TwoStage, WarmedUp
+from bagua.optim.two_stage import is_zero
 
 __all__ = ["MomentumAverage", "QAdam"]
 
@@ -140,7 +141,22 @@ class MomentumAverage(Algorithm):
         optimizer = self.optimizer(ctx)
         if isinstance(optimizer, WarmedUp) and optimizer.awaits_verdict:
             self._agree(ctx, optimizer)
+        self._look_for_zeros(ctx, optimizer)
         ctx.wait()
+
+    def _look_for_zeros(self, ctx: Context, optimizer: TwoStage) -> None:
+        """Tell, once, of parameters that had zeros as gradients until their second moment was fixed."""
+        learning = ctx.keep("names of parameters whose second moment learns", lambda: _names(ctx.buckets))
+        fixed = optimizer.fixed(learning)
+        zeros = is_zero([optimizer.state[param]["exp_avg_sq"] for param in fixed])
+        found = [name for name, zero in zip([learning.pop(param) for param in fixed], zeros, strict=True) if zero]
+        if found:
+            ctx.notice(
+                f"{self.name}: {len(found)} parameters had no gradient but zeros until their second moment was fixed, "
+                f"so they will not move: {', '.join(sorted(found)[:5])}{' ...' if len(found) > 5 else ''}; give them a "
+                "gradient before, or leave them out of the loss until they are trained (.grad is None then)",
+                urgent=True,
+            )
 
     def _agree(self, ctx: Context, optimizer: WarmedUp) -> None:
         """Reject the optimizer's last test unless it holds on all ranks."""
@@ -156,6 +172,10 @@ class MomentumAverage(Algorithm):
                 f"{self.name}: the warm-up ends after {optimizer.num_steps} steps: within {optimizer.window} steps the "
                 f"norm of the second moment has changed by {100 * (1 - (optimizer.variance_ratio or 0.0)):.1f} % only"
             )
+
+
+def _names(buckets: Sequence[Bucket]) -> dict[Tensor, str]:
+    return {param: name for bucket in buckets for param, name in zip(bucket.params, bucket.names, strict=True)}
 
 
 def _through(momenta: Sequence[tuple[Tensor, float] | None]) -> LerpHook:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -92,6 +92,10 @@ class TwoStage(torch.optim.Optimizer):
     def compressing(self) -> bool:
         """Whether the next step takes a mean of quantised momenta."""
         raise NotImplementedError(f"{type(self).__name__} must implement `compressing`")
+
+    def fixed(self, params: Collection[Tensor]) -> list[Tensor]:
+        """Those of `params` whose second moment does not learn any more; elements of which it is 0 do not move."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `fixed`")
 
     def live(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
         """The group's parameters that have a gradient, with it and their state; their step is counted up.
@@ -208,6 +212,14 @@ def with_floor(moment: Tensor, floor: float) -> Tensor:
 def raised(moment: Tensor, least: Tensor) -> Tensor:
     """`with_floor` where the floor itself is known, so that `moment` may be part of a tensor."""
     return torch.threshold(moment, 0, torch.inf).clamp_(min=least)  # a mask would cost ten times as much
+
+
+@torch.no_grad()
+def is_zero(moments: Sequence[Tensor]) -> list[bool]:
+    """Whether second moments had nothing but zeros, before or after they were fixed."""
+    if not moments:
+        return []
+    return torch.stack([((moment == 0) | (moment == torch.inf)).all() for moment in moments]).tolist()
 
 
 def bounded(divisors: list[Tensor], firsts: list[Tensor], variance_floor: float) -> list[Tensor]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from bagua.optim.checks import check_steps
 from bagua.optim.two_stage import TwoStage
@@ -69,6 +71,16 @@ class WarmedUp(TwoStage):
         """Whether the warm-up is over."""
         end = self.warmup_end
         return end is not None and self.num_steps >= end
+
+    def fixed(self, params: Collection[Tensor]) -> list[Tensor]:
+        """Those whose own warm-up is over."""
+        if not self.compressing:
+            return []
+        return [param for param in params if self._is_over(self.state.get(param, {}), self._group(param))]
+
+    def _is_over(self, slot: Mapping[str, Any], group: dict[str, Any]) -> bool:
+        end = end_of(group)
+        return end is not None and "exp_avg_sq" in slot and slot["step"] >= end
 
     @property
     def variance_ratio(self) -> float | None:

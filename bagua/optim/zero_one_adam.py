@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -154,6 +154,12 @@ class ZeroOneAdam(TwoStage):
         if self._num_steps - self._begun_after <= self.param_groups[0]["var_freeze_step"]:
             return []
         return [param for param in params if param.numel() and not self.state.get(param, {}).get("num_updates")]
+
+    def fixed(self, params: Collection[Tensor]) -> list[Tensor]:
+        """Those that have a second moment, where no variance step is left."""
+        if self._num_steps - self._begun_after < self.param_groups[0]["var_freeze_step"]:
+            return []
+        return [param for param in params if self.state.get(param, {}).get("num_updates")]
 
     def kind(self, step: int) -> StepKind:
         """What the ranks exchange in step `step`, counted from 1; the same on all ranks."""
