@@ -195,9 +195,10 @@ class QAdam(MomentumAverage):
         m = mean over ranks of Q(b1 m + (1 - b1) g_i),    x -= lr / (1 - b1^k) * m / (sqrt(v) / c + eps)
 
     The optimizer gets the mean as the gradient (m_new - b1 m) / (1 - b1), so weight decay is added there,
-    exactly; clipping of gradients works on the mean, and so does a `GradScaler`, whose loss scale momenta are
-    multiplied with while they are sent. A parameter that no rank used keeps its momentum, as with Adam. The warm-up is
-    over when the optimizer has made its steps, resumed ones included.
+    exactly; clipping of gradients works on the mean, and so does a `bagua.GradScaler`, whose loss scale momenta are
+    multiplied with while they are sent. That gradient has the codec's error over 1 - b1: with few bits its norm is
+    mostly noise, so clip far above the norm of exact gradients. A parameter that no rank used keeps its momentum, as
+    with Adam. The warm-up is over when the optimizer has made its steps, resumed ones included.
 
     Args:
         hierarchical: full precision within a node, quantised between nodes. None (default) does so where it has
