@@ -90,6 +90,8 @@ class Backend(str):
             option, equals, value = word.partition("=")
             if not equals:
                 raise ValueError(f"backend {name!r}: expected OPTION=VALUE after the codec, got {word!r}")
+            if option in options:
+                raise ValueError(f"backend {name!r}: option {option!r} is given twice")
             try:
                 options[option] = ast.literal_eval(value)
             except (SyntaxError, ValueError):

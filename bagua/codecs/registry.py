@@ -96,7 +96,7 @@ def get(codec: str | Codec, /, **options: Any) -> Codec:
     Raises:
         TypeError: neither a name nor a codec.
         ValueError: the name or an option is unknown, an option has a wrong value or none, or options were given
-            beside an instance.
+            beside an instance, or twice.
 
     Examples:
         >>> bagua.codecs.get("minmax_uint8", block=256)
@@ -106,7 +106,13 @@ def get(codec: str | Codec, /, **options: Any) -> Codec:
     """
     if isinstance(codec, str) and ":" in codec:
         codec, *words = codec.split(":")
-        options = {**dict(_option(codec, word) for word in words), **options}
+        for word in words:
+            option, value = _option(codec, word)
+            if option in options:
+                raise ValueError(
+                    f"codec {codec!r}: option {option!r} is given twice, as {value!r} and {options[option]!r}"
+                )
+            options[option] = value
     if isinstance(codec, str) and codec in _factories:
         return _factories[codec](**options)
     if isinstance(codec, str) and codec not in registry:

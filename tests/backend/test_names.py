@@ -67,6 +67,7 @@ def test_options_make_the_name() -> None:
             lambda: Backend.parse("bagua:int4:block"),
             "backend 'bagua:int4:block': expected OPTION=VALUE after the codec",
         ),
+        (lambda: Backend.parse("bagua:int4:block=64:block=32"), "'block' is given twice"),
         (lambda: Backend.parse("bagua:int4:min_bytes=x"), "min_bytes: expected a number of bytes, 0 or more, got 'x'"),
         (lambda: Backend.parse("bagua:"), "backend: expected bagua, bagua:CODEC or bagua:CODEC:OPTION=VALUE"),
         (lambda: Backend.parse("gloo"), "backend: expected bagua, bagua:CODEC or bagua:CODEC:OPTION=VALUE, got 'gloo'"),

@@ -399,6 +399,9 @@ def test_a_name_may_carry_options():
         ("eden:", "codec 'eden': expected OPTION=VALUE after a colon, got ''"),
         ("eden:bits=7", "bits must be 1, 2, 3 or 4, got 7"),
         ("edn:bits=2", "codec 'edn' is unknown"),
+        ("eden:bits=2:bits=3", "codec 'eden': option 'bits' is given twice, as 3 and 2"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             codecs.get(name)
+    with pytest.raises(ValueError, match="option 'bits' is given twice, as 2 and 3"):
+        codecs.get("eden:bits=2", bits=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,10 @@ CASES: dict[str, tuple[Any, str]] = {
     "bucket_bytes type": (lambda m, o: bagua.distribute(m, o, bucket_bytes=1e6), "TypeError: bucket_bytes: .*float"),
     "module": (lambda m, o: bagua.distribute(o, o), "TypeError: module: .*SGD"),
     "optimizer": (lambda m, o: bagua.distribute(m, [m]), "TypeError: optimizers: .*Net"),
+    "wrapper of an optimizer": (
+        lambda m, o: bagua.distribute(m, SimpleNamespace(opt=o)),  # pyright: ignore[reportArgumentType]
+        r"TypeError: optimizers: .*SimpleNamespace; pass the wrapped optimizer, its \.opt",
+    ),
     "foreign optimizer": (
         lambda m, o: bagua.distribute(m, [o, torch.optim.Adam(nn.Linear(2, 2).parameters())]),
         r"ValueError: optimizers: number 1 \(Adam\)",

@@ -17,6 +17,7 @@ from bagua.engine.startup.rank_local import rank_local_names
 __all__ = ["Inventory", "as_optimizers", "ignored_names", "take_inventory"]
 
 _WRAPPERS = 8  # around an optimizer, one in another
+_HOLDS = ("optimizer", "opt", "_optimizer", "base_optimizer")  # where wrappers keep it
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -110,7 +111,12 @@ def _with_hooks(item: object, position: int) -> torch.optim.Optimizer:
     A wrapper may inherit from `torch.optim.Optimizer` and never call its `__init__`, as Accelerate's does.
     """
     if not isinstance(item, torch.optim.Optimizer):
-        raise TypeError(f"optimizers: expected a torch.optim.Optimizer or a list of them, got {type(item).__name__}")
+        held = (name for name in _HOLDS if isinstance(getattr(item, name, None), torch.optim.Optimizer))
+        name = next(held, None)
+        instead = f"; pass the wrapped optimizer, its .{name}" if name else ""
+        raise TypeError(
+            f"optimizers: expected a torch.optim.Optimizer or a list of them, got {type(item).__name__}{instead}"
+        )
     inner: object = item
     for _ in range(_WRAPPERS):
         if not isinstance(inner, torch.optim.Optimizer):
