@@ -91,8 +91,8 @@ def rate_of(ring: Sequence[int], pairs: Pairs = PAIRS) -> float:
 
 def share_of(pairs: Pairs = PAIRS) -> float:
     """Bits per second of the slowest pair where all pairs send, with the routes of the configured rates."""
-    rates = rates_of(pairs)
-    return slowest_share(rates, best_routes(rates, [[0.0] * HOSTS] * HOSTS))
+    rates, own = rates_of(pairs), HOST_LINK.settings()[0]
+    return slowest_share(rates, best_routes(rates, [[0.0] * HOSTS] * HOSTS, [own] * HOSTS))
 
 
 def bound_s(system: str, ring: Sequence[int], num_elements: int, compute_s: float, pairs: Pairs = PAIRS) -> float:

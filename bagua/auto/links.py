@@ -25,6 +25,7 @@ _MOST_BYTES = 32 * 2**20
 _GROWTH = 4
 _LONG_ENOUGH_S = 0.03  # for a transfer to say something of the rate, beside round trips and slow start
 _ROUND_TRIPS = 3
+_OUTWARD_S = 0.2  # for which a host sends to all others at once
 _MOST_ROUNDS = 4  # with more hosts than that, not every pair is measured
 _AGAIN = 2
 _SLOW = 0.8  # of what both ends have with others: such a pair is measured twice
@@ -61,6 +62,8 @@ class Links:
         between: nodes.
         within: nodes, where they have several ranks.
         seconds: that the measurement took.
+        outward: bits per second that the first rank of each node sends to those of all others at once, in the order of
+            the nodes. Measured with all pairs, over gloo; else ().
 
     Examples:
         >>> from bagua.auto.links import Link, Links
@@ -71,6 +74,7 @@ class Links:
     between: tuple[Link, ...]
     within: tuple[Link, ...]
     seconds: float
+    outward: tuple[float, ...] = ()
 
     @property
     def bandwidth(self) -> float:
@@ -136,6 +140,7 @@ class Links:
             tuple(Link(**each) for each in data["between"]),
             tuple(Link(**each) for each in data["within"]),
             data["seconds"],
+            tuple(data.get("outward", ())),
         )
 
 
@@ -169,7 +174,8 @@ def measure_links(
     twice, as something may have disturbed the first time.
 
     Args:
-        every_pair: measure all pairs of nodes, in as many rounds as there are nodes, less one if they are even.
+        every_pair: measure all pairs of nodes, in as many rounds as there are nodes, less one if they are even; and
+            what each node sends to all others at once.
 
     Raises:
         CommunicationError: a rank is lost; names it.
@@ -195,6 +201,11 @@ def measure_links(
             for pairs in ([(leaders[a], leaders[b]) for a, b in each] for each in rounds_of(len(leaders))):
                 mine += _measure_mine(flows, [pair for pair in pairs if pair in slow], device)
             found = _better(found, _gathered(team, mine))
+        outward: tuple[float, ...] = ()
+        if every_pair and team.backend == "gloo" and len(leaders) > 2:
+            own = _measure_outward(flows[0], leaders, found, device)
+            told = [decode(each) for each in team.all_gather_bytes("measured ways out", encode(own))]
+            outward = tuple(told[rank] for rank in leaders)
     for each in groups:
         each.leave(abort=False)
     inner = set(itertools.chain(within, ((b, a) for a, b in within)))
@@ -203,6 +214,7 @@ def measure_links(
         tuple(each for each in found if (each.source, each.target) not in inner),
         tuple(each for each in found if (each.source, each.target) in inner),
         seconds,
+        outward,
     )
 
 
@@ -268,6 +280,38 @@ def _send(flows: Sequence[Group], peer: int, device: torch.device) -> Link:
     least_s = max(trip_s / 4, 1e-6)  # where a round trip is all there is to a transfer
     rates = [8.0 * nbytes / max(each - trip_s, least_s) for each in (one, several)]
     return Link(flows[0].rank, peer, rates[0], rates[1], trip_s / 2)
+
+
+def _measure_outward(flow: Group, leaders: Sequence[int], links: Sequence[Link], device: torch.device) -> float:
+    """Bits per second that this rank sends to all other leaders at once, to each in proportion to its link.
+
+    One leader sends at a time. A network card that several links share shows in it. 0 for a rank that is no leader.
+    """
+    found, rates = 0.0, {(each.source, each.target): each for each in links}
+    if flow.rank not in leaders:
+        return found
+    for source in leaders:
+        others = [rank for rank in leaders if rank != source]
+        ways = [rates[source, rank] for rank in others]
+        seconds = min(_OUTWARD_S, 8.0 * _MOST_BYTES / max(way.bits_per_s for way in ways))
+        sizes = [max(int(way.bits_per_s * seconds / 8), 1) for way in ways]
+        trip_s = 2 * max(way.latency_s for way in ways)
+        for _ in range(_AGAIN):
+            if flow.rank == source:
+                payloads = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+                answers = [torch.zeros(1, dtype=torch.uint8, device=device) for _ in others]
+                started = time.perf_counter()
+                works = [flow.send(each, rank, 1) for each, rank in zip(payloads, others, strict=True)]
+                works += [flow.recv(each, rank, 2) for each, rank in zip(answers, others, strict=True)]
+                for work in works:
+                    work.wait()
+                took_s = time.perf_counter() - started
+                found = max(found, 8.0 * sum(sizes) / max(took_s - trip_s, took_s / 4))
+            else:
+                size = sizes[others.index(flow.rank)]
+                flow.recv(torch.empty(size, dtype=torch.uint8, device=device), source, 1).wait()
+                flow.send(torch.ones(1, dtype=torch.uint8, device=device), source, 2).wait()
+    return found
 
 
 def _transfer(flows: Sequence[Group], peer: int, nbytes: int, device: torch.device) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain, combinations
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from bagua.auto import Link, Links
 from bagua.auto.links import _better, _slow_pairs, measure_links, rounds_of
+from bagua.comm.team import Team
 from tests.rank_threads import run_teams
 
 
@@ -138,5 +140,17 @@ def test_slow_pairs_are_measured_again_and_the_best_counts() -> None:
 
 
 def test_links_are_plain_data() -> None:
-    links = made({(0, 1): 1e9, (1, 0): 2e9})
+    links = replace(made({(0, 1): 1e9, (1, 0): 2e9}), outward=(1.5e9, 2.5e9))
     assert Links.from_dict(json.loads(json.dumps(links.as_dict()))) == links
+
+
+def measured_ways_out(team: Team) -> tuple[float, ...]:
+    nodes = [[0, 1], [2], [3]]
+    return measure_links(team, nodes, torch.device("cpu"), every_pair=True).outward
+
+
+def test_every_node_sends_to_all_others_at_once() -> None:
+    """Once all pairs are measured; ranks that are not the first of their node only learn of it."""
+    found = run_teams(4, measured_ways_out, nodes=[0, 0, 1, 2])
+    assert len(found[0]) == 3 and all(rate > 1e6 for rate in found[0])
+    assert found == [found[0]] * 4

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sites import bound_s, fastest_ring, rate_of, rows_of
+from bagua.lab import Link
+from benchmarks.sites import PAIRS, SYSTEMS, bound_s, drawn, fastest_ring, rate_of, rates_of, rows_of, share_of
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/2026-11-27-order"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
+FILES = ["2026-11-27-order/sites.json", *(f"2026-11-29-routes/{n}.json" for n in ("sites", "seed_101", "seed_102"))]
 
 
 def test_rings_and_bounds() -> None:
@@ -21,12 +23,29 @@ def test_rings_and_bounds() -> None:
     assert bound_s("ring gossip, 8 bits", [0, 1, 2, 3], 6_000_000, 0.15) == pytest.approx(0.96)
 
 
-def test_rows_follow_from_the_steps() -> None:
-    report = json.loads((RESULTS / "sites.json").read_text())
+def test_bounds_of_all_reduces_are_those_of_the_best_routes() -> None:
+    assert share_of() == 300e6, "0-1 through 3, 2-3 through 0"
+    # 6 M elements, a quarter of them twice, 8 bits each, at 300 Mbit/s, after a third of 30 ms
+    assert bound_s("all-reduce, 8 bits", [0, 1, 2, 3], 6_000_000, 0.03) == pytest.approx(0.01 + 0.08)
+    assert bound_s("all-reduce, 2 bits", [0, 1, 2, 3], 6_000_000, 0.03) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_drawn_links(seed: int) -> None:
+    pairs = drawn(seed)
+    assert pairs == drawn(seed) and pairs != drawn(seed + 1) and pairs.keys() == PAIRS.keys()
+    assert all(49e6 < rate < 1.01e9 for a, row in enumerate(rates_of(pairs)) for b, rate in enumerate(row) if a != b)
+    assert share_of(pairs) >= min(min(row[:a] + row[a + 1 :]) for a, row in enumerate(rates_of(pairs)))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_rows_follow_from_the_steps(name: str) -> None:
+    report = json.loads((RESULTS / name).read_text())
     settings = report["settings"]
-    rows = rows_of(report["measured"], settings["num_elements"], settings["compute_ms"] / 1000)
+    pairs = {(int(a), int(b)): Link(*link) for (a, _, b), link in report["links"].items()}
+    rows = rows_of(report["measured"], settings["num_elements"], settings["compute_ms"] / 1000, pairs)
     assert rows == report["rows"]
-    assert [row["system"] for row in rows] == ["ring all-reduce", "ring gossip, 8 bits"]
+    assert {row["system"] for row in rows} <= set(SYSTEMS) and len(rows) >= 2
     for each in report["measured"]:
         assert all(len(turns) == settings["rounds"] for turns in each["times_s"].values())
 

@@ -105,7 +105,9 @@ def slow_except(*fast: tuple[int, int]) -> Any:
         rates = {
             pair: 1e9 if pair in fast or pair[::-1] in fast else 5e7 for pair in itertools.permutations(leaders, 2)
         }
-        return Links(tuple(Link(a, b, rate, rate, 1e-3) for (a, b), rate in rates.items()), (), 2.0)
+        return Links(
+            tuple(Link(a, b, rate, rate, 1e-3) for (a, b), rate in rates.items()), (), 2.0, tuple(9e9 for _ in nodes)
+        )
 
     return measure
 

@@ -70,6 +70,14 @@ def test_equal_links_and_a_slow_node_have_no_routes(pairs: Pairs) -> None:
     assert best_routes(table(4, pairs, other=500e6), near(4)) == {}
 
 
+def test_what_a_node_sends_to_all_others_limits_what_it_passes_on() -> None:
+    """Several links of 320 Mbit/s at a node, which share its network card or do not."""
+    rates = table(4, {(0, 1): 78e6, (0, 2): 83e6, (0, 3): 309e6, (1, 2): 318e6, (1, 3): 57e6, (2, 3): 320e6}, other=1.0)
+    assert best_routes(rates, near(4)) == {}
+    assert best_routes(rates, near(4), [320e6] * 4) == {}
+    assert best_routes(rates, near(4), [1e9] * 4) == {(1, 3): 2}
+
+
 def test_a_way_round_that_is_far_is_not_taken() -> None:
     rates = table(3, {(0, 1): 50e6}, other=1e9)
     latencies = table(3, {(0, 1): 1e-3}, other=5e-3)  # 64 KiB take 10.5 ms directly and 0.5 ms through node 2

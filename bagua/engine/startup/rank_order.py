@@ -144,7 +144,7 @@ def _choose(links: Any, nodes: Sequence[Sequence[int]], ordered: bool, routed: b
     rates = [[1.0 if a == b else min(ways[a, b].bits_per_s, ways[b, a].bits_per_s) for b in leaders] for a in leaders]
     latencies = [[0.0 if a == b else min(ways[a, b].latency_s, ways[b, a].latency_s) for b in leaders] for a in leaders]
     order, told = _ring(rates, nodes) if ordered else ((), "")
-    routes = best_routes(rates, latencies) if routed else {}
+    routes = best_routes(rates, latencies, links.outward) if routed else {}
     what = f"measured the links of {len(nodes)} hosts in {links.seconds:.1f} s"
     lines = [f"rank_order: {what}; {told}"] if ordered else []
     if routes:

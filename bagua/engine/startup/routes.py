@@ -14,17 +14,18 @@ _CLEARLY = 1.2
 _CHUNK_BITS = 8 * 64 * 2**10
 
 
-def best_routes(rates: Table, latencies: Table) -> dict[tuple[int, int], int]:
+def best_routes(rates: Table, latencies: Table, outward: Sequence[float] = ()) -> dict[tuple[int, int], int]:
     """Return the node through which a pair of nodes (the lower one first) should send, for pairs that should.
 
     All nodes send to each other alike and at once, as in an all-reduce of compressed chunks. A node sends no faster
-    than over its fastest link. The pair that takes longest goes through the node by which it is fastest, as long as it
+    than it does to all others. The pair that takes longest goes through the node by which it is fastest, as long as it
     becomes clearly faster and nothing else as slow; then the next one. If that makes the slowest pair less than 20 %
     faster, there are no routes.
 
     Args:
         rates: bits per second between two nodes, symmetric and positive.
         latencies: seconds one way between two nodes.
+        outward: bits per second that each node sends to all others at once; (): not known, as over its fastest link.
 
     Examples:
         >>> from bagua.engine.startup.routes import best_routes
@@ -34,6 +35,7 @@ def best_routes(rates: Table, latencies: Table) -> dict[tuple[int, int], int]:
     count = len(rates)
     load = _direct(count)
     fastest = [max(rates[a][b] for b in range(count) if b != a) for a in range(count)]
+    fastest = [max(pair) for pair in zip(fastest, outward or fastest, strict=True)]
     out = [float(count - 1)] * count  # chunks that leave a node
     before = _longest(load, out, rates, fastest)
     routes: dict[tuple[int, int], int] = {}
