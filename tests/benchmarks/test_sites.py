@@ -11,7 +11,10 @@ from bagua.lab import Link
 from benchmarks.sites import PAIRS, SYSTEMS, bound_s, drawn, fastest_ring, rate_of, rates_of, rows_of, share_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
-FILES = ["2026-11-27-order/sites.json", *(f"2026-11-29-routes/{n}.json" for n in ("sites", "seed_101", "seed_102"))]
+FILES = [
+    "2026-11-27-order/sites.json",
+    *(f"2026-11-29-routes/{n}.json" for n in ("sites", "seed_101", "seed_102", "seed_103")),
+]
 
 
 def test_rings_and_bounds() -> None:

@@ -111,3 +111,9 @@ def test_many_random_nodes_have_routes() -> None:
         pairs = {pair: 10 ** draw.uniform(7, 9) for pair in itertools.combinations(range(count), 2)}
         found += bool(best_routes(table(count, pairs, other=1.0), near(count)))
     assert found > 15
+
+
+def test_of_two_ways_round_the_one_with_faster_links_is_taken() -> None:
+    """Both nodes have as much to send; behind node 3 are faster links."""
+    rates = table(4, {(0, 1): 50e6, (0, 2): 600e6, (1, 2): 600e6}, other=1e9)
+    assert best_routes(rates, near(4), [1e9] * 4) == {(0, 1): 3}

@@ -50,14 +50,14 @@ def best_routes(rates: Table, latencies: Table, outward: Sequence[float] = ()) -
         a, b = pair
         now = load[pair] / rates[a][b]
 
-        def then(via: int, a: int = a, b: int = b) -> float:
-            """The longest time of what the route would load."""
-            links = [(load[_pair(end, via)] + 1) / rates[end][via] for end in (a, b)]
-            return max(*links, (out[via] + 2) / fastest[via])
+        def then(via: int, a: int = a, b: int = b) -> tuple[float, float]:
+            """The longest time of what the route would load, and of its links alone."""
+            links = max((load[_pair(end, via)] + 1) / rates[end][via] for end in (a, b))
+            return max(links, (out[via] + 2) / fastest[via]), links
 
         near = [via for via in range(count) if via not in pair and _is_near(a, b, via, rates, latencies)]
         via = min(near, key=lambda each: (then(each), each), default=None)
-        if via is None or then(via) * _CLEARLY > now:
+        if via is None or then(via)[0] * _CLEARLY > now:
             break  # nor would it help to move a faster pair
         routes[pair] = via
         load[pair] -= 1
