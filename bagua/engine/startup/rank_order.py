@@ -123,7 +123,8 @@ def arrange(
         lines.append("routes: none, since the native transport does not carry this module's exchanges")
     ordered, routed = order == MEASURED and len(nodes) > 3, routed and native and len(nodes) > 2
     if order == MEASURED and not ordered and team.size > 1:
-        lines.append(f"rank_order: all rings of {len(nodes)} hosts have the same links, so none was measured")
+        so = "" if routed else ", so none was measured"
+        lines.append(f"rank_order: all rings of {len(nodes)} hosts have the same links{so}")
     if not ordered and not routed:
         return Arrangement(given, {}, tuple(lines))
     links = import_module(_HOME).measure_links(team, nodes, device, every_pair=True)
