@@ -210,6 +210,8 @@ def test_equal_links_have_no_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGUA_ROUTES", "measured")
     for routes, _, notices, _ in run_teams(3, routed, {}, nodes=[0, 1, 2]):
         assert not routes and notices[-1] == "routes: measured the links of 3 hosts in 2.0 s; all pairs send directly"
+    for routes, _, notices, _ in run_teams(2, routed, {}, nodes=[0, 1]):
+        assert not routes and notices == ("routes: none, since there is no third host",)
     monkeypatch.setenv("BAGUA_ROUTES", "no")
     with pytest.raises(AssertionError, match="BAGUA_ROUTES: expected one of 'measured', 'direct', got 'no'"):
         run_teams(2, routed, {})

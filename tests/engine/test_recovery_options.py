@@ -80,6 +80,7 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "broadcast_buffers": lambda: {"broadcast_buffers": True},
     "autotune": lambda: {"autotune": True},
     "rank_order": lambda: {"rank_order": [0]},
+    "routes": lambda: {"routes": "measured"},
 }
 
 

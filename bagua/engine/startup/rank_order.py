@@ -119,8 +119,10 @@ def arrange(
         _check_together(given, nodes)
         lines.append(f"rank_order: rings in the order {_text(given)}")
     routed = routes == MEASURED or (routes is None and order == MEASURED)
-    if routed and not native and routes is not None and team.size > 1:
+    if routes == MEASURED and team.size > 1 and not native:
         lines.append("routes: none, since the native transport does not carry this module's exchanges")
+    elif routes == MEASURED and team.size > 1 and len(nodes) < 3:
+        lines.append("routes: none, since there is no third host")
     ordered, routed = order == MEASURED and len(nodes) > 3, routed and native and len(nodes) > 2
     if order == MEASURED and not ordered and team.size > 1:
         so = "" if routed else ", so none was measured"
