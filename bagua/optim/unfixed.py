@@ -23,6 +23,9 @@ def unfix_second_moments(optimizer: torch.optim.Optimizer) -> int:
     Returns:
         The number of parameters whose second moment was scaled.
 
+    Raises:
+        TypeError: it is no optimizer.
+
     Examples:
         >>> before = bagua.optim.QAdam(model.parameters(), lr=0.01)
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -30,6 +33,8 @@ def unfix_second_moments(optimizer: torch.optim.Optimizer) -> int:
         >>> bagua.optim.unfix_second_moments(optimizer)
         0
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, TwoStage):
         return 0
     scaled = 0

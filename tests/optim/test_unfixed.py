@@ -104,6 +104,11 @@ def test_other_states_are_left_as_they_are() -> None:
     assert unfix_second_moments(adam) == 0
 
 
+def test_a_state_dict_is_refused() -> None:
+    with pytest.raises(TypeError, match="optimizer: expected a torch.optim.Optimizer, got dict"):
+        unfix_second_moments(torch.optim.Adam(net().parameters()).state_dict())  # pyright: ignore[reportArgumentType]
+
+
 def test_what_was_infinite_is_zero() -> None:
     """OneBitLamb without `fixed_scaling` stores elements that never had a gradient as infinite."""
     model = nn.Linear(2, 1, bias=False)
