@@ -94,8 +94,12 @@ class TwoStage(torch.optim.Optimizer):
         raise NotImplementedError(f"{type(self).__name__} must implement `compressing`")
 
     def fixed(self, params: Collection[Tensor]) -> list[Tensor]:
-        """Those of `params` whose second moment does not learn any more; elements of which it is 0 do not move."""
-        raise NotImplementedError(f"{type(self).__name__} must implement `fixed`")
+        """Those of `params` whose second moment does not learn any more; elements of which it is 0 do not move.
+
+        Only a warning follows from it. An optimizer that does not say names none.
+        """
+        del params
+        return []
 
     def live(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
         """The group's parameters that have a gradient, with it and their state; their step is counted up.
