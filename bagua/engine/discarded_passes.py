@@ -13,6 +13,10 @@ from bagua.engine.reducer.unused_feedback import Withheld
 
 __all__ = ["DiscardedPasses", "holds_gradients"]
 
+# Steps without a discarded pass after which no further one is expected, as a gradient scaler skips one in 2000. A
+# generator and a discriminator that take turns in shorter phases are undone.
+_QUIET = 128
+
 
 class DiscardedPasses:
     """Puts back what error feedback and momenta held before a pass whose gradients never reached an optimizer.
@@ -20,10 +24,10 @@ class DiscardedPasses:
     Otherwise the next pass sends what was lost of gradients that do not count. That a module has such passes is known
     after the first one only, which is not undone, unless it comes before the first step: a gradient scaler, whose scale
     is not known yet, often skips that one. From then on there is a copy before each pass that is the first one after a
-    step.
+    step, until `_QUIET` steps have passed without a discarded pass.
 
     Attributes:
-        seen: there was such a pass.
+        seen: there was such a pass lately.
     """
 
     def __init__(self, training: TrainingParts, exchanges: ExchangeParts) -> None:
@@ -32,6 +36,7 @@ class DiscardedPasses:
         self._copies = Withheld()
         self.seen = self._held = False
         self._stepped = False  # with what is kept now
+        self._quiet = 0  # steps since the last such pass
         self._fresh = False  # there was no state when the pass began, so `_copies` has none
 
     def pass_begins(self) -> None:
@@ -41,7 +46,7 @@ class DiscardedPasses:
 
     def was_discarded(self) -> None:
         """A further pass begins, and nothing is left of the gradients of the one before."""
-        self.seen = True
+        self.seen, self._quiet = True, 0
         if self._held and self._is_of_passes():
             if self._fresh:
                 self._dispatcher.renew()
@@ -51,6 +56,8 @@ class DiscardedPasses:
         """The gradients have reached the optimizers."""
         self._forget()
         self._stepped = True
+        self._quiet += 1
+        self.seen = self.seen and self._quiet < _QUIET
 
     def state_is_loaded(self) -> None:
         """Another state is kept now than at the last pass."""
