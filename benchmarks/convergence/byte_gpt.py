@@ -34,6 +34,7 @@ from benchmarks.overhead import describe_machine
 __all__ = [
     "MATRIX_OPTIMIZERS",
     "MUON_RATE",
+    "OTHER_OPTIMIZERS",
     "OWN_OPTIMIZERS",
     "TASKS",
     "Block",
@@ -63,6 +64,16 @@ OWN_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 MATRIX_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "muon": torch.optim.Muon,
     "dion": torch.optim.SGD,
+}
+#: Optimizers of torch that no algorithm treats apart, with learning rates that were not tuned.
+OTHER_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "adafactor": partial(torch.optim.Adafactor, lr=2e-2),
+    "adamax": partial(torch.optim.Adamax, lr=4e-3),
+    "amsgrad": partial(torch.optim.AdamW, lr=4e-3, amsgrad=True),
+    "nadam": partial(torch.optim.NAdam, lr=4e-3),
+    "radam": partial(torch.optim.RAdam, lr=4e-3),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
 }
 
 
@@ -148,6 +159,8 @@ def make_optimizers(kind: str, params: Sequence[nn.Parameter], task: Task) -> li
         return [torch.optim.SGD(params, lr=task.rates["sgd"], momentum=0.9)]
     if kind == "adamw":
         return [torch.optim.AdamW(params, lr=task.rates["adamw"])]
+    if kind in OTHER_OPTIMIZERS:
+        return [OTHER_OPTIMIZERS[kind](params)]
     if kind in OWN_OPTIMIZERS:
         return [OWN_OPTIMIZERS[kind](params, lr=task.rates["adamw"], weight_decay=0.01)]
     matrices = [p for p in params if p.dim() == 2 and p.shape[0] != 256 and p.shape[0] != task.context]

@@ -1,4 +1,4 @@
-"""Algorithms that communicate every few dozen steps, with AdamW, Muon and SGD as the inner optimizer.
+"""Algorithms that communicate every few dozen steps, with AdamW, Muon, SGD and others as the inner optimizer.
 
     python -m benchmarks.convergence.periodic [--json FILE] [--task NAME] [--seeds 31,32] [--steps N] [--only NAMES]
         [--optimizers NAMES] [--ranks 4] [--workers N]
@@ -6,7 +6,7 @@
 The tasks, schedules and learning rates of `byte_gpt`, on simulated ranks. With "muon", matrices of the
 blocks are trained by `torch.optim.Muon` and everything else by AdamW. Nothing but the algorithm differs between the
 rows of an optimizer, except that `qadam`, `zero_one_adam` and `demo` have their own in the place of AdamW, and that
-`dion` has SGD in the place of Muon.
+`dion` has SGD in the place of Muon. `OTHER_OPTIMIZERS` of `byte_gpt` have rates of their own, for all tasks.
 The figure is the validation loss of the averaged weights after the last step. A row is an algorithm with its options,
 `name:option=value:...`, where `/` and `~` in a value stand for `:` and `=`; `@0.25` makes the first quarter of the
 steps with gradient_allreduce. `delayed:delay=2:every=4` is `async` with rounds that take two steps and begin every four

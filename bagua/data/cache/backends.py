@@ -29,6 +29,7 @@ class Backend(Protocol):
     """Hashable and picklable; equal ones share a store within a process."""
 
     copies: ClassVar[bool]  # whether the store keeps copies of what it is given
+    outlives: ClassVar[bool]  # whether entries are still there after the store was closed
 
     def __hash__(self) -> int: ...
 
@@ -42,6 +43,7 @@ class MemoryBackend:
     """A dictionary in this process."""
 
     copies: ClassVar[bool] = False
+    outlives: ClassVar[bool] = False
     capacity_bytes: int | None = None
     zero_copy: bool = False
 
@@ -55,6 +57,7 @@ class LmdbBackend:
     """A file that all processes of the node share."""
 
     copies: ClassVar[bool] = True
+    outlives: ClassVar[bool] = True
     path: str
     capacity_bytes: int | None = None
 
@@ -68,6 +71,7 @@ class RedisBackend:
     """Servers that all processes of the job share."""
 
     copies: ClassVar[bool] = True
+    outlives: ClassVar[bool] = True
     hosts: tuple[RedisHost, ...]
 
     def open(self) -> Store:

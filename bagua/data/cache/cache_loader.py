@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bagua.data.cache.backends import Backend, make_backend
-from bagua.data.cache.client import Client, arrange_exit, connect, release
+from bagua.data.cache.client import Client, arrange_exit, connect, forget_claims, release
 from bagua.data.cache.frame import SERIALIZERS, make_frame, make_key, read_frame
 from bagua.data.cache.store import Buffer, StoreStatus
 
@@ -149,6 +149,7 @@ class CacheLoader:
         client = self._connected()
         client.writer.flush()
         client.store.clear()
+        forget_claims(self._backend)
 
     def close(self) -> None:
         """Write what is pending and close the store, also for other loaders of this process that share it.

@@ -13,6 +13,9 @@ from typing import Any, ClassVar
 from torch.utils.data import Dataset, IterableDataset
 
 from bagua.data.cache.cache_loader import CacheLoader, CacheStats
+from bagua.data.cache.client import claim, forget_claims
+from bagua.data.cache.outline import outline_of
+from bagua.data.cache.store import StoreError
 
 __all__ = ["CachedDataset"]
 
@@ -32,7 +35,8 @@ class CachedDataset(Dataset[Any]):
 
     Raises:
         TypeError: `dataset` cannot be indexed; else as CacheLoader.
-        ValueError: another dataset of this process uses `dataset_name` in the same store; else as CacheLoader.
+        ValueError: another dataset of this process uses `dataset_name` in the same store, or has used it; else as
+            CacheLoader.
 
     Examples:
         >>> squares = torch.utils.data.TensorDataset(torch.arange(8.0).square())
@@ -87,14 +91,33 @@ class CachedDataset(Dataset[Any]):
 
     def _claim_name(self) -> None:
         """Refuse a name under which another dataset's samples would be returned."""
+        mine = self.cache_loader
         if self._others():
             gc.collect()  # one that only a cycle keeps alive is not in use
             if self._others():
                 raise ValueError(
-                    f"dataset_name: {self.cache_loader.dataset_name!r} is in use for another dataset in the same "
+                    f"dataset_name: {mine.dataset_name!r} is in use for another dataset in the same "
                     "store, so each would return the other's samples; give each dataset a dataset_name of its own"
                 )
+        outline = outline_of(self.dataset)
+        if claim(mine.backend, mine.dataset_name, outline) != outline and self._holds_samples():
+            raise ValueError(
+                f"dataset_name: {mine.dataset_name!r} was used in this process for another dataset, whose samples are "
+                "still in the store and would be returned; give each dataset a dataset_name of its own, as "
+                "f'fold {k}', or remove the samples with cache_loader.clear() of the dataset before"
+            )
         _made.add(self)
+
+    def _holds_samples(self) -> bool:
+        """Whether the store has entries; if not, nobody has a claim on its names."""
+        try:
+            if self.cache_loader.num_keys():
+                return True
+        except StoreError:
+            return True
+        forget_claims(self.cache_loader.backend)
+        claim(self.cache_loader.backend, self.cache_loader.dataset_name, outline_of(self.dataset))
+        return False
 
     def _others(self) -> bool:
         """Whether a different dataset has the same name and store."""

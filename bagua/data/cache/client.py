@@ -19,7 +19,7 @@ from bagua.data.cache.lmdb_directory import leave_job_directories
 from bagua.data.cache.store import Buffer, Store, StoreStatus
 from bagua.data.cache.writer import Writer
 
-__all__ = ["Client", "arrange_exit", "close_all", "connect", "release"]
+__all__ = ["Client", "arrange_exit", "claim", "close_all", "connect", "forget_claims", "release"]
 
 _EXIT_S = 10.0  # how long the end of a process waits for its last entries
 
@@ -66,6 +66,7 @@ class Client:
 
 
 _clients: dict[Backend, Client] = {}
+_claims: dict[Backend, dict[str, bytes]] = {}
 _inherited: list[dict[Backend, Client]] = []  # kept forever: their sockets and files are the parent's to close
 _lock = threading.RLock()
 _arranged_pid = 0
@@ -91,8 +92,22 @@ def release(backend: Backend) -> None:
     """Close this process's client of `backend`, for all its loaders; another use opens it again."""
     with _lock:
         client = _clients.pop(backend, None)
+        if not backend.outlives:
+            _claims.pop(backend, None)
     if client is not None:
         client.close()
+
+
+def claim(backend: Backend, name: str, outline: bytes) -> bytes:
+    """Note that a dataset with `outline` uses `name` in the store of `backend`; returns the first one's that did."""
+    with _lock:
+        return _claims.setdefault(backend, {}).setdefault(name, outline)
+
+
+def forget_claims(backend: Backend) -> None:
+    """The store of `backend` is empty."""
+    with _lock:
+        _claims.pop(backend, None)
 
 
 def arrange_exit() -> None:
@@ -114,6 +129,7 @@ def close_all() -> None:
     with _lock:
         while _clients:
             _clients.popitem()[1].close(_EXIT_S)
+        _claims.clear()
     leave_job_directories()
     stop_servers()
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from bagua.data import CachedDataset, CacheLoader
+from bagua.data.cache.outline import outline_of
 from bagua.data.cache.redis_host import RedisHost
 from tests.rank_pool import RankPool
 
@@ -108,7 +111,69 @@ def test_two_datasets_of_one_name_in_one_store_are_refused(
     with pytest.raises(ValueError, match="dataset_name"):
         CachedDataset([1, 2], backend, **kw)
     del train
-    CachedDataset([1, 2], backend, **kw)
+    with pytest.raises(ValueError, match="was used in this process for another dataset"):
+        CachedDataset([1, 2], backend, **kw)
+    same = CachedDataset(Squares(squares.log), backend, **kw)
+    same.cache_loader.clear()
+    del same
+    assert CachedDataset([1, 2], backend, **kw)[0] == 1
+
+
+@pytest.mark.parametrize("backend", ["memory", "lmdb", "redis"])
+def test_folds_that_are_released_one_by_one_do_not_share_samples(backend: str, request: pytest.FixtureRequest) -> None:
+    kw, full = options(backend, request), TensorDataset(torch.arange(8.0))
+
+    def samples(fold: int, name: str) -> list[float]:
+        half = CachedDataset(Subset(full, range(4 * fold, 4 * fold + 4)), backend, name, **kw)
+        return [half[index][0].item() for index in range(4)]
+
+    assert samples(0, "") == samples(0, "") == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="dataset_name: '' was used"):
+        samples(1, "")
+    assert samples(1, "fold 1") == [4, 5, 6, 7]
+
+
+def test_a_store_that_was_closed_or_removed_has_no_claims(tmp_path: Path) -> None:
+    CachedDataset([1, 2], "memory")[0]
+    CachedDataset([1, 2], "memory").close()
+    assert CachedDataset([3, 4], "memory")[0] == 3
+    CachedDataset([1, 2], "lmdb", path=tmp_path / "store")[0]
+    closed = CachedDataset([1, 2], "lmdb", path=tmp_path / "store")
+    closed.close()
+    del closed
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").mkdir()
+    assert CachedDataset([3, 4], "lmdb", path=tmp_path / "store")[0] == 3
+
+
+class Unpicklable(Dataset[int]):
+    def __init__(self, size: int, table: Any) -> None:
+        self.lock, self.table, self.size = threading.Lock(), table, size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_an_outline_tells_datasets_apart_without_a_copy_of_them() -> None:
+    table, other = torch.arange(1 << 22), torch.arange(1 << 22).flip(0)
+    assert outline_of(Unpicklable(3, table)) == outline_of(Unpicklable(3, table.clone()))
+    found = {
+        outline_of(each)
+        for each in (
+            Unpicklable(3, table),
+            Unpicklable(4, table),
+            Unpicklable(3, other),
+            Unpicklable(3, table.numpy()),
+            Unpicklable(3, other.numpy()),
+            Unpicklable(3, table.view(2048, 2048).T),
+            Unpicklable(3, list(range(1 << 20))),
+            Subset(Unpicklable(3, table), [0]),
+            Subset(Unpicklable(3, table), [1]),
+            [0, 1],
+            [0, 2],
+        )
+    }
+    assert len(found) == 11
 
 
 def with_workers(squares: Squares, backend: str, method: str, kw: dict[str, Any]) -> None:
