@@ -48,6 +48,7 @@ from bagua.engine.startup.rollback import unless_it_fails
 from bagua.engine.tuning.saved_results import check_files, session_of
 from bagua.engine.tuning.search_space import hierarchy_is_free
 from bagua.engine.tuning.site_trial import flat_of, tries
+from bagua.engine.unheld_parameters import tell_of_unheld_parameters
 from bagua.membership.epoch import FIRST_EPOCH
 from bagua.optim import unfix_second_moments
 from bagua.status.rank_status import serve_rank
@@ -227,6 +228,7 @@ def distribute(
     atexit.register(_stop_lanes)  # for scripts that did without bagua.init_process_group()
     engine = attachments[module].engine
     tell_of_max_norm(module, engine)
+    tell_of_unheld_parameters(engine, request.optimizers)
     _log.debug("rank %d: %s distributed with %r", engine.team.rank, type(module).__name__, engine.state.root)
     return module
 
