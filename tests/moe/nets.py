@@ -49,6 +49,8 @@ def optimizer(algorithm: str, params: Iterable[Any]) -> torch.optim.Optimizer:
         return bagua.optim.ZeroOneAdam(
             params, lr=0.01, var_freeze_step=3, var_update_scaler=1, local_step_scaler=1, local_step_clipper=2
         )
+    if algorithm == "dion":
+        return torch.optim.SGD(params, lr=0.01)
     return torch.optim.Adam(params, lr=0.01)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import bagua
+import bagua.contrib  # registers its algorithms
 from bagua.comm.team import Team
 from bagua.engine.startup.rank_local import rank_local_names
 from bagua.moe import mark_rank_local
