@@ -40,5 +40,8 @@ def broadcast_buffers(module: nn.Module, engine: Engine, src: int) -> None:
             f"buffers were added or removed since bagua.distribute() ({changed}); call it again on all ranks"
         )
     if buffers:
-        with engine.dispatcher.side_exchange("buffers") as group:
+        # As under DDP, autograd does not count this as a change: batch norm in training mode saves its running
+        # statistics, with which its backward pass computes nothing, and an earlier forward pass may still need its own.
+        kept = torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values()))
+        with engine.dispatcher.side_exchange("buffers") as group, kept:
             replicate_tensors(list(buffers.values()), group, engine.inventory.device, src)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua
 from bagua.comm.team import Team
+from tests.engine.training import batch, seeded
 from tests.rank_pool import RankPool
 from tests.rank_threads import run_teams
 
@@ -127,3 +128,26 @@ def call_another_method(team: Team) -> str:
 def test_the_error_of_a_pass_without_hooks_names_both_causes() -> None:
     for error in run_teams(2, call_another_method):
         assert "another method than forward()" in error and "torch.compile()" in error
+
+
+def train_siamese(team: Team, algorithm: str, broadcast: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Two forward passes before each backward pass. Batch norm in training mode computes nothing with its buffers."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2)), 0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    bagua.distribute(model, optimizer, algorithm, broadcast_buffers=broadcast, process_group=team)
+    for step in range(4):
+        optimizer.zero_grad()
+        first, second = model(batch(team.rank, 2 * step)), model(batch(team.rank, 2 * step + 1))
+        (first - second).square().mean().backward()
+        optimizer.step()
+    bagua.detach(model)
+    return dict(model.named_parameters()), model.get_buffer("1.running_mean")
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd", "decentralized"])
+def test_several_forward_passes_before_a_backward_pass(algorithm: str) -> None:
+    """The broadcast within the second one is no change that autograd counts, as under DDP."""
+    with_broadcast, without = (run_teams(2, train_siamese, algorithm, broadcast) for broadcast in (True, False))
+    for (weights, _), (expected, _) in zip(with_broadcast, without, strict=True):
+        assert all(torch.equal(weights[name], param) for name, param in expected.items())
+    assert not torch.equal(with_broadcast[1][1], without[1][1]), "nothing was broadcast"
