@@ -119,6 +119,7 @@ def attach(
         attachment.steps = instead_of.steps
         attachment.steps.ref = weakref.ref(engine.optimizer_steps)
         attachment.replaced = instead_of.replaced
+        engine.tracker.thread = instead_of.engine.tracker.thread
         instead_of.remove_hooks()
     attachment.handles.append(module.register_forward_pre_hook(_before_forward))
     attachment.handles.append(module.register_forward_hook(_after_forward))
@@ -163,6 +164,8 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
     attachment = attachments.get(module)
     if attachment is not None:
         trains = module.training and is_plain_pass()
+        if trains and not attachment.engine.tracker.is_of_training(gradients=torch.is_grad_enabled()):
+            return
         if attachment.before_step is not None and trains:
             attachment.before_step(module)
             attachment = attachments[module]

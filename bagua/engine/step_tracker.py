@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -42,6 +43,7 @@ __all__ = ["StepTracker"]
 class StepTracker:
     """Receives forward passes, backward passes and optimizer steps, in the training thread.
 
+    That is the thread of the last forward pass with gradients, or of `distribute`. It may change between passes.
     Implements `PassListener`, through which the reducer tells of backward passes.
 
     Attributes:
@@ -57,6 +59,7 @@ class StepTracker:
         listeners: told of each step that was counted.
         chooser: of the algorithm, if the user left it open.
         units: of what exchanges keep.
+        thread: of the training.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class StepTracker:
         self.broadcasts_buffers, self.buffers_due = broadcasts_buffers, True
         self.joining: Announcer | None = None
         self.hooks_ran = self.forward_seen = self.forward_told = self.step_begun = self.ending = False
+        self.thread = threading.get_ident()
         self.stepped: set[int] = set()
         self.nesting = Nesting()
         self.listeners = StepListeners()
@@ -126,6 +130,40 @@ class StepTracker:
         return self.joining.announce(moment, self._team.size) if self.joining is not None else 0
 
     # -- moments, called by the hooks ----------------------------------------------------------------------------
+
+    def is_of_training(self, *, gradients: bool) -> bool:
+        """Whether a forward pass in training mode that is about to begin is one of the training.
+
+        One without gradients in another thread, which samples or evaluates, begins and ends nothing.
+
+        Args:
+            gradients: they are enabled.
+
+        Raises:
+            RuntimeError: they are, and another thread is in a backward pass.
+        """
+        if torch._C._current_graph_task_id() != -1:  # recomputes activations, maybe in a thread of autograd's
+            return True
+        if gradients:
+            self._refuse_beside("a forward pass with gradients in thread")
+            self.thread = threading.get_ident()
+            return True
+        return self.thread == threading.get_ident() and not self._reducer.runs_elsewhere
+
+    def _refuse_beside(self, call_in_thread: str) -> None:
+        """Refuse what would disturb a backward pass that another thread is in.
+
+        Raises:
+            RuntimeError: one is.
+        """
+        reducer = self._reducer
+        if reducer.runs_elsewhere and reducer.stays_elsewhere():
+            names = {each.ident: f"thread {each.name!r}" for each in threading.enumerate()}
+            raise RuntimeError(
+                f"{call_in_thread} {threading.current_thread().name!r}, while a backward pass of the same module runs "
+                f"in {names.get(reducer.thread, 'another thread')}; beside a backward pass, other threads may only "
+                "make forward passes under torch.no_grad() or torch.inference_mode()"
+            )
 
     def forward_begins(self, *, gradients: bool = True) -> None:
         """Before a forward pass in training mode, or a backward pass without one.
@@ -179,7 +217,9 @@ class StepTracker:
 
         Raises:
             CommunicationError: it was interrupted on some ranks only.
+            RuntimeError: it goes on in another thread.
         """
+        self._refuse_beside("the end of a backward pass or a step in thread")
         if self._reducer.broken_off:
             self._failures.settle_broken()
         elif self._reducer.open:

@@ -8,6 +8,8 @@ The first synchronised pass only records the order in which gradients become rea
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -28,6 +30,8 @@ from bagua.errors import CommunicationError
 
 __all__ = ["Reducer"]
 
+_DROP_S = 1.0  # how long a thread of a GPU may take to drop a pass that an exception has ended
+
 
 class Reducer:
     """Counts the gradients of backward passes and announces buckets that are complete.
@@ -47,6 +51,7 @@ class Reducer:
         count: synchronised passes that are over; the same on all ranks.
         failed_to_end: an exception came at the end of a pass, when others may be done with it.
         first: the parameter whose gradient began the pass, and holds more than it did before; -1: none has come.
+        thread: in which the last pass began: that of `backward()`, or autograd's own of a GPU.
     """
 
     def __init__(
@@ -71,6 +76,9 @@ class Reducer:
         self._static = StaticGraph() if static_graph else None
         self.failed_to_end = False
         self.first = -1
+        self.thread = 0
+        self._running = False  # autograd holds what it is to call at the end of a pass
+        self._dropped = False  # it did not call that: an exception has ended the open pass
         self._graphs = GradientGraphs()
         self._own = None if gradient_as_bucket_view or alone else OwnGradients()
         self._hook_order: HookOrder | None = None
@@ -220,14 +228,40 @@ class Reducer:
                 self._hook_order.restore()
             self.listener.pass_begins()
             self._open()
-        self._callback_queued = True
+        self._callback_queued = self._running = True
+        self.thread = threading.get_ident()
         self._graphs.wanted = torch.is_grad_enabled() and self.views_are_gradients and not self._alone
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfPass(self))  # pyright: ignore
 
     @property
     def broken_off(self) -> bool:
         """Whether an exception has ended a synchronised pass; to be asked outside of backward passes."""
-        return self.failed_to_end or (self.open and self._callback_queued and torch._C._current_graph_task_id() == -1)
+        if self.failed_to_end:
+            return True
+        waits = self.open and self._callback_queued and torch._C._current_graph_task_id() == -1
+        return waits and not self.runs_elsewhere
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether another thread is in a synchronised pass; to be asked outside of backward passes.
+
+        For a moment after an exception it may still seem so where gradients are on a GPU.
+        """
+        return self._running and self.thread != threading.get_ident()
+
+    def stays_elsewhere(self) -> bool:
+        """As `runs_elsewhere`, for certain: whether no exception is just ending the pass."""
+        deadline = time.monotonic() + (_DROP_S if self._streams is not None else 0.0)
+        while self.runs_elsewhere and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return not self._dropped
+
+    def dropped(self) -> None:
+        """autograd has given up a pass because of an exception. Called by a destructor, in any thread."""
+        self._running = False
+        if self.open:
+            self._dropped = True
+            self.listener.pass_broke_off()
 
     def forget(self) -> None:
         """Drop an interrupted pass as if it had never begun; for passes without exchanges."""
@@ -252,7 +286,7 @@ class Reducer:
         self.count += 1
 
     def _open(self) -> None:
-        self.open = True
+        self.open, self._dropped = True, False
         if self._own is not None:
             self._own.clear()
         if self._state.exchanged:  # in the last pass, or after it at the end of the step
@@ -280,6 +314,12 @@ class Reducer:
     def graph_task_ended(self) -> None:
         """autograd has ended a backward pass, perhaps one within another."""
         self._callback_queued = False
+        try:
+            self._graph_task_ended()
+        finally:
+            self._running = False
+
+    def _graph_task_ended(self) -> None:
         # A reentrant checkpoint runs a backward pass within the backward pass, which ends here too. Gradients of
         # other segments are still to come, unless all are there.
         nested = torch._C._current_autograd_node() is not None
@@ -394,5 +434,5 @@ class _EndOfPass:
 
     def __del__(self) -> None:
         reducer = self._ref()
-        if not self._called and reducer is not None and reducer.open:
-            reducer.listener.pass_broke_off()
+        if not self._called and reducer is not None:
+            reducer.dropped()
