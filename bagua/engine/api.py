@@ -22,6 +22,7 @@ from bagua.comm.shutdown import before_exit
 from bagua.comm.team import Team
 from bagua.comm.transport import goes_native, lanes_over, may_fall_back, why_gloo, why_no_transport
 from bagua.engine.averaging import mean_optimizers
+from bagua.engine.buffers import tell_of_sparse_buffers
 from bagua.engine.distributed_module import attachment_of
 from bagua.engine.engine import Engine
 from bagua.engine.glance import describe
@@ -229,6 +230,7 @@ def distribute(
     engine = attachments[module].engine
     tell_of_max_norm(module, engine)
     tell_of_unheld_parameters(engine, request.optimizers)
+    tell_of_sparse_buffers(engine)
     _log.debug("rank %d: %s distributed with %r", engine.team.rank, type(module).__name__, engine.state.root)
     return module
 

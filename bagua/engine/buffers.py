@@ -9,7 +9,7 @@ from bagua.algorithms.base import Algorithm, Exactness
 from bagua.engine.engine import Engine
 from bagua.engine.startup.broadcast import replicate_tensors
 
-__all__ = ["broadcast_buffers", "check_broadcast"]
+__all__ = ["broadcast_buffers", "check_broadcast", "tell_of_sparse_buffers"]
 
 
 def check_broadcast(algorithm: Algorithm) -> None:
@@ -25,6 +25,17 @@ def check_broadcast(algorithm: Algorithm) -> None:
         )
 
 
+def tell_of_sparse_buffers(engine: Engine) -> None:
+    """Notice that a broadcast leaves some buffers out."""
+    names = ", ".join(map(repr, engine.inventory.sparse_buffers))
+    if names and engine.tracker.broadcasts_buffers:
+        engine.state.notice(
+            f"broadcast_buffers: sparse buffers are not broadcast ({names}); they are equal on all ranks now, and what "
+            "changes in one later stays on its rank",
+            urgent=engine.team.rank == 0,
+        )
+
+
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module, engine: Engine, src: int) -> None:
     """Overwrite the buffers with those of rank `src`. Collective; the buffers are those the module holds now.
@@ -32,8 +43,8 @@ def broadcast_buffers(module: nn.Module, engine: Engine, src: int) -> None:
     Raises:
         RuntimeError: they are not those of `distribute`.
     """
-    ignored = engine.inventory.ignored
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
+    left = engine.inventory.ignored.union(engine.inventory.sparse_buffers)
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in left}
     if buffers.keys() != engine.inventory.buffers.keys():
         changed = ", ".join(sorted(buffers.keys() ^ engine.inventory.buffers.keys()))
         raise RuntimeError(

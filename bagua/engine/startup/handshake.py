@@ -8,6 +8,7 @@ from typing import Any
 
 from bagua.comm.store_team import decode, decode_alike, encode
 from bagua.comm.team import Team
+from bagua.engine.startup.sparse_buffers import KIND, REMEDY
 from bagua.errors import RankMismatchError
 
 __all__ = ["Agreement", "shake_hands"]
@@ -88,6 +89,8 @@ def _first_difference(ours: list[list[str]], theirs: list[list[str]], rank: int)
     for (kind, name, shape, dtype), (kind2, name2, shape2, dtype2) in zip(ours, theirs, strict=False):
         if (kind, name) != (kind2, name2):
             return f"ranks hold different tensors: rank {rank} has {kind2} {name2!r} where rank 0 has {kind} {name!r}"
+        if kind == KIND and (shape, dtype) != (shape2, dtype2):
+            return f"{kind} {name!r} is [{shape2}] {dtype2} on rank {rank} and [{shape}] {dtype} on rank 0; {REMEDY}"
         if shape != shape2:
             return f"{kind} {name!r} has shape [{shape2}] on rank {rank} and [{shape}] on rank 0"
         if dtype != dtype2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from bagua.algorithms.base import Payload
 from bagua.engine.reducer.bucket import raise_moved
 from bagua.engine.reducer.sparse import sparse_names
 from bagua.engine.startup.rank_local import rank_local_names
+from bagua.engine.startup.sparse_buffers import KIND, content_of, is_sparse
 
 __all__ = ["Inventory", "as_optimizers", "ignored_names", "take_inventory"]
 
@@ -29,10 +30,11 @@ class Inventory:
         trainable: parameters that require a gradient and lie in buckets.
         sparse: those whose gradients are sparse, where gradients are exchanged.
         frozen: parameters that do not.
-        buffers: buffers, persistent or not.
+        buffers: buffers, persistent or not; those that are strided.
         device: the one device of all parameters.
         dtypes: of the trainable ones.
         ignored: names of parameters and buffers that each rank keeps for itself; they are in none of the others.
+        sparse_buffers: shape and content of the sparse ones, which are compared and stay each rank's own.
         trains_its_own: whether there is a trainable one among those that are marked, see `mark_rank_local`.
     """
 
@@ -44,6 +46,7 @@ class Inventory:
     sparse: dict[str, nn.Parameter]
     ignored: frozenset[str] = frozenset()
     trains_its_own: bool = False
+    sparse_buffers: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def trainable_bytes(self) -> int:
@@ -81,18 +84,23 @@ class Inventory:
                 raise_moved(name)
 
     def signature(self) -> list[list[str]]:
-        """Kind, name, shape and dtype of everything, for comparison between ranks."""
+        """Kind, name, shape and dtype of everything, to compare between ranks; of sparse buffers the content too."""
         kinds = (
             ("parameter", self.trainable),
             ("sparse parameter", self.sparse),
             ("frozen parameter", self.frozen),
             ("buffer", self.buffers),
         )
-        return [
-            [kind, name, "x".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
+        rows = [
+            [kind, name, _shape(tensor), str(tensor.dtype).removeprefix("torch.")]
             for kind, tensors in kinds
             for name, tensor in tensors.items()
         ]
+        return rows + [[KIND, name, shape, content] for name, (shape, content) in self.sparse_buffers.items()]
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape))
 
 
 def as_optimizers(optimizers: object) -> tuple[torch.optim.Optimizer, ...]:
@@ -150,9 +158,9 @@ def take_inventory(
 
     Raises:
         TypeError: not a module.
-        ValueError: no trainable parameter; a parameter on the meta device, on another device than the rest, of
-            complex dtype, uninitialised or sparse; a parameter or buffer whose elements share memory; an optimizer that
-            holds no parameter of the module.
+        ValueError: no trainable parameter; a parameter on another device than the rest, of complex dtype, uninitialised
+            or sparse; a parameter or buffer on the meta device, or whose elements share memory; an optimizer that holds
+            no parameter of the module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
@@ -168,16 +176,19 @@ def take_inventory(
     if not trainable and not sparse:
         raise ValueError(f"module: {type(module).__name__} has no parameter that requires a gradient")
     device = _one_device({**trainable, **sparse, **frozen})
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
-    for name, buffer in buffers.items():
-        if buffer.is_meta or buffer.layout is not torch.strided:
-            raise ValueError(f"buffer {name!r} is {'on the meta device' if buffer.is_meta else buffer.layout}")
-        _check_expanded("buffer", name, buffer, "register a copy, buffer.clone()")
+    buffers: dict[str, Tensor] = {}
+    sparse_buffers: dict[str, tuple[str, str]] = {}
+    for name, buffer in module.named_buffers():
+        if name not in ignored and is_sparse(buffer) and not buffer.is_meta:
+            sparse_buffers[name] = _shape(buffer), content_of(buffer)
+        elif name not in ignored:
+            _check_buffer(name, buffer)
+            buffers[name] = buffer
     _check_optimizers(optimizers, [*trainable.values(), *sparse.values(), *frozen.values()])
     dtypes = tuple(param.dtype for param in trainable.values())
     marked = rank_local_names(module)
     own = any(param.requires_grad for name, param in module.named_parameters() if name in marked)
-    return Inventory(trainable, frozen, buffers, device, dtypes, sparse, frozenset(ignored), own)
+    return Inventory(trainable, frozen, buffers, device, dtypes, sparse, frozenset(ignored), own, sparse_buffers)
 
 
 def _check_parameter(name: str, param: nn.Parameter) -> None:
@@ -194,6 +205,16 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
             f"parameter {name!r} is a {type(param.data).__name__}; tensor subclasses such as DTensor are not supported"
         )
     _check_expanded("parameter", name, param, "make it a copy, nn.Parameter(x.clone()), or expand it in forward()")
+
+
+def _check_buffer(name: str, buffer: Tensor) -> None:
+    if buffer.is_meta or buffer.layout is not torch.strided:
+        raise ValueError(
+            f"buffer {name!r} is {'on the meta device' if buffer.is_meta else buffer.layout}, so it cannot be "
+            "broadcast; materialise it or make it dense first, or leave it to each rank: put its name into "
+            "module._bagua_params_and_buffers_to_ignore"
+        )
+    _check_expanded("buffer", name, buffer, "register a copy, buffer.clone()")
 
 
 def _check_expanded(kind: str, name: str, tensor: Tensor, instead: str) -> None:
