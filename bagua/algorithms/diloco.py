@@ -240,7 +240,7 @@ class DiLoCo(Algorithm):
                 ctx.tensor("momentum", bucket, anchor).zero_()
             if self.delay:
                 ctx.tensor("delta", bucket)
-                ctx.tensor("launched_at", bucket, torch.zeros(1, dtype=torch.int64))
+                ctx.tensor("launched_at", bucket, torch.zeros(1, dtype=torch.int64, device="cpu"))
 
     def on_start(self, ctx: Context) -> None:
         """The weights are the first anchor."""

@@ -100,7 +100,7 @@ class GradientSamples:
         ctx.notice(f"{self.algorithm}: second moments of Adam are corrected to those of mean gradients ({OPTION})")
         ctx.prepare(sample_exchange(self.hierarchical))
         for bucket in ctx.buckets:
-            ctx.tensor("squares", bucket, torch.zeros(3, len(bucket.params), device=bucket.flat.device))
+            ctx.tensor("squares", bucket, bucket.flat.new_zeros(3, len(bucket.params), dtype=torch.float32))
         self.drop(ctx)
 
     def begin(self, ctx: Context) -> None:

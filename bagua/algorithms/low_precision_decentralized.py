@@ -138,7 +138,7 @@ class LowPrecisionDecentralized(Algorithm):
             for bucket in ctx.buckets:
                 ctx.tensor("snapshot", bucket)
                 ctx.tensor("mixed", bucket)
-                ctx.tensor("pending", bucket, torch.zeros(1, dtype=torch.int64))
+                ctx.tensor("pending", bucket, torch.zeros(1, dtype=torch.int64, device="cpu"))
 
     def on_start(self, ctx: Context) -> None:
         """The moments at hand are taken as they are."""

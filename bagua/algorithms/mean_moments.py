@@ -87,7 +87,7 @@ def set_up_mean_moments(ctx: Context) -> None:
         for name in ("first", "second"):
             ctx.tensor(name, bucket).zero_()
         for name, kind in (("size", torch.float64), ("counts", torch.int64)):
-            ctx.tensor(name, bucket, torch.zeros(len(bucket.params), dtype=kind)).zero_()
+            ctx.tensor(name, bucket, torch.zeros(len(bucket.params), dtype=kind, device="cpu")).zero_()
         sums = sums_of_bits(bucket)
         ctx.tensor("sums", bucket, sums).copy_(sums)
         for param, first, second in _parts(ctx, bucket):
@@ -106,8 +106,8 @@ def record_steps(ctx: Context) -> None:
             float(held[param].group["lr"]) / (1 - held[param].group["betas"][0] ** now) if now == old + 1 else 0.0
             for param, now, old in zip(bucket.params, counts, before, strict=True)
         ]
-        ctx.tensor("counts", bucket).copy_(torch.tensor(counts, dtype=torch.int64))
-        ctx.tensor("size", bucket).copy_(torch.tensor(sizes, dtype=torch.float64))
+        ctx.tensor("counts", bucket).copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+        ctx.tensor("size", bucket).copy_(torch.tensor(sizes, dtype=torch.float64, device="cpu"))
         ctx.tensor("sums", bucket).copy_(sums_of_bits(bucket))
 
 

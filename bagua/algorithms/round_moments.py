@@ -54,7 +54,7 @@ def set_up_rounds(ctx: Context, interval: int) -> None:
         for name in ("momenta", "second"):
             ctx.tensor(name, bucket, bucket.flat.new_zeros(sum(each.numel() for each in params))).zero_()
         for name, kind in (("size", torch.float64), ("counts", torch.int64), ("taken", torch.int64)):
-            ctx.tensor(name, bucket, torch.zeros(len(params), dtype=kind)).zero_()
+            ctx.tensor(name, bucket, torch.zeros(len(params), dtype=kind, device="cpu")).zero_()
         ctx.tensor("sums", bucket, sums_of_bits(bucket, params))
         ctx.tensor("changed", bucket, torch.zeros(len(params), dtype=torch.bool, device=device))
         begin_round(ctx, bucket, interval)
@@ -74,7 +74,7 @@ def begin_round(ctx: Context, bucket: Bucket, interval: int) -> None:
         # What the sum of the momenta holds of the first one: less of it remains in each.
         torch.mul(slot.state["exp_avg"], -sum(beta1**k for k in range(1, interval + 1)), out=momenta)
         second.copy_(slot.state["exp_avg_sq"])
-    counts.copy_(torch.tensor(now, dtype=torch.int64))
+    counts.copy_(torch.tensor(now, dtype=torch.int64, device="cpu"))
     for name in ("size", "taken", "changed"):
         ctx.tensor(name, bucket).zero_()
     ctx.tensor("sums", bucket).copy_(sums_of_bits(bucket, _trained(ctx, bucket)))
@@ -108,7 +108,7 @@ def record_local_step(ctx: Context) -> None:
                 sizes[i] += float(slot.group["lr"]) * (1 - beta1 ** taken[i]) / (1 - beta1 ** counts[i])
         for name, values in (("counts", counts), ("taken", taken), ("size", sizes)):
             own = ctx.tensor(name, bucket)
-            own.copy_(torch.tensor(values, dtype=own.dtype))
+            own.copy_(torch.tensor(values, dtype=own.dtype, device="cpu"))
         ctx.tensor("sums", bucket).copy_(sums_of_bits(bucket, _trained(ctx, bucket)))
 
 

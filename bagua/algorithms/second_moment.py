@@ -107,8 +107,8 @@ def set_up_second_moments(ctx: Context) -> None:
     held = _slots(ctx)
     for bucket in ctx.buckets:
         seconds = bucket.split(ctx.tensor("second_moment", bucket).zero_())
-        steps = ctx.tensor("adam_steps", bucket, torch.zeros(len(bucket.params), dtype=torch.int64))
-        steps.copy_(torch.tensor(steps_of(held, bucket.params), dtype=torch.int64))
+        steps = ctx.tensor("adam_steps", bucket, torch.zeros(len(bucket.params), dtype=torch.int64, device="cpu"))
+        steps.copy_(torch.tensor(steps_of(held, bucket.params), dtype=torch.int64, device="cpu"))
         for param, second in zip(bucket.params, seconds, strict=True):
             if param in held:
                 second.copy_(held[param].state["exp_avg_sq"])
@@ -147,7 +147,7 @@ def rescale_second_moments(ctx: Context) -> None:
                 mean = base.add_(added, alpha=1 / size).add_(signal, alpha=1 - 1 / size)
                 v.copy_(torch.where(v < math.inf, mean, v))  # an inf less another would be NaN
             old.copy_(v)
-        before.copy_(torch.tensor(now, dtype=torch.int64))
+        before.copy_(torch.tensor(now, dtype=torch.int64, device="cpu"))
 
 
 def _slots(ctx: Context) -> dict[nn.Parameter, Slot]:
@@ -159,7 +159,9 @@ def _slots(ctx: Context) -> dict[nn.Parameter, Slot]:
 
 def steps_of(held: Mapping[nn.Parameter, Slot], params: Sequence[nn.Parameter]) -> list[int]:
     """Steps of the parameters, 0 without state; one wait for the device instead of one per parameter."""
-    counts = [torch.as_tensor(held[param].state["step"]) if param in held else torch.zeros(()) for param in params]
+    none = torch.zeros((), dtype=torch.float64, device="cpu")
+    found = [held[param].state["step"] if param in held else none for param in params]
+    counts = [each if isinstance(each, Tensor) else torch.full_like(none, each) for each in found]
     devices = {each.device for each in counts}
     if len(devices) == 1:
         return [int(each) for each in torch.stack([each.reshape(()).double() for each in counts]).tolist()]

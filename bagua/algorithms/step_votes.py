@@ -48,20 +48,22 @@ def launch_votes(
     flags = [list(each) for each in stepped]
     total = sum(map(len, flags))
     device = ctx.buckets[0].flat.device
-    votes = ctx.keep("votes", lambda: _Votes(torch.zeros(0, device=device), {}))
-    votes.num, words, none = total, torch.zeros(0, device=device), torch.zeros(0, dtype=torch.bool, device=device)
+    votes = ctx.keep("votes", lambda: _Votes(_zeros(0, device), {}))
+    votes.num, words, none = total, _zeros(0, device), torch.zeros(0, dtype=torch.bool, device=device)
     if rows is not None:
         votes.rows = {bucket.index: torch.cat([none, *each]) for bucket, each in zip(ctx.buckets, rows, strict=True)}
         votes.counts.clear()
         words = pack(ctx, torch.cat(list(votes.rows.values())))
     if votes.all.numel() != total + len(words):
-        votes.all = torch.zeros(total + len(words), device=device)
+        votes.all = _zeros(total + len(words), device)
     begin = 0
     for bucket, each in zip(ctx.buckets, flags, strict=True):
         votes.begins[bucket.index] = begin
         begin += len(each)
     if total:
-        votes.all[:total].copy_(torch.tensor([flag for each in flags for flag in each], dtype=torch.float32))
+        votes.all[:total].copy_(
+            torch.tensor([flag for each in flags for flag in each], dtype=torch.float32, device="cpu")
+        )
         votes.all[total:].copy_(words)
         ctx.launch_sum(votes.all)
 
@@ -71,7 +73,7 @@ def votes_of(ctx: Context, bucket: Bucket, num: int) -> Tensor:
 
     Shapes: result: [num] fp32, on the bucket's device.
     """
-    votes = ctx.keep("votes", lambda: _Votes(torch.zeros(0), {}))
+    votes = ctx.keep("votes", lambda: _Votes(_zeros(0, bucket.flat.device), {}))
     begin = votes.begins[bucket.index]
     return votes.all[begin : begin + num]
 
@@ -81,9 +83,13 @@ def row_counts_of(ctx: Context, bucket: Bucket) -> tuple[Tensor, Tensor]:
 
     Shapes: [K] int64 and [K] bool, on the bucket's device.
     """
-    votes = ctx.keep("votes", lambda: _Votes(torch.zeros(0), {}))
+    votes = ctx.keep("votes", lambda: _Votes(_zeros(0, bucket.flat.device), {}))
     if not votes.counts:
         nums = [len(flags) for flags in votes.rows.values()]
         all_counts = counts_of(ctx, votes.all[votes.num :], sum(nums)).split(nums)
         votes.counts.update(zip(votes.rows, all_counts, strict=True))
     return votes.counts[bucket.index], votes.rows[bucket.index]
+
+
+def _zeros(num: int, device: torch.device) -> Tensor:
+    return torch.zeros(num, dtype=torch.float32, device=device)

@@ -101,7 +101,7 @@ class ZeroOneAdam(MomentumAverage):
 
     def _meet(self, ctx: Context, optimizer: ZeroOneAdamOptimizer, used: list[float]) -> list[float]:
         """Exchange; returns the sums over the ranks of `used`, which has the same length on all of them."""
-        votes = torch.tensor(used, device=ctx.buckets[0].flat.device)
+        votes = torch.tensor(used, dtype=torch.float32, device=ctx.buckets[0].flat.device)
         if used:
             ctx.launch_sum(votes)
         means = [ctx.scratch("drift", bucket) for bucket in ctx.buckets]

@@ -105,7 +105,7 @@ def mean(copies: Sequence[Tensor]) -> Tensor:
         return first
     if not first.is_floating_point() or all(equal(copy, first) for copy in copies):
         return first.clone()
-    total = torch.zeros(first.shape, dtype=torch.float64)
+    total = torch.zeros(first.shape, dtype=torch.float64, device="cpu")
     for copy in copies:
         total += copy
     return (total / len(copies)).to(first.dtype)

@@ -180,7 +180,7 @@ class Shards:
             if not isinstance(entry, TensorStorageMetadata):
                 raise CheckpointError(f"{self._reading}: entry {key!r} is not a tensor")
             if int(match["size"]) != size or mine:
-                empty[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+                empty[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         return empty
 
 
@@ -273,6 +273,6 @@ class _Copy:
 def _checksum(tensor: Tensor) -> int:
     """CRC-32 of the elements, in the order of their indices."""
     if is_subclass(tensor):  # torch.distributed.checkpoint reads it into a plain tensor
-        tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return zlib.crc32(plain.view(-1).view(torch.uint8).numpy().data)

@@ -85,7 +85,7 @@ class BlockCodec(Codec):
         if kernels is None or x_N.dtype != torch.float32:
             super()._encode_difference(x_N, me_N, peers_PN, weights, wire_1W)
             return
-        weights_P = torch.tensor(weights, dtype=torch.float32)
+        weights_P = torch.tensor(weights, dtype=torch.float32, device="cpu")
         where = wire_1W, *self._at(0, n), self.block or n
         kernels[self.layout.name].encode_difference(x_N, me_N, peers_PN, weights_P, *where)
         self._pad(wire_1W, n)

@@ -78,7 +78,8 @@ class EdenTorch:
 
     def __init__(self, bits: int, states: int) -> None:
         self._bits, self._states, self._trellis = bits, states, trellis_of(bits, states)
-        self._boundaries, self._centroids = _BOUNDARIES[bits - 1], torch.tensor(_CENTROIDS[bits - 1])
+        self._boundaries = _BOUNDARIES[bits - 1]
+        self._centroids = torch.tensor(_CENTROIDS[bits - 1], dtype=torch.float32, device="cpu")
 
     def encode(self, x_RC: Tensor, wire_RW: Tensor, head: int, codes: int, block: int) -> None:
         """Write the scale, the seed and the codes of each block."""
@@ -184,4 +185,4 @@ def _hadamard(x_RKP: Tensor) -> Tensor:
 @functools.cache
 def factor(size: int) -> float:
     """What sums and differences are multiplied by in a rotation of a power of two elements, an fp32."""
-    return torch.tensor(size**-0.5, dtype=torch.float32).item()
+    return torch.tensor(size**-0.5, dtype=torch.float32, device="cpu").item()

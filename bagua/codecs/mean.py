@@ -26,7 +26,7 @@ def mean_of_rows(rows_RN: Tensor, out_N: Tensor, weight: float) -> None:
         mean(rows_RN, weight, out_N)
     else:
         for lo, hi in chunks(out_N.shape[0], 1, out_N.device):
-            total_C = torch.empty(hi - lo, dtype=torch.float32)
+            total_C = torch.empty(hi - lo, dtype=torch.float32, device="cpu")
             mean(rows_RN[:, lo:hi], weight, total_C)
             out_N[lo:hi].copy_(total_C)
 

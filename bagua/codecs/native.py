@@ -213,7 +213,7 @@ class NativeLerp:
 
 
 def _scratch(n: int, block: int) -> Tensor:
-    return torch.empty(min(n, max(block, _SCRATCH)), dtype=torch.float32)
+    return torch.empty(min(n, max(block, _SCRATCH)), dtype=torch.float32, device="cpu")
 
 
 class NativeMean:
@@ -245,7 +245,7 @@ class NativeTopK:
         per_sample = min(block, n) / _SAMPLE
         most = max(k, k_rest)
         capacity = int(2 * (most + 6 * math.sqrt(most * per_sample) + 8 * per_sample)) + 64
-        scratch = torch.empty(2 * capacity, dtype=torch.int32)
+        scratch = torch.empty(2 * capacity, dtype=torch.int32, device="cpu")
         wire, stride = wire_RW.data_ptr(), wire_RW.stride(0)
         source = x_RN.data_ptr(), x_RN.stride(0), rows, n, block, k, k_rest
         self._encode(*source, scratch.data_ptr(), capacity, wire, stride)
@@ -257,7 +257,7 @@ class NativeTopK:
             ValueError: the indices of a row are not ascending in 0..n-1: the wire is damaged.
         """
         rows, width = wire_RW.shape
-        at_R = torch.empty(rows, dtype=torch.int64)
+        at_R = torch.empty(rows, dtype=torch.int64, device="cpu")
         wire = wire_RW.data_ptr(), wire_RW.stride(0), rows, width // 8, out_N.shape[0]
         if self._decode_mean(*wire, weight, at_R.data_ptr(), out_N.data_ptr()):
             raise ValueError(f"wire_RW holds indices that are not ascending in 0..{out_N.shape[0] - 1}")

@@ -82,5 +82,5 @@ def _unpack(codes: Tensor, n: int) -> Tensor:
 @functools.cache
 def _table(device: torch.device) -> Tensor:
     """[256] int64: the eight signs of each byte."""
-    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    bits = torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1
     return (1 - 2 * bits).to(torch.int8).view(torch.int64).flatten().to(device)

@@ -200,5 +200,5 @@ def _where(mask_C: Tensor) -> Tensor:
     if mask_C.shape[0] % 8:
         return mask_C.nonzero()[:, 0]
     words = mask_C.view(torch.int64).nonzero()
-    at_WE = words * 8 + torch.arange(8)
+    at_WE = words * 8 + torch.arange(8, device=words.device)
     return at_WE[mask_C.view(-1, 8)[words[:, 0]]]

@@ -100,7 +100,7 @@ class TritonKernels:
         """Add, encodes and keeps what was lost in one pass."""
         if block > self._longest:
             self._reference.encode(residual_RN.add_(x_RN), wire_RW, head, codes, block)
-            decoded_RN = torch.empty(x_RN.shape, device=x_RN.device)
+            decoded_RN = x_RN.new_empty(x_RN.shape, dtype=torch.float32)
             self._reference.decode(wire_RW, head, codes, block, decoded_RN)
             residual_RN.sub_(decoded_RN).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         else:
@@ -120,7 +120,7 @@ class TritonKernels:
         """Decode, sums, scales and encodes in one pass."""
         residual_1N = None if residual_N is None else residual_N[None]
         if block > self._longest:
-            mean_1N = torch.empty((1, n), device=wire_RW.device)
+            mean_1N = wire_RW.new_empty((1, n), dtype=torch.float32)
             self._reference.decode_mean(wire_RW, head, codes, block, weight, mean_1N[0])
             if residual_1N is None:
                 self._reference.encode(mean_1N, out_1W, head, codes, block)

@@ -74,7 +74,7 @@ def warm_up_nccl(device: torch.device) -> None:
     pg = make_nccl(dist.HashStore(), 0, 1, timedelta(seconds=60))
     with torch.cuda.device(device):
         pg.eager_connect_single_device(device)
-        pg.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
+        pg.allreduce([torch.zeros(1, dtype=torch.float32, device=device)], dist.AllreduceOptions()).wait()
         torch.cuda.current_stream(device).synchronize()
         pg.shutdown()
 

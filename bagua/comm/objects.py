@@ -64,7 +64,7 @@ def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
         except TypeError as error:
             problem, message = error, str(error).encode()
     if group.size > 1:
-        head = torch.tensor([len(message), problem is not None], dtype=torch.int64)
+        head = torch.tensor([len(message), problem is not None], dtype=torch.int64, device="cpu")
         collectives.broadcast_(group, as_bytes(head), src)
         nbytes, failed = (int(value) for value in head)
         body = torch.frombuffer(bytearray(message) or bytearray(nbytes), dtype=torch.uint8)
@@ -194,7 +194,11 @@ class _Reader:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{dtype_name} is not a dtype")
         raw = self._take(nbytes)
-        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        flat = (
+            torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            if raw
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         tensor = flat.view(dtype).view(shape)
         return tensor.cuda() if device_type == "cuda" and torch.cuda.is_available() else tensor
 

@@ -90,7 +90,7 @@ class _Arrival:
 
 def _space(tensor: Tensor) -> Tensor:
     # Pinned blocks come from torch's cache of them. A blocking copy leaves none in use by a stream.
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ class DecoupledDiLoCo(Algorithm):
             pull = ctx.tensor("pull", bucket, torch.zeros_like(anchor))
             delta, state = ctx.scratch("delta", bucket), self.exchange.init(bucket.flat, ctx.groups)
             merging.append(Merging(anchor, momentum, pull, delta, state))
-        counts = ctx.tensor("counts", ctx.buckets[0], torch.zeros(COUNTS, dtype=torch.float64))
+        counts = ctx.tensor("counts", ctx.buckets[0], torch.zeros(COUNTS, dtype=torch.float64, device="cpu"))
         rounds = ctx.keep("rounds", Rounds)
         interval = self.communication_interval
         outer = Outer(

@@ -140,7 +140,9 @@ class SharedRounds:
         self.recall()
         self.steps, self.offered_steps = self.steps + self.offered_steps, 0
         self.tokens, self.offered_tokens = self.tokens + self.offered_tokens, 0.0
-        self.counts.copy_(torch.tensor([self.steps, self.tokens, self.rounds, self.merged], dtype=torch.float64))
+        self.counts.copy_(
+            torch.tensor([self.steps, self.tokens, self.rounds, self.merged], dtype=torch.float64, device="cpu")
+        )
 
     def _record(self) -> None:
         device = self.merging[0].anchor.device

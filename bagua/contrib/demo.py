@@ -118,8 +118,9 @@ class DeMo(Algorithm):
 @lru_cache(maxsize=16)
 def _basis(size: int, device: torch.device) -> Tensor:
     """[size, size] fp64: row k is the frequency k of the orthonormal DCT-II."""
-    at = (torch.arange(size, dtype=torch.float64) + 0.5) * math.pi / size
-    rows = torch.cos(torch.arange(size, dtype=torch.float64)[:, None] * at) * math.sqrt(2 / size)
+    numbers = torch.arange(size, dtype=torch.float64, device="cpu")
+    at = (numbers + 0.5) * math.pi / size
+    rows = torch.cos(numbers[:, None] * at) * math.sqrt(2 / size)
     rows[0] *= math.sqrt(0.5)
     return rows.to(device)
 

@@ -43,10 +43,14 @@ class Link:
         if self.team.size == 1:
             return [message]
         mine = json.dumps(message).encode()
-        lengths = self._do(what, lambda: self._rows(torch.tensor([len(mine)], dtype=torch.int64))).view(-1).tolist()
+        lengths = (
+            self._do(what, lambda: self._rows(torch.tensor([len(mine)], dtype=torch.int64, device="cpu")))
+            .view(-1)
+            .tolist()
+        )
         if not all(0 < length <= _MESSAGE_BYTES for length in lengths):
             raise CommunicationError(f"{what}: messages of {lengths} bytes, at most {_MESSAGE_BYTES} are allowed")
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         padded[: len(mine)] = _tensor(mine)
         rows = self._do(what, lambda: self._rows(padded))
         return [json.loads(_bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
@@ -72,7 +76,7 @@ class Link:
         Raises:
             CommunicationError: the connection to a rank was lost.
         """
-        place = torch.empty(nbytes, dtype=torch.uint8) if data is None else _tensor(data)
+        place = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if data is None else _tensor(data)
         place = place.to(self._device)
         if nbytes:
             self._do(what, lambda: broadcast_(self._group, place, source))
@@ -97,7 +101,11 @@ class Link:
 
 
 def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -129,7 +129,9 @@ def _agree(engine: Engine, found: dict[torch.device, Tensor]) -> None:
             f"join: {engine.algorithm.name!r} steps with local gradients; it cannot be combined with a GradScaler"
         )
     device = engine.inventory.device
-    values = [value.to(device, torch.float32) for value in found.values()] or [torch.zeros((), device=device)]
+    values = [value.to(device, torch.float32) for value in found.values()] or [
+        torch.zeros((), dtype=torch.float32, device=device)
+    ]
     with engine.dispatcher.side_exchange("GradScaler") as group:
         agreed = all_reduce_(group, torch.stack(values).amax().reshape(1), "max")[0]
     for where, value in found.items():

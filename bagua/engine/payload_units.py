@@ -60,9 +60,9 @@ class PayloadUnits:
         """
         if scale is None:
             known = self._state.loss_scale is not None and self._kept_at is not None
-            self._kept_at = torch.ones(()) if known else None
+            self._kept_at = torch.ones((), dtype=torch.float32, device="cpu") if known else None
             return
-        self._kept_at = torch.tensor(scale, dtype=torch.float32)
+        self._kept_at = torch.tensor(scale, dtype=torch.float32, device="cpu")
         if self._state.loss_scale is None:
             self._state.loss_scale = self._kept_at.clone()
 

@@ -166,7 +166,7 @@ class Hierarchical(Exchange):
         hosts = groups.hosts
         if not state or hosts is None or not self.shares(groups):
             return state
-        return {**state, "share": torch.tensor([lo, hi, hosts.rank, among.rank])}
+        return {**state, "share": torch.tensor([lo, hi, hosts.rank, among.rank], device="cpu")}
 
     def rebuild(self, x_N: Tensor, state: State, groups: Groups) -> None:
         """The inner exchange's, where it runs."""

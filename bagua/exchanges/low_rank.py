@@ -146,7 +146,8 @@ class LowRank(Exchange):
         if device.type == "cuda":
             _load_linalg(device)
         generator = torch.Generator().manual_seed(_SEED)
-        state = {"right": torch.randn(layout.num_right, generator=generator, dtype=torch.float64).to(device, dtype)}
+        drawn = torch.randn(layout.num_right, generator=generator, dtype=torch.float64, device="cpu")
+        state = {"right": drawn.to(device, dtype)}
         if self.kept:
             state[self.kept] = torch.zeros(layout.num_dense, dtype=dtype, device=device)
         return state
@@ -337,7 +338,7 @@ def inverse_size(norms: Tensor) -> Tensor:
 def _load_linalg(device: torch.device) -> None:
     """Have torch load its linear algebra for GPUs: the first call of it fails if another thread makes one too."""
     with _LOADING:
-        torch.linalg.qr(torch.eye(2, device=device))
+        torch.linalg.qr(torch.eye(2, dtype=torch.float32, device=device))
 
 
 def _pack(flat: Tensor, parts: Sequence[Tensor]) -> None:

@@ -94,7 +94,7 @@ class TopKGate(nn.Module):
                 return top_2(logits, capacity, used_token, _gumbel(logits) if self.training else None)
             noise = _gumbel(logits) if self.training and self.noisy_gate_policy == "RSample" else None
             drawn = self.training and self.random_token_selection and self.drop_tokens
-            priority = torch.rand(len(logits), device=logits.device) if drawn else None
+            priority = torch.rand(len(logits), dtype=torch.float32, device=logits.device) if drawn else None
             return top_1(logits, capacity, used_token, noise, priority)
 
 

@@ -124,10 +124,11 @@ def _by_expert(counts_Rn: list[list[int]], device: torch.device) -> tuple[Tensor
     n = len(counts_Rn[0])
     if n == 1:
         return None, None
-    expert_U = torch.arange(n).repeat(len(counts_Rn)).repeat_interleave(torch.tensor(counts_Rn).flatten())
+    expert_U = torch.arange(n, device="cpu").repeat(len(counts_Rn))
+    expert_U = expert_U.repeat_interleave(torch.tensor(counts_Rn, device="cpu").flatten())
     order_U = expert_U.argsort(stable=True)
     back_U = torch.empty_like(order_U)
-    back_U[order_U] = torch.arange(len(order_U))
+    back_U[order_U] = torch.arange(len(order_U), device="cpu")
     return order_U.to(device), back_U.to(device)
 
 

@@ -72,8 +72,10 @@ class Spread:
         if self.size == 1:
             return [list(counts_E)]
         mine = (width, _DTYPES.index(rows.dtype))
-        sent = torch.tensor(counts_E, dtype=torch.int64).view(self.size, num_local)
-        sent = torch.cat([sent, torch.tensor(mine).expand(self.size, 2)], dim=1).contiguous().to(rows.device)
+        sent = torch.tensor(counts_E, dtype=torch.int64, device="cpu").view(self.size, num_local)
+        sent = (
+            torch.cat([sent, torch.tensor(mine, device="cpu").expand(self.size, 2)], dim=1).contiguous().to(rows.device)
+        )
         got = torch.empty_like(sent)
         self._run("counts", rows.device, lambda groups: all_to_all(groups.world, sent, got))
         table = got.tolist()

@@ -96,9 +96,9 @@ def simulate(
         torch.manual_seed(seed)
         models.append(model())
     torch.manual_seed(seed)
-    losses = torch.zeros(steps, ranks)
+    losses = torch.zeros(steps, ranks, dtype=torch.float32, device="cpu")
     weights: list[list[Tensor]] = [[] for _ in range(steps)]
-    consensus = torch.zeros(steps)
+    consensus = torch.zeros(steps, dtype=torch.float32, device="cpu")
 
     def rank_main(team: LocalTeam) -> Stats:
         rank = team.rank

@@ -101,13 +101,13 @@ class LoadBalancingDistributedSampler(Progress[int]):
         values, spare = self.complexities, len(self.complexities) - self.total_size
         if self.shuffle and self.random_level > 0:
             reach = int((values.max() - values.min()).item() * self.random_level + 1)
-            values = values + torch.randint(reach, values.shape, generator=generator)
+            values = values + torch.randint(reach, values.shape, generator=generator, device="cpu")
         order = values.argsort(stable=True)
         if spare > 0 and self.shuffle:  # the longest ones must not be those that are never seen
-            kept = torch.ones(len(order), dtype=torch.bool)
-            kept[torch.randperm(len(order), generator=generator)[:spare]] = False
+            kept = torch.ones(len(order), dtype=torch.bool, device="cpu")
+            kept[torch.randperm(len(order), generator=generator, device="cpu")[:spare]] = False
             order = order[kept]
         if self.total_size:
             order = order.repeat(-(-self.total_size // len(order)))[: self.total_size]
         chunks = order[: self.total_size].view(self.num_samples, self.num_replicas)
-        return chunks[torch.randperm(self.num_samples, generator=generator)] if self.shuffle else chunks
+        return chunks[torch.randperm(self.num_samples, generator=generator, device="cpu")] if self.shuffle else chunks

@@ -75,7 +75,7 @@ def as_complexities(values: Sequence[float] | Tensor | Any, name: str) -> Tensor
 def fingerprint(values: Tensor) -> str:
     """Fingerprint of an [N] fp64 tensor, independent of the number of threads; not cryptographic."""
     bits = values.contiguous().view(torch.int64)
-    odd = torch.arange(len(bits)) * 2 + 1
+    odd = torch.arange(len(bits), device=bits.device) * 2 + 1
     return f"{len(bits)}-{int(bits.sum()) & (2**64 - 1):016x}-{int((bits * odd).sum()) & (2**64 - 1):016x}"
 
 

@@ -112,13 +112,15 @@ class TokenBudgetBatchSampler(Progress[list[int]]):
         lengths = self.lengths[chosen]
         keys = lengths
         if self.shuffle:
-            mixed = torch.randperm(len(chosen), generator=generator)  # equal lengths in random order
+            mixed = torch.randperm(len(chosen), generator=generator, device="cpu")  # equal lengths in random order
             chosen, lengths = chosen[mixed], lengths[mixed]
-            keys = lengths * (1 - self.jitter * torch.rand(len(lengths), generator=generator, dtype=torch.float64))
+            keys = lengths * (
+                1 - self.jitter * torch.rand(len(lengths), generator=generator, dtype=torch.float64, device="cpu")
+            )
         order = keys.argsort(descending=True, stable=True)
         chosen, lengths = chosen[order], lengths[order]
         starts = self._cut(lengths)
-        step_of = torch.zeros(len(chosen), dtype=torch.int64)
+        step_of = torch.zeros(len(chosen), dtype=torch.int64, device="cpu")
         step_of[starts[1:]] = 1
         step_of = step_of.cumsum(0)
         # Longest first in each step. One sort: what is added to a step's number is less than one.
@@ -126,7 +128,7 @@ class TokenBudgetBatchSampler(Progress[list[int]]):
         ends = [*starts[1:], len(chosen)]
         bounds = list(zip(starts, ends, strict=True)) if len(chosen) else []
         if self.shuffle:
-            bounds = [bounds[at] for at in torch.randperm(len(bounds), generator=generator).tolist()]
+            bounds = [bounds[at] for at in torch.randperm(len(bounds), generator=generator, device="cpu").tolist()]
         return _Steps(chosen[within], bounds, self.num_replicas)
 
     def _whole(self, generator: torch.Generator) -> Tensor:
@@ -134,14 +136,14 @@ class TokenBudgetBatchSampler(Progress[list[int]]):
         count, ranks = len(self.lengths), self.num_replicas
         odd = count % ranks
         if not odd:
-            return torch.arange(count)
+            return torch.arange(count, device="cpu")
         if self.drop_last:
-            left_out = torch.randperm(count, generator=generator)[:odd]
-            kept = torch.ones(count, dtype=torch.bool)
+            left_out = torch.randperm(count, generator=generator, device="cpu")[:odd]
+            kept = torch.ones(count, dtype=torch.bool, device="cpu")
             kept[left_out] = False
             return kept.nonzero().squeeze(1)
-        again = torch.randperm(count, generator=generator).repeat(-(-ranks // count))[: ranks - odd]
-        return torch.cat([torch.arange(count), again])
+        again = torch.randperm(count, generator=generator, device="cpu").repeat(-(-ranks // count))[: ranks - odd]
+        return torch.cat([torch.arange(count, device="cpu"), again])
 
     def _cut(self, lengths: Tensor) -> list[int]:
         """Where each step begins."""

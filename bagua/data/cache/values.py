@@ -219,7 +219,7 @@ class _Reader:
         if count * dtype.itemsize != nbytes or min(shape, default=0) < 0:
             raise ValueError(f"damaged payload: {nbytes} bytes for shape {shape}")
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self._payload, dtype=dtype, count=count, offset=begin).view(shape)
 
     def _array(self, name: str, shape: list[int], place: list[int], scalar: bool) -> Any:

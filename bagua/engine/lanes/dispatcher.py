@@ -428,7 +428,7 @@ class Dispatcher:
         if self._team.size == 1:
             return
         self._failures.check_alive()
-        lane, x = self._pool.shared[0], torch.zeros(1, device=self._pool.device)
+        lane, x = self._pool.shared[0], torch.zeros(1, dtype=torch.float32, device=self._pool.device)
         ticket = lane.submit(partial(AllReduce().run, x, {}, lane.groups, self._state.step), "start of a turn")
         self._await([ticket])
         if ticket.error is not None:

@@ -99,7 +99,7 @@ class _Piece:
     @classmethod
     def of(cls, tensor: Tensor) -> _Piece:
         plain = tensor.detach()
-        return cls(plain, plain.contiguous().view(-1).view(torch.uint8), torch.empty(0, dtype=torch.bool))
+        return cls(plain, plain.contiguous().view(-1).view(torch.uint8), torch.empty(0, dtype=torch.bool, device="cpu"))
 
     @property
     def blocks(self) -> int:

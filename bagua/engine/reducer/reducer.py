@@ -132,7 +132,7 @@ class Reducer:
         self._position = position = {name: index for index, name in enumerate(self._names)}
         self._buckets = buckets
         self._bucket_of = [0] * len(self._names)
-        self._views = [torch.empty(0)] * len(self._names)
+        self._views = [torch.empty(0, device="cpu")] * len(self._names)
         for bucket in buckets:
             for name, view in zip(bucket.names, bucket.views, strict=True):
                 self._bucket_of[position[name]] = bucket.index

@@ -49,7 +49,7 @@ def exchange_sparse(params: Mapping[str, nn.Parameter], group: Group, average: b
     """
     grads = [_rows_of(param) for param in params.values()]
     counts_RP = torch.zeros(group.size, len(grads), dtype=torch.int64, device=next(iter(params.values())).device)
-    counts_RP[group.rank] = torch.tensor([grad._nnz() if grad is not None else 0 for grad in grads])
+    counts_RP[group.rank] = counts_RP.new_tensor([grad._nnz() if grad is not None else 0 for grad in grads])
     all_gather_rows(group, counts_RP)
     counts = counts_RP.tolist()
     widths = [8 + param[0].numel() * param.element_size() for param in params.values()]

@@ -80,7 +80,7 @@ def _sharing(group: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
     ranges = [_range(param) for param in group.values()]
     low = min(start for start, _ in ranges)
     unit = math.gcd(*(start - low for start, _ in ranges), *(param.element_size() for param in group.values()))
-    owners = torch.full(((max(stop for _, stop in ranges) - low) // unit,), _NONE, dtype=torch.int32)
+    owners = torch.full(((max(stop for _, stop in ranges) - low) // unit,), _NONE, dtype=torch.int32, device="cpu")
     for number, (param, (start, _)) in enumerate(zip(group.values(), ranges, strict=True)):
         width = param.element_size() // unit
         strides = (*(stride * width for stride in param.stride()), 1)

@@ -95,7 +95,9 @@ def _small_params(group: dict[str, Any]) -> list[nn.Parameter]:
     made = []
     for dtype, device, ndim, single in sorted(kinds, key=str):
         for number, shape in enumerate(_SHAPES[ndim] if not single else [(1,) * ndim] * 2):
-            values = torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0 ** (number % 6 - 1)
+            values = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") * 10.0 ** (
+                number % 6 - 1
+            )
             made.append(nn.Parameter(values.to(device=device, dtype=dtype)))
     return made
 
@@ -176,7 +178,7 @@ def _set_gradients(
     plain: torch.optim.Optimizer, fused: torch.optim.Optimizer, step: int, generator: torch.Generator
 ) -> None:
     for number, (one, other) in enumerate(zip(_params(plain), _params(fused), strict=True)):
-        values = torch.randn(one.shape, generator=generator, dtype=torch.float64)
+        values = torch.randn(one.shape, generator=generator, dtype=torch.float64, device="cpu")
         values *= 10.0 ** ((step * 2 + number) % 5 - 3)
         grad = values.to(device=one.device, dtype=one.dtype)
         if step == 4 and number % 2:
