@@ -250,7 +250,7 @@ class DiLoCo(Algorithm):
 
     def _set_up_moments(self, ctx: Context) -> None:
         if self._means(ctx):
-            set_up_rounds(ctx, self.interval)
+            set_up_rounds(ctx, self.interval, self._codec)
         if self._scales(ctx):
             set_up_second_moments(ctx)
 
@@ -262,7 +262,7 @@ class DiLoCo(Algorithm):
     def on_step_end(self, ctx: Context) -> None:
         """Finish the round that is due, then begin the one that is due; at once without a delay."""
         if self._means(ctx):
-            record_local_step(ctx)
+            record_local_step(ctx, self.interval)
         if self._scales(ctx):
             rescale_second_moments(ctx)
         step = ctx.step + 1

@@ -166,7 +166,7 @@ class LocalSGD(Algorithm):
             self._changes.on_start(ctx)
             return
         if self._means(ctx):
-            set_up_rounds(ctx, self.interval)
+            set_up_rounds(ctx, self.interval, self._codec)
         if self._scales(ctx):
             set_up_second_moments(ctx)
 
@@ -182,7 +182,7 @@ class LocalSGD(Algorithm):
             return
         infers = self._means(ctx)
         if infers:
-            record_local_step(ctx)
+            record_local_step(ctx, self.interval)
         if self._scales(ctx):
             rescale_second_moments(ctx)
         if (ctx.step + 1) % self.interval:

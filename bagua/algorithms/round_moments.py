@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,8 +29,13 @@ __all__ = [
 # Of D: what the gradient of a round may be off by, because weights are rounded.
 _ERROR = 0.2
 _LONGEST, _BITS = 4, 3
+_BITS_OF_FEW_STEPS = 4  # 3 lose more than the moments gain: a step's own change is small beside that by the momentum
 _BLOCK = 1 << 16  # elements
 _SPOILED = -(1 << 40)  # steps taken in a round from which nothing is inferred
+_EXACT = 1 << 24  # integers below are exact in fp32
+# Rows of `skips`: steps of the round in which a parameter made none, before its second one and after it; and how many
+# of the latter were expected.
+_EARLY, _LATE, _EXPECTED = range(3)
 
 
 def shows_mean_steps(interval: int, codec: Codec) -> bool:
@@ -39,7 +44,7 @@ def shows_mean_steps(interval: int, codec: Codec) -> bool:
     return interval <= _LONGEST and 8 * codec.wire_bytes(many) >= _BITS * many
 
 
-def set_up_rounds(ctx: Context, interval: int) -> None:
+def set_up_rounds(ctx: Context, interval: int, codec: Codec) -> None:
     """Begin a round from the moments that the optimizers hold.
 
     Tensors are as long as the parameters that Adam trains: beside Muon, which trains most of a model, next to nothing
@@ -48,36 +53,50 @@ def set_up_rounds(ctx: Context, interval: int) -> None:
     Args:
         ctx: of the algorithm, in `setup`.
         interval: H, local steps of a round.
+        codec: of the averages.
     """
+    many = 1 << 20
+    ctx.keep("least steps", lambda: 1 if 8 * codec.wire_bytes(many) >= _BITS_OF_FEW_STEPS * many else interval)
     for bucket in ctx.buckets:
         params, device = _trained(ctx, bucket), bucket.flat.device
         for name in ("momenta", "second"):
             ctx.tensor(name, bucket, bucket.flat.new_zeros(sum(each.numel() for each in params))).zero_()
         for name, kind in (("size", torch.float64), ("counts", torch.int64), ("taken", torch.int64)):
             ctx.tensor(name, bucket, torch.zeros(len(params), dtype=kind, device="cpu")).zero_()
+        ctx.tensor("skips", bucket, torch.zeros(3, len(params), dtype=torch.int64, device="cpu")).zero_()
         ctx.tensor("sums", bucket, sums_of_bits(bucket, params))
         ctx.tensor("changed", bucket, torch.zeros(len(params), dtype=torch.bool, device=device))
         begin_round(ctx, bucket, interval)
+        if ctx.step % interval:  # the round is not whole
+            ctx.tensor("taken", bucket).fill_(_SPOILED)
 
 
 @torch.no_grad()
 def begin_round(ctx: Context, bucket: Bucket, interval: int) -> None:
     """After weights and moments were set: no local step has been made since."""
-    held, counts = adam_slots_of(ctx), ctx.tensor("counts", bucket)
+    held, counts, skips = adam_slots_of(ctx), ctx.tensor("counts", bucket), ctx.tensor("skips", bucket)
+    # Optimizers that take turns mostly do so as in the last round in which the parameter was trained.
+    skips[_EXPECTED].copy_(torch.where(ctx.tensor("taken", bucket) > 0, skips[_LATE], skips[_EXPECTED]))
+    skips[:_EXPECTED].zero_()
     now: list[int] = []
-    for param, momenta, second in _parts(ctx, bucket):
+    for (param, momenta, second), fewer in zip(_parts(ctx, bucket), skips[_EXPECTED].tolist(), strict=True):
         slot = held.get(param)
         now.append(0 if slot is None else slot.step)
         if slot is None:
             continue
         beta1 = slot.group["betas"][0]
         # What the sum of the momenta holds of the first one: less of it remains in each.
-        torch.mul(slot.state["exp_avg"], -sum(beta1**k for k in range(1, interval + 1)), out=momenta)
+        torch.mul(slot.state["exp_avg"], -_remaining(beta1, interval - fewer), out=momenta)
         second.copy_(slot.state["exp_avg_sq"])
     counts.copy_(torch.tensor(now, dtype=torch.int64, device="cpu"))
     for name in ("size", "taken", "changed"):
         ctx.tensor(name, bucket).zero_()
     ctx.tensor("sums", bucket).copy_(sums_of_bits(bucket, _trained(ctx, bucket)))
+
+
+def _remaining(beta1: float, steps: int) -> float:
+    """b1 + ... + b1^H: what the sum of the momenta of H steps holds of the momentum before them."""
+    return sum(beta1**k for k in range(1, steps + 1))
 
 
 def look_for_changes(ctx: Context) -> None:
@@ -88,17 +107,27 @@ def look_for_changes(ctx: Context) -> None:
 
 
 @torch.no_grad()
-def record_local_step(ctx: Context) -> None:
+def record_local_step(ctx: Context, interval: int) -> None:
     """After the optimizers' steps: add up momenta, and what the weights have moved for a gradient of one.
 
     May be called again for the same step.
     """
-    held = adam_slots_of(ctx)
+    held, made = adam_slots_of(ctx), ctx.step % interval + 1
     for bucket in ctx.buckets:
         counts, taken, sizes = (ctx.tensor(name, bucket).tolist() for name in ("counts", "taken", "size"))
+        skips = ctx.tensor("skips", bucket)
+        early, late, expected = skips.tolist()
         for i, (param, momenta, _) in enumerate(_parts(ctx, bucket)):
             slot = held.get(param)
             if slot is None or slot.step == counts[i]:
+                if not 0 <= taken[i] < made - early[i] - late[i]:
+                    continue
+                if taken[i] > 1:
+                    late[i] += 1
+                    continue
+                if slot is not None:
+                    _expect_fewer(slot, momenta, taken[i], interval - expected[i] - early[i])
+                early[i] += 1
                 continue
             taken[i] = taken[i] + 1 if slot.step == counts[i] + 1 else _SPOILED
             counts[i] = slot.step
@@ -109,26 +138,76 @@ def record_local_step(ctx: Context) -> None:
         for name, values in (("counts", counts), ("taken", taken), ("size", sizes)):
             own = ctx.tensor(name, bucket)
             own.copy_(torch.tensor(values, dtype=own.dtype, device="cpu"))
+        skips.copy_(torch.tensor([early, late, expected], dtype=torch.int64, device="cpu"))
         ctx.tensor("sums", bucket).copy_(sums_of_bits(bucket, _trained(ctx, bucket)))
 
 
+def _expect_fewer(slot: Slot, momenta: Tensor, taken: int, steps: int) -> None:
+    """One step fewer than `steps` will be made of a parameter in the round, and at most one has been.
+
+    Less remains of the first momentum then. After a second step it is not known any more.
+    """
+    beta1 = slot.group["betas"][0]
+    if not taken:
+        torch.mul(slot.state["exp_avg"], -_remaining(beta1, steps - 1), out=momenta)
+    elif remaining := _remaining(beta1, steps):
+        # The sum is m_1 less `remaining` m_0.
+        momenta.lerp_(slot.state["exp_avg"], beta1**steps / remaining)
+
+
 def launch_round_votes(ctx: Context, interval: int) -> None:
-    """With the averages: tell the others which parameters have made all steps of the round, and the rows in use."""
-    if ctx.groups.world.size == 1:
+    """With the averages: tell the others how many steps of each parameter this rank has made, and the rows in use."""
+    size = ctx.groups.world.size
+    if size == 1:
         return
-    held, flags, rows = adam_slots_of(ctx), list[list[bool]](), list[list[Tensor]]()
+    held, flags, rows = adam_slots_of(ctx), list[list[float]](), list[list[Tensor]]()
     for bucket in ctx.buckets:
-        counts, taken = (ctx.tensor(name, bucket).tolist() for name in ("counts", "taken"))
-        parts = _parts(ctx, bucket)
-        known = zip(_trained(ctx, bucket), counts, taken, strict=True)
-        flags.append(
-            [steps == interval and param in held and held[param].step == count for param, count, steps in known]
-        )
-        rows.append([_used_rows(held.get(param), second, interval) for param, _, second in parts])
+        steps = _steps_of_round(ctx, bucket, interval, held)
+        flags.append([_vote(each, interval, size) for each in steps])
+        least = _least_steps(ctx)
+        if any(0 < each < least for each in ctx.tensor("taken", bucket).tolist()):
+            ctx.notice(
+                f"mean_moments: with fewer than {_BITS_OF_FEW_STEPS} bits, moments are set only in rounds in which a "
+                f"parameter makes all {interval} steps; some make fewer, as where optimizers take turns"
+            )
+        parts = zip(_parts(ctx, bucket), steps, strict=True)
+        rows.append([_used_rows(held.get(param), second, made) for (param, _, second), made in parts])
     launch_votes(ctx, flags, rows)
 
 
-def _used_rows(slot: Slot | None, second: Tensor, interval: int) -> Tensor:
+def _steps_of_round(ctx: Context, bucket: Bucket, interval: int, held: Mapping[nn.Parameter, Slot]) -> list[int]:
+    """Steps that this rank has made of each parameter; 0 too if they do not tell its gradients."""
+    least = _least_steps(ctx)
+    counts, taken = (ctx.tensor(name, bucket).tolist() for name in ("counts", "taken"))
+    known = zip(_trained(ctx, bucket), counts, taken, *ctx.tensor("skips", bucket).tolist(), strict=True)
+    return [
+        steps
+        if steps >= least
+        and steps + early + late == interval
+        and late == expected
+        and param in held
+        and held[param].step == count
+        else 0
+        for param, count, steps, early, late, expected in known
+    ]
+
+
+def _least_steps(ctx: Context) -> int:
+    """Of a parameter, whose moments are to be set."""
+    return ctx.keep("least steps", lambda: 1)
+
+
+def _vote(steps: int, interval: int, size: int) -> float:
+    """A number of which the sum over all ranks is `size` times it only if all ranks made as many steps.
+
+    The digits of the sum with base R + 1 are numbers of ranks. Sums are exact in fp32. With so many ranks that they
+    would not be, the vote is 0, as without a step: 256 and more for one step of three.
+    """
+    vote = (size + 1) ** (interval - steps) if steps else 0
+    return float(vote) if size * vote < _EXACT else 0.0
+
+
+def _used_rows(slot: Slot | None, second: Tensor, steps: int) -> Tensor:
     """Which rows of a parameter had a gradient in the round: their second moments have not only decayed.
 
     Most rows show it in their first element.
@@ -140,20 +219,20 @@ def _used_rows(slot: Slot | None, second: Tensor, interval: int) -> Tensor:
         return torch.ones(len(before_KM), dtype=torch.bool, device=second.device)
     after_KM, beta2 = as_rows(slot.state["exp_avg_sq"]), slot.group["betas"][1]
     if second.device.type != "cpu":  # a question of the host would wait
-        return _grown(before_KM, after_KM, beta2, interval)
-    used = _grown(before_KM[:, :1], after_KM[:, :1], beta2, interval)
+        return _grown(before_KM, after_KM, beta2, steps)
+    used = _grown(before_KM[:, :1], after_KM[:, :1], beta2, steps)
     if used.all():
         return used
     lines = max(1, _BLOCK // before_KM.shape[1])
     for mine, before, after in zip(*(each.split(lines) for each in (used, before_KM, after_KM)), strict=True):
         if not mine.all():
-            grown = torch.sub(after, before, alpha=beta2**interval * (1 + 1e-6))  # by more than rounding
+            grown = torch.sub(after, before, alpha=beta2**steps * (1 + 1e-6))  # by more than rounding
             mine.logical_or_(grown.amax(1) > 0)
     return used
 
 
-def _grown(before: Tensor, after: Tensor, beta2: float, interval: int) -> Tensor:
-    for _ in range(interval):
+def _grown(before: Tensor, after: Tensor, beta2: float, steps: int) -> Tensor:
+    for _ in range(steps):
         before = before * beta2  # as the optimizer does it, for the same bits
     return (before != after).any(1)
 
@@ -181,19 +260,22 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
 
         v = b2^H v_0 + (1 - b2^H) (k/R)^2 (G'^2 + (n - G'^2) (1 - K) / (k - K)),    G' = G R / k
 
-    of which n / R^2 is left for k = 1. The moments stay as they are where a rank made more or fewer steps in the round
-    (`launch_round_votes`), for a parameter that something else has changed, and where the weights are so large beside
-    their steps that differences are mostly rounding.
+    of which n / R^2 is left for k = 1. Where optimizers take turns, H is the number of steps that a parameter has made
+    in the round. The moments stay as they are where ranks made different numbers of them (`launch_round_votes`), for a
+    parameter that something else has changed, and where the weights are so large beside their steps that differences
+    are mostly rounding.
 
     Shapes: mean: [N], of the ranks' weights.
     """
     size = ctx.groups.world.size
     if size == 1:
         return
-    held = adam_slots_of(ctx)
-    counts, taken, sizes = (ctx.tensor(name, bucket).tolist() for name in ("counts", "taken", "size"))
+    held, sizes = adam_slots_of(ctx), ctx.tensor("size", bucket).tolist()
+    steps = _steps_of_round(ctx, bucket, interval, held)
     votes = votes_of(ctx, bucket, len(_trained(ctx, bucket)))
-    unchanged = (votes > size - 0.5) & ~ctx.tensor("changed", bucket)  # stays on the device
+    of_all = [size * _vote(each, interval, size) for each in steps]
+    same = votes == (of_all[0] if len(set(of_all)) == 1 else votes.new_tensor(of_all))
+    unchanged = same & ~ctx.tensor("changed", bucket)  # stays on the device
     counted_K, own_K = row_counts_of(ctx, bucket)
     few_K = own_K & (counted_K < size)
     some, end = bool(few_K.any()), 0
@@ -201,9 +283,9 @@ def infer_round(ctx: Context, bucket: Bucket, interval: int, mean: Tensor) -> No
     for i, (param, momenta, second) in enumerate(_parts(ctx, bucket)):
         begin, end = end, end + num_rows(param)
         slot = held.get(param)
-        if slot is None or taken[i] != interval or slot.step != counts[i] or not sizes[i] or not param.numel():
+        if slot is None or not of_all[i] or not sizes[i] or not param.numel():
             continue
-        formulas = _Formulas.of(slot, sizes[i], interval, size, torch.finfo(param.dtype).eps)
+        formulas = _Formulas.of(slot, sizes[i], steps[i], size, torch.finfo(param.dtype).eps)
         m, v = slot.state["exp_avg"], slot.state["exp_avg_sq"]
         tensors = (v, momenta, second, weights[param], means[param])
         at = few_K[begin:end].nonzero()[:, 0] if some else few_K[:0]
@@ -245,10 +327,10 @@ class _Formulas(NamedTuple):
     largest: float
 
     @classmethod
-    def of(cls, slot: Slot, moved: float, interval: int, size: int, eps: float) -> _Formulas:
-        """Those after `interval` steps of a parameter in which a gradient of one moved the weights by `moved` / D."""
+    def of(cls, slot: Slot, moved: float, steps: int, size: int, eps: float) -> _Formulas:
+        """Those after `steps` steps of a parameter in which a gradient of one moved the weights by `moved` / D."""
         beta1, beta2 = slot.group["betas"]
-        shares = [1 - beta1**k for k in range(1, interval + 1)]
+        shares = [1 - beta1**k for k in range(1, steps + 1)]
         whole = sum(shares)
         spread = sum(share**2 for share in shares) / whole**2
         return cls(
@@ -256,7 +338,7 @@ class _Formulas(NamedTuple):
             shift=slot.group["eps"] / moved,
             whole=whole,
             share=shares[-1],
-            kept=beta2**interval,
+            kept=beta2**steps,
             mix=(1 - spread) / (size - spread),
             spread=spread,
             size=size,

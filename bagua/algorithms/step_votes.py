@@ -36,13 +36,14 @@ class _Votes:
 
 
 def launch_votes(
-    ctx: Context, stepped: Iterable[Sequence[bool]], rows: Sequence[Sequence[Tensor]] | None = None
+    ctx: Context, stepped: Iterable[Sequence[float]], rows: Sequence[Sequence[Tensor]] | None = None
 ) -> None:
     """Queue the sum over all ranks; `ctx.wait` waits for it.
 
     Args:
         ctx: of the algorithm.
-        stepped: for each bucket and each parameter that counts, whether this rank has made the steps.
+        stepped: for each bucket and each parameter that counts, whether this rank has made the steps, or a number that
+            tells how many; sums over the ranks have to be below 2^24.
         rows: for each bucket tensors [K] bool, whether this rank had a gradient in each of K rows.
     """
     flags = [list(each) for each in stepped]
@@ -69,7 +70,7 @@ def launch_votes(
 
 
 def votes_of(ctx: Context, bucket: Bucket, num: int) -> Tensor:
-    """How many ranks have made the steps, after `ctx.wait`.
+    """The sums over the ranks, as on how many ranks the steps were made, after `ctx.wait`.
 
     Shapes: result: [num] fp32, on the bucket's device.
     """
