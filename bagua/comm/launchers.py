@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Launcher", "started_by", "torchrun_variables"]
+__all__ = ["LAUNCH", "Launcher", "environment_at_start", "signs_of_others", "started_by", "torchrun_variables"]
 
+# What torchrun sets and `init_process_group` needs.
+LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORTS = range(10000, 30000)  # below the ports that Linux gives out by itself
 _DEFAULT_PORT = "29500"  # torchrun's
 
@@ -64,6 +68,50 @@ def started_by(env: Mapping[str, str]) -> Launcher | None:
         if launcher.size in env and not (launcher is _PMI and _is_from_srun(env)):
             return launcher if _number(env, launcher.size, launcher) > 1 else None
     return None
+
+
+def signs_of_others(env: Mapping[str, str], at_start: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Variables by which a process that no launcher has started completely seems to be one of several.
+
+    Args:
+        env: of now.
+        at_start: of when the process began. What libraries such as Lightning set later stays behind when they are done.
+
+    Returns:
+        those that leave no doubt; and those that a process which is alone may have too: such leftovers, `LOCAL_RANK=0`,
+        which is set by hand for scripts that read it, the address of its job in a single task of `srun` or `mpirun`,
+        and the rest of the environment of a rank that has unset the four of `LAUNCH` to run something alone.
+    """
+    addresses = [name for name in LAUNCH[2:] if env.get(name)]
+    others = [name for name, most in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)) if _above(env, name, most)]
+    others += [name for name in ("PET_NNODES",) if _above(env, name, 1)]
+    several_nodes = _above(env, "NNODES", 1)
+    if several_nodes and _above(env, "NODE_RANK", -1):
+        others += ["NODE_RANK", "NNODES"]
+    sure = [name for name in LAUNCH[:2] if name in env]
+    unsure = [name for name in ("LOCAL_RANK",) if env.get(name) == "0"]
+    unsure += [name for name in ("NNODES",) if several_nodes and name not in others]
+    single_task = any(env.get(launcher.size) == "1" for launcher in _LAUNCHERS)
+    within_torchrun = not sure and not addresses and "TORCHELASTIC_RUN_ID" in env
+    for names, doubted in ((addresses, single_task), (others, within_torchrun)):
+        for name in names:
+            (unsure if doubted or at_start.get(name) != env[name] else sure).append(name)
+    return sure, unsure
+
+
+def environment_at_start() -> dict[str, str]:
+    """The environment with which this process was started; that of now where the system does not tell."""
+    try:
+        entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return dict(os.environ)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in (entry.partition(b"=") for entry in entries)}
+
+
+def _above(env: Mapping[str, str], name: str, bound: int) -> bool:
+    """Whether the variable holds a number above `bound`; of a range as `1:4` the end counts."""
+    text = env.get(name, "").rpartition(":")[2].strip()
+    return text.isdecimal() and int(text) > bound
 
 
 def _is_from_srun(env: Mapping[str, str]) -> bool:

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from bagua.comm import error_file, shutdown
-from bagua.comm.launchers import started_by, torchrun_variables
+from bagua.comm.launchers import LAUNCH, environment_at_start, signs_of_others, started_by, torchrun_variables
 
 __all__ = ["destroy_process_group", "init_process_group", "is_initialized"]
 
 _log = logging.getLogger("bagua")
-_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The rendezvous store outlives destroy_process_group(): were it made anew on the same port, a fast rank could
 # still reach the old server of a slow rank 0 and wait there forever.
 _stores: dict[tuple[str, ...], dist.Store] = {}
@@ -35,7 +34,8 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
 
     It reads rank and world size from the environment that `torchrun` and `bagua run` set. If only `srun` or `mpirun`
     started the ranks, it reads theirs and sets torchrun's variables accordingly. Without a launcher the world size is
-    1. A second call has no effect. After `destroy_process_group` you can call it again.
+    1, but part of its environment, such as `MASTER_ADDR` alone, is an error. A second call has no effect. After
+    `destroy_process_group` you can call it again.
 
     It also announces the end of the script to the other ranks and passes an uncaught exception to the launcher.
 
@@ -75,16 +75,9 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
     explicit = {"init_method", "store", "rank", "world_size"} & {k for k, v in kw.items() if v is not None}
     if explicit:
         dist.init_process_group(backend, **kw)
-    elif not (_adopt_launcher() or any(name in os.environ for name in ("RANK", "WORLD_SIZE"))):
+    elif not _adopt_launcher() and _is_alone():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **kw)
     else:
-        missing = [name for name in _ENV if name not in os.environ]
-        if missing:
-            raise ValueError(
-                f"init_process_group: {', '.join(missing)} not set in the environment although "
-                f"{', '.join(n for n in _ENV if n in os.environ)} is; launch with torchrun or `bagua run`, "
-                "or unset all of them to run alone"
-            )
         rank, world_size = _rank_and_size()
         store = _rendezvous(kw.get("timeout"))
         _generation += 1
@@ -108,6 +101,29 @@ def _adopt_launcher() -> bool:
     os.environ.update(found)
     _log.info("started by %s: %s", launcher.name, ", ".join(f"{name}={value}" for name, value in found.items()))
     return True
+
+
+def _is_alone() -> bool:
+    """Whether no launcher has started this process; warns if it looks as if one had.
+
+    Raises:
+        ValueError: part of a launcher's environment is missing; names it.
+    """
+    sure, unsure = signs_of_others(os.environ, environment_at_start())
+    missing = [name for name in LAUNCH if name not in os.environ]
+    if sure and missing:
+        found = dict.fromkeys(name for name in (*LAUNCH, *sure, *unsure) if name in os.environ)
+        raise ValueError(
+            f"init_process_group: {', '.join(missing)} not set in the environment, which has {', '.join(found)}; "
+            "launch with torchrun or `bagua run`, or unset all of them to run alone"
+        )
+    if not sure and unsure:
+        _log.warning(
+            "init_process_group: the environment has %s, but neither RANK nor WORLD_SIZE: this process trains alone. "
+            "If others were started with it, launch them with torchrun or `bagua run`",
+            ", ".join(f"{name}={os.environ[name]}" for name in unsure),
+        )
+    return not sure
 
 
 def _rank_and_size() -> tuple[int, int]:
@@ -169,7 +185,7 @@ def _check_ours(backend: str) -> None:
 
 def _rendezvous(timeout: timedelta | None) -> dist.Store:
     global _generation
-    key = tuple(os.environ.get(name, "") for name in (*_ENV, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"))
+    key = tuple(os.environ.get(name, "") for name in (*LAUNCH, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"))
     store = _stores.get(key)
     if store is None:
         options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}

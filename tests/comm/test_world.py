@@ -14,9 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua
+from bagua.comm import world
+from bagua.comm.launchers import environment_at_start
 from tests.rank_pool import RankPool
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+VARIABLES = (
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *("NODE_RANK", "NNODES", "PET_NNODES", "TORCHELASTIC_RUN_ID"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +76,65 @@ def test_incomplete_environment(monkeypatch: pytest.MonkeyPatch, missing: str) -
     if missing in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         with pytest.raises(ValueError, match=f"{missing} not set"):
             bagua.init_process_group()
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"MASTER_ADDR": "job-0.svc", "MASTER_PORT": "29500"}, "MASTER_ADDR, MASTER_PORT"),
+        ({"MASTER_ADDR": "job-0.svc"}, "MASTER_ADDR"),
+        ({"MASTER_PORT": "29500", "LOCAL_RANK": "0"}, "MASTER_PORT, LOCAL_RANK"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE, LOCAL_RANK"),
+        ({"NODE_RANK": "0", "NNODES": "2"}, "NODE_RANK, NNODES"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "node0"}, "PET_NNODES"),
+        ({"PET_NNODES": "1:4"}, "PET_NNODES"),
+    ],
+)
+def test_a_part_of_a_launcher_s_environment(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], named: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world, "environment_at_start", lambda: dict(os.environ))
+    with pytest.raises(ValueError, match=f"RANK, .*not set in the environment, which has {named}; .*torchrun"):
+        bagua.init_process_group()
+
+
+@pytest.mark.parametrize(
+    ("environment", "warned"),
+    [
+        ({"PET_NNODES": "1", "PET_MASTER_ADDR": "node0", "PET_NPROC_PER_NODE": "auto", "NODE_RANK": "0"}, ""),
+        ({"LOCAL_RANK": "-1", "LOCAL_WORLD_SIZE": "1", "NNODES": "1", "MASTER_ADDR": ""}, ""),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0"),
+        ({"NNODES": "4"}, "NNODES=4"),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "MASTER_ADDR": "gpu-07"}, "MASTER_ADDR=gpu-07"),
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=1, LOCAL_WORLD_SIZE=2"),
+    ],
+    ids=lambda each: "" if isinstance(each, str) else "+".join(each),
+)
+def test_what_a_process_that_is_alone_may_have(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, environment: dict[str, str], warned: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world, "environment_at_start", lambda: dict(os.environ))
+    bagua.init_process_group()
+    assert dist.get_world_size() == 1
+    assert (f"the environment has {warned}, but neither RANK" in caplog.text) == bool(warned)
+
+
+def test_what_another_library_has_set_in_this_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Lightning leaves it behind, which removes `WORLD_SIZE` only."""
+    leftovers = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711", "NODE_RANK": "0", "LOCAL_RANK": "0"}
+    for name, value in leftovers.items():
+        monkeypatch.setenv(name, value)
+    bagua.init_process_group()
+    assert dist.get_world_size() == 1
+    assert "this process trains alone" in caplog.text
+    assert environment_at_start().get("PATH") == os.environ.get("PATH")
 
 
 @pytest.mark.parametrize(
