@@ -29,7 +29,7 @@ from bagua.comm.transport import (
     why_no_transport,
 )
 from bagua.engine.distributed_module import attachment_of
-from bagua.engine.startup import link_probe
+from bagua.engine.startup import link_probe, request
 from bagua.engine.startup.link_probe import Links
 from bagua.engine.startup.request import Request
 from tests.rank_pool import RankPool
@@ -159,6 +159,21 @@ def test_by_default_gloo_takes_over_where_ranks_cannot_be_connected(
     monkeypatch.setenv(mesh_connect.CONGESTION, "reno")  # who sets it up wants it
     with pytest.raises(AssertionError, match="native transport cannot be opened"):
         run_teams(3, trained, None)
+
+
+def test_a_congestion_control_of_one_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises on a rank whose kernel lacks it, while those that have named none would go on over gloo."""
+
+    def work(team: Team) -> str:
+        mine.name = "no_such_one" if team.rank == 1 else None
+        with pytest.raises(bagua.RankMismatchError) as failed:
+            trained(team, None)
+        return str(failed.value)
+
+    mine = threading.local()
+    monkeypatch.setattr(request, "congestion_control", lambda: mine.name)
+    for text in run_teams(3, work):
+        assert "BAGUA_NATIVE_CONGESTION differs: rank 1 has no_such_one, rank 0 has the kernel's choice" in text
 
 
 @there

@@ -14,6 +14,7 @@ from bagua.algorithms.auto import get_or_auto
 from bagua.algorithms.base import Algorithm
 from bagua.algorithms.registry import registry
 from bagua.autotune import Autotune, as_options
+from bagua.comm.mesh_connect import CONGESTION, congestion_control
 from bagua.comm.store_team import encode
 from bagua.comm.transport import FAR_LANES_OF_SUMS, FAR_S, NEAR_LANES_OF_SUMS, chosen_transport
 from bagua.engine.buffers import check_broadcast
@@ -153,6 +154,7 @@ class Request:
             "rank_order": repr(self.rank_order),
             "routes": self.routes or "the default",
             "transport": self.transport or "the default",
+            CONGESTION: congestion_control() or "the kernel's choice",
             "fault_tolerant": f"over {self.tolerates_over}" if self.tolerates_over else "off",
             "autotune": repr(self.tune),
             "optimizers": ", ".join(
