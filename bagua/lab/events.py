@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bagua.lab.host import Host
-from bagua.lab.link import Link, seconds
+from bagua.lab.link import Link, moment
 
 __all__ = ["Event", "apply_event", "parse_event", "wire_for"]
 
@@ -47,7 +47,7 @@ def parse_event(text: str, num_hosts: int) -> Event:
         raise ValueError(f"--at {text}: kill-rank needs a local rank, e.g. kill-rank:1=0")
     if parts[1] in ("bandwidth", "latency"):
         _changed(Link(), parts[1], value)
-    return Event(seconds(parts[0], "--at"), parts[1], int(host), value)
+    return Event(moment(parts[0], f"--at {text}: the time"), parts[1], int(host), value)
 
 
 def apply_event(event: Event, host: Host, link: Link) -> Link:

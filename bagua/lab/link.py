@@ -6,12 +6,14 @@ import math
 import re
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT_QUEUE_BYTES", "Link", "bits_per_second", "num_bytes", "seconds"]
+__all__ = ["DEFAULT_QUEUE_BYTES", "Link", "bits_per_second", "moment", "num_bytes", "seconds"]
 
 DEFAULT_QUEUE_BYTES = 1_000_000
 _NUMBER = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)")
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_OF_MOMENTS = {**_SECONDS, "m": 60.0, "min": 60.0, "h": 3600.0}
+_MOST_S = 168 * 3600.0
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -108,6 +110,21 @@ def seconds(value: str | float, name: str) -> float:
     if not 0 <= duration <= 60:
         raise ValueError(f"{name} must be between 0 and 60 s, not {value!r}")
     return duration
+
+
+def moment(value: str, name: str) -> float:
+    """Reads a time since the beginning of a job, in seconds: "500ms", "90s", "5m", "2h".
+
+    Raises:
+        ValueError: if it is none, is negative, or above a week.
+    """
+    number, unit = _split(value, name, "a time like '90s' or '5m'")
+    if unit not in _OF_MOMENTS and (number or unit):
+        raise ValueError(f"{name} must be a time with a unit (ms, s, m, h), not {value!r}")
+    at_s = number * _OF_MOMENTS.get(unit, 1.0)
+    if not 0 <= at_s <= _MOST_S:
+        raise ValueError(f"{name} must be between 0 and 168h, not {value!r}")
+    return at_s
 
 
 def num_bytes(value: str | int, name: str) -> int:
