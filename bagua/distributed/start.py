@@ -69,6 +69,8 @@ def _start(args: Namespace, prog: str, kept: ExitStack, forks: ForkServer | None
         else:
             _elect(args)
             meeting = Meeting.of(args)
+            _check_node_rank(args)
+        _make_log_dir(args)
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
@@ -134,6 +136,33 @@ def _num_ranks(args: Namespace) -> int:
     if number < 1:
         raise ValueError(f"--nproc-per-node {args.nproc_per_node}: {number} ranks ({expected})")
     return number
+
+
+def _check_node_rank(args: Namespace) -> None:
+    """Static rendezvous only: others number the nodes themselves.
+
+    Raises:
+        ValueError: there is no such node, and the launcher would wait for the others forever.
+    """
+    _, most = parse_nnodes(args.nnodes)
+    if args.rdzv_backend == "static" and not args.standalone and not 0 <= args.node_rank < most:
+        raise ValueError(f"--node-rank {args.node_rank}: expected 0 to {most - 1}, as --nnodes is {most}")
+
+
+def _make_log_dir(args: Namespace) -> None:
+    """Make the directory of the ranks' output.
+
+    Raises:
+        ValueError: ranks cannot write there.
+    """
+    if args.log_dir is None:
+        return
+    try:
+        os.makedirs(args.log_dir, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--log-dir {args.log_dir}: cannot be made ({error.strerror})") from None
+    if not os.access(args.log_dir, os.W_OK | os.X_OK):
+        raise ValueError(f"--log-dir {args.log_dir}: cannot be written to")
 
 
 def _say(prog: str, text: str) -> None:

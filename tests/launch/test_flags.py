@@ -176,6 +176,22 @@ def test_no_number_of_ranks(
     assert "expected a number of at least 1, auto, cpu, gpu or xpu" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nnodes", "2", "--node-rank", "5"], "--node-rank 5: expected 0 to 1, as --nnodes is 2"),
+        (["--node-rank", "1"], "--node-rank 1: expected 0 to 0, as --nnodes is 1"),
+        (["--log-dir", "/proc/nope"], "--log-dir /proc/nope: cannot be made (No such file or directory)"),
+    ],
+)
+def test_flags_that_cannot_be_had_are_refused_in_one_line(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert run_module.main([*words, "x.py"]) == 2
+    assert capsys.readouterr().err == f"bagua run: {message}\n"
+
+
 def test_tuning_flags_at_level_0_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

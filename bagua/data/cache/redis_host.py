@@ -79,8 +79,10 @@ def _from_url(where: str, url: str) -> RedisHost:
         name = parts.hostname
     except ValueError:
         raise ValueError(wanted) from None
-    if parts.scheme not in ("redis", "rediss") or not name or parts.query:
+    if parts.scheme not in ("redis", "rediss") or not name:
         raise ValueError(wanted)
+    if parts.query:
+        raise ValueError(f'{wanted}, without "?...": pass {{"host": ..., "ssl": True, ...}} with these options instead')
     try:
         port = 6379 if parts.port is None else parts.port
     except ValueError:

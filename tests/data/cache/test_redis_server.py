@@ -213,6 +213,7 @@ def test_wrong_hosts_are_named(hosts: object) -> None:
         ("redis://b/x", "as \"db\", got 'x'"),
         ("redis://b/-1", "as \"db\", got '-1'"),
         ("redis://[::1", "expected redis://"),
+        ("rediss://b?ssl_ca_certs=ca.pem", 'without "?...": pass {"host": ..., "ssl": True, ...} with these options'),
     ],
     ids=str,
 )
