@@ -12,10 +12,13 @@ import torch.distributed as dist
 
 from bagua.comm import error_file, shutdown
 from bagua.comm.launchers import LAUNCH, environment_at_start, signs_of_others, started_by, torchrun_variables
+from bagua.own_address import address_towards, first_address, interface_of, is_loopback, name_problem
 
 __all__ = ["destroy_process_group", "init_process_group", "is_initialized"]
 
 _log = logging.getLogger("bagua")
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_MASTER = "what MASTER_ADDR is on the last rank"
 # The rendezvous store outlives destroy_process_group(): were it made anew on the same port, a fast rank could
 # still reach the old server of a slow rank 0 and wait there forever.
 _stores: dict[tuple[str, ...], dist.Store] = {}
@@ -45,7 +48,7 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
         **kw: further arguments of `torch.distributed.init_process_group` (`timeout`, `device_id`, `init_method`, ...).
 
     Raises:
-        RuntimeError: the rank joins a fault-tolerant job that is running.
+        RuntimeError: the rank joins a fault-tolerant job that is running, or other hosts cannot reach this one.
         ValueError: the environment is incomplete or wrong, a name of Bagua's backend is unknown, or a second call asks
             for another backend.
 
@@ -86,6 +89,8 @@ def init_process_group(backend: str | None = None, **kw: Any) -> None:
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
         prefix = dist.PrefixStore(f"bagua/{attempt}/{_generation}", store)
+        if world_size > 1 and "gloo" in backend.lower():
+            _choose_interface(prefix, rank, world_size)
         dist.init_process_group(backend, store=prefix, rank=rank, world_size=world_size, **kw)
     _await_connections()
     shutdown.install()
@@ -145,6 +150,37 @@ def _rank_and_size() -> tuple[int, int]:
             f"WORLD_SIZE={world_size}"
         )
     return rank, world_size
+
+
+def _choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
+    """Have gloo take the interface that leads to rank 0's host, where it would take loopback on one of several hosts.
+
+    gloo listens at what this host's name resolves to, which installers of Debian and Ubuntu make 127.0.1.1.
+
+    Raises:
+        RuntimeError: there is no such interface; names the variable to set.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        return
+    master = os.environ["MASTER_ADDR"].strip("[]")
+    target = first_address(master)
+    if rank == world_size - 1:  # on another host than rank 0, if there are several
+        store.set(_MASTER, target or "")
+    if os.environ.get(_INTERFACE) or not (problem := name_problem()):
+        return
+    if target is None or is_loopback(target):
+        target = store.get(_MASTER).decode()
+        if not target or is_loopback(target):
+            return  # all are on this host
+    source = address_towards(target)
+    interface = None if source is None or is_loopback(source) else interface_of(source)
+    if interface is None:
+        raise RuntimeError(
+            f"init_process_group: rank {rank}: {problem}, and no interface was found that leads to MASTER_ADDR "
+            f"({target}); set {_INTERFACE} to the interface between the hosts"
+        )
+    os.environ[_INTERFACE] = interface
+    _log.info("%s; gloo takes the interface %s, which leads to MASTER_ADDR (%s)", problem, interface, target)
 
 
 def _await_connections() -> None:

@@ -24,11 +24,16 @@ from torch.distributed.elastic.rendezvous import (
     dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,
+    _parse_rendezvous_config,
+    parse_rendezvous_endpoint,
+)
 from torch.distributed.run import get_rdzv_endpoint
 
 from bagua.distributed import failover
 from bagua.distributed.node_counts import parse_nnodes
+from bagua.own_address import is_own
 
 __all__ = ["FAILURES", "Meeting", "MeetingError"]
 
@@ -123,6 +128,21 @@ class Meeting:
                 say(f"{what}; trying again for {limit_s:g} s (--rdzv-conf {key}=...)")
                 told = True
             time.sleep(_LOOK_S)
+
+    def serves_here(self) -> bool | None:
+        """Whether this host has to serve the store of a c10d rendezvous, as torch's guess by its name may be wrong.
+
+        None: torch knows, or the user has said it.
+        """
+        host, port = self.places[0]
+        if "is_host" in self.conf:
+            return None
+        try:
+            if _matches_machine_hostname(host):
+                return None
+        except OSError:  # its own name does not resolve
+            pass
+        return is_own(host) and not _answers(host, port)  # another launcher of this host may serve it
 
     @contextmanager
     def told(self, say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:

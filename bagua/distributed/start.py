@@ -28,6 +28,7 @@ from bagua.distributed.run_directory import run_directory
 from bagua.distributed.run_status import serve_status
 from bagua.distributed.waiting import end_while_waiting
 from bagua.elastic import memory
+from bagua.own_address import address_towards, is_loopback, name_problem
 from bagua.signals import end_by_exception
 from bagua.status.rank_status import STATUS
 
@@ -179,11 +180,30 @@ def _run(args: Namespace, meeting: Meeting | None, say: Callable[[str], None]) -
     if meeting is None:
         return _run_here(args)
     meeting.resolve(say)
+    _serve_here(args, meeting)
     with meeting.told(say) as started:
         try:
             _run_here(args)
         except FAILURES as error:
             raise MeetingError(meeting.explain(error, started())) from error
+
+
+def _serve_here(args: Namespace, meeting: Meeting) -> None:
+    """Have the host of the endpoint serve torch's store, also where its own name does not resolve to that address.
+
+    torch compares the endpoint with what the own name resolves to: on Debian and Ubuntu that may be 127.0.1.1, and no
+    host would serve.
+    """
+    if args.rdzv_backend != "c10d":
+        return
+    problem = name_problem()
+    if problem and not args.local_addr:
+        own = address_towards(meeting.places[0][0])
+        if own is not None and not is_loopback(own):
+            args.local_addr = own  # others may be told to find rank 0 there
+    serves = meeting.serves_here() if problem else None
+    if serves is not None:
+        args.rdzv_conf = ",".join([*filter(None, [args.rdzv_conf]), f"is_host={int(serves)}"])
 
 
 def _run_here(args: Namespace) -> None:

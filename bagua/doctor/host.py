@@ -18,10 +18,11 @@ import bagua
 from bagua.codecs import backend
 from bagua.engine.startup.link_probe import usable_cores
 from bagua.net.diagnosis import diagnose
+from bagua.own_address import address_towards, interface_of
 
 __all__ = ["examine_host"]
 
-_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # ioctl requests of Linux
+_SIOCGIFMTU = 0x8921  # linux/sockios.h
 _NET = Path("/proc/sys/net")
 
 
@@ -81,21 +82,9 @@ def _codec_kernels() -> str:
 
 
 def _interface_to(master: str) -> str | None:
-    """The IPv4 interface with the address from which `master` is reached."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master, 9))  # sends nothing
-            address = probe.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                try:
-                    found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                except OSError:  # it has no IPv4 address
-                    continue
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    except OSError:
-        pass
-    return None
+    """The interface with the address from which `master` is reached."""
+    address = address_towards(master)
+    return None if address is None else interface_of(address)
 
 
 def _name_is_loopback() -> bool:

@@ -158,6 +158,37 @@ def test_wrong_numbers_in_the_environment(
         bagua.init_process_group()
 
 
+@pytest.mark.parametrize(
+    ("resolved", "told", "problem", "chosen"),
+    [
+        ("10.0.0.1", "10.0.0.1", "", None),
+        ("10.0.0.1", "10.0.0.1", "is 127.0.1.1", "eth of 10.0.0.1"),
+        ("127.0.1.1", "10.0.0.7", "is 127.0.1.1", "eth of 10.0.0.7"),  # rank 0, whose name MASTER_ADDR is
+        ("127.0.0.1", "127.0.0.1", "is 127.0.1.1", None),  # all on one host
+    ],
+)
+def test_the_interface_where_the_own_name_is_loopback(
+    resolved: str, told: str, problem: str, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    monkeypatch.setattr(os, "environ", {**environment, "MASTER_ADDR": "node0"})
+    monkeypatch.setattr(world, "name_problem", lambda: problem)
+    monkeypatch.setattr(world, "address_towards", lambda host: host)
+    monkeypatch.setattr(world, "interface_of", lambda address: f"eth of {address}")
+    store = dist.HashStore()
+    monkeypatch.setattr(world, "first_address", lambda host: told)
+    world._choose_interface(store, 1, 2)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    monkeypatch.setattr(world, "first_address", lambda host: resolved)
+    world._choose_interface(store, 0, 2)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+    if chosen:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+        monkeypatch.setattr(world, "interface_of", lambda address: None)
+        with pytest.raises(RuntimeError, match=r"rank 0: is 127.0.1.1, and no .*; set GLOO_SOCKET_IFNAME to"):
+            world._choose_interface(store, 0, 2)
+
+
 def again_and_again(port: int) -> list[float]:
     """Three worlds after one another over one address, without any pause in between."""
     found = []

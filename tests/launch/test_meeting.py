@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from bagua.distributed import failover, meeting
+from bagua.distributed import failover, meeting, start
 from bagua.distributed.meeting import Meeting, MeetingError
 from bagua.distributed.run import get_args_parser
 from tests.launch.launching import RUN, Launcher, script
@@ -157,6 +157,47 @@ def test_a_name_that_resolves_later(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     found("--nnodes", "2", *C10D, "typo:1").resolve(said.append)
     assert len(said) == 1 and said[0].endswith("trying again for 60 s (--rdzv-conf read_timeout=...)")
+
+
+@pytest.mark.parametrize(
+    ("by_name", "own", "answers", "serves"),
+    [
+        (True, True, False, None),  # torch finds it
+        (False, True, False, True),  # the own name is 127.0.1.1
+        (False, True, True, False),  # another launcher of this host serves
+        (False, False, False, False),
+        (None, True, False, True),  # the own name does not resolve
+        (None, False, False, False),
+    ],
+)
+def test_the_host_that_has_the_address_serves(
+    by_name: bool | None, own: bool, answers: bool, serves: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def matches(host: str) -> bool:
+        if by_name is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return by_name
+
+    monkeypatch.setattr(meeting, "_matches_machine_hostname", matches)
+    monkeypatch.setattr(meeting, "is_own", lambda host: own)
+    monkeypatch.setattr(meeting, "_answers", lambda host, port: answers)
+    made = found("--nnodes", "2", *C10D, "10.0.0.1:29500")
+    assert made.serves_here() is serves
+    assert found("--nnodes", "2", *C10D, "10.0.0.1:29500", "--rdzv-conf", "is_host=0").serves_here() is None
+
+
+def test_torch_is_told_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = get_args_parser().parse_args(["--nnodes", "2", *C10D, "10.0.0.1:29500", "--rdzv-conf", "a=1", "train.py"])
+    made = Meeting.of(args)
+    assert made is not None
+    monkeypatch.setattr(start, "name_problem", lambda: "")
+    start._serve_here(args, made)
+    assert (args.rdzv_conf, args.local_addr) == ("a=1", None)
+    monkeypatch.setattr(start, "name_problem", lambda: "the name of this host, 'x', does not resolve here")
+    monkeypatch.setattr(start, "address_towards", lambda host: "10.0.0.2")
+    monkeypatch.setattr(Meeting, "serves_here", lambda self: False)
+    start._serve_here(args, made)
+    assert (args.rdzv_conf, args.local_addr) == ("a=1,is_host=0", "10.0.0.2")
 
 
 def cause(error: Exception, text: str) -> Exception:
