@@ -301,7 +301,7 @@ def within_backward(team: Team, algorithm: str, how: str) -> str:
     return message_of(lambda: loss_of(model, team.rank, 0).backward())
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 @pytest.mark.parametrize("how", ["torch", "by hand"])
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized"])
 def test_steps_within_backward_are_refused(algorithm: str, how: str) -> None:

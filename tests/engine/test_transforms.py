@@ -72,7 +72,7 @@ def trained(team: Team, algorithm: str, options: dict[str, Any], before: Callabl
     [("decentralized", {}), ("gradient_allreduce", {"broadcast_buffers": True})],
     ids=["decentralized", "buffers"],
 )
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 @pytest.mark.parametrize("before", [gradients_of_samples, jacobian, fake, graph, trace])
 def test_they_do_not_begin_a_step(algorithm: str, options: dict[str, Any], before: Callable[..., None]) -> None:
     expected = run_teams(2, trained, algorithm, options, None, timeout_s=20)

@@ -254,7 +254,7 @@ def test_modules_that_are_not_distributed_can_be_compiled(pool: RankPool) -> Non
     pool.run(1, _compiled_beside_the_patch)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 def test_modules_can_be_scripted_and_traced_beside_the_patch() -> None:
     """TorchScript compiles the properties of modules."""
     import bagua.torch_api as api

@@ -55,6 +55,7 @@ OF_DDP = {
     "param_to_hook_all_reduce": "leave it out: it has no counterpart",
     "skip_all_reduce_unused_params": "leave it out: unused parameters are found in every step",
     "batched_grad_copy": "leave it out: gradients are views of buckets by default",
+    "lazy_bucket_allocation": "leave it out: gradients are views of buckets by default, so they take no memory twice",
 }
 
 
