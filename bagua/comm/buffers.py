@@ -33,7 +33,8 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+        # A copy: a lane's thread may add one meanwhile.
+        return sum(flat.numel() * flat.element_size() for flat in list(self._flat.values()))
 
     def clear(self) -> None:
         """Give all memory back."""

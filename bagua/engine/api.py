@@ -155,7 +155,7 @@ def distribute(
     """
     error_file.install()  # scripts without bagua.init_process_group, as fault-tolerant ones, have no other place
     tolerance = as_fault_tolerance(fault_tolerant)
-    previous = attachments.get(module) if isinstance(module, nn.Module) else None
+    previous = attachments.get(module) if isinstance(module, nn.Module) and attachments.is_root(module) else None
     if process_group is None and previous is not None:
         process_group = previous.process_group
     if previous is not None:

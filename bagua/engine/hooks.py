@@ -85,6 +85,27 @@ class _Attachments(weakref.WeakKeyDictionary[nn.Module, Attachment]):
         # By a part of them, which is in several where they share it.
         self.roots_of: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 
+    def __getitem__(self, module: nn.Module) -> Attachment:
+        try:
+            return super().__getitem__(module)
+        except KeyError:
+            return super().__getitem__(_within(module))
+
+    def __contains__(self, module: object) -> bool:
+        return super().__contains__(module) or super().__contains__(_within(module))
+
+    def __delitem__(self, module: nn.Module) -> None:
+        super().__delitem__(module if super().__contains__(module) else _within(module))
+
+    def get(self, key: nn.Module, default: Any = None) -> Any:
+        """As of a dictionary."""
+        found = super().get(key)
+        return super().get(_within(key), default) if found is None else found
+
+    def is_root(self, module: nn.Module) -> bool:
+        """Whether `module` itself was distributed, not the module that `torch.compile` has wrapped in it."""
+        return super().__contains__(module)
+
     def all(self) -> list[Attachment]:
         """A list made at once: other threads may distribute modules meanwhile."""
         return list(vars(self)["data"].values())
@@ -93,6 +114,12 @@ class _Attachments(weakref.WeakKeyDictionary[nn.Module, Attachment]):
         """The modules too, as `all`."""
         found = [(reference(), attachment) for reference, attachment in list(vars(self)["data"].items())]
         return [(module, attachment) for module, attachment in found if module is not None]
+
+
+def _within(module: Any) -> nn.Module:
+    """What `torch.compile` has wrapped; else the module itself."""
+    inner = vars(module).get("_modules", {}).get("_orig_mod") if hasattr(module, "__dict__") else None
+    return inner if isinstance(inner, nn.Module) else module
 
 
 attachments = _Attachments()

@@ -109,8 +109,9 @@ class ReducedParams:
 
         def observed(*args: Any) -> None:
             zeros = getattr(group, "reduce_scatter_unused_params", False)
-            pairs = zip(self._names, self._params, strict=True)
-            self._last = tuple(name for name, param in pairs if _has_gradient(param, zeros))
+            # From torch 2.15 on gradients of one dtype are beside each other.
+            order = getattr(group, "_reduce_scatter_param_indices", None) or range(len(self._params))
+            self._last = tuple(self._names[i] for i in order if _has_gradient(self._params[i], zeros))
             unobserved(*args)
 
         group.post_backward = observed

@@ -29,7 +29,14 @@ def go_on(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def through_fsspec(algorithm: str, url: str) -> bool:
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+    try:
+        from torch.distributed.checkpoint.fsspec_filesystem import (  # pyright: ignore
+            FsspecReader,
+            FsspecWriter,
+        )
+    except ImportError:  # torch before 2.15
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
     state = made(algorithm)
     train(state["model"], state["optimizer"], range(3))

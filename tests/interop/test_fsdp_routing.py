@@ -206,3 +206,35 @@ def without_names() -> str:
 def test_a_torch_that_does_not_show_the_parameters_is_an_error(pool: RankPool) -> None:
     (said,) = pool.run(1, without_names)
     assert "no unsharded_accumulated_grad" in said and "error_feedback=False" in said and torch.__version__ in said
+
+
+class Mixed(nn.Module):
+    """Parameters in bf16, of which one gets its gradient in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, rows in (("a", 4), ("b", 6), ("c", 8)):
+            self.register_parameter(name, nn.Parameter(torch.ones(rows, 4, dtype=torch.bfloat16)))
+        self.b.grad_dtype = torch.float32  # pyright: ignore
+
+    def forward(self, factors: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(self.get_parameter(name).float() * each).sum() for name, each in factors.items()]).sum()
+
+
+def residuals_of_dtypes() -> dict[str, float]:
+    """The largest residual of each parameter, whose gradients are between its own 1 and 32 times 1, 100 or 10,000."""
+    model = Mixed()
+    fully_shard(model)
+    state = compress_fsdp(model, reduce_scatter="top_k")
+    sizes = dict(zip("abc", (1.0, 100.0, 10000.0), strict=True))
+    model(
+        {name: torch.arange(1.0, 1 + p.numel()).view(-1, 4) * sizes[name] for name, p in model.named_parameters()}
+    ).backward()
+    kept = state.state_dict()["residuals"][""]
+    return {name: kept[name].float().abs().max().item() / size for name, size in sizes.items()}
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 15), reason="torch before 2.15 keeps the order of the parameters")  # pyright: ignore
+def test_gradients_of_several_dtypes_keep_their_residuals(pool: RankPool) -> None:
+    for found in pool.run(2, residuals_of_dtypes):
+        assert all(1 <= each <= 32 for each in found.values()), found
