@@ -40,7 +40,8 @@ _EXCHANGES: dict[type, dict[str, str]] = {
     DifferenceGossip: {"me": "weights", "peers": "weights"},
 }
 _SCALED = {"second_moment": "fresh", "adam_steps": "fresh"}  # the next correction takes the moments as they are
-_ROUNDS = {**_SCALED, **dict.fromkeys(("momenta", "second", "size", "counts", "taken", "sums", "changed"), "fresh")}
+_OF_ROUNDS = ("momenta", "second", "size", "counts", "taken", "skips", "sums", "changed")
+_ROUNDS = {**_SCALED, **dict.fromkeys(_OF_ROUNDS, "fresh")}
 _SAMPLED = {**_SCALED, "squares": "fresh"}  # the noise of a mean depends on the number of ranks
 _ALGORITHMS: dict[type, dict[str, str]] = {
     AsyncModelAverage: _SCALED,

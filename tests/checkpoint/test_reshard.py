@@ -185,6 +185,15 @@ def test_corrected_moments_are_averaged(algorithm: Any, tmp_path: Path) -> None:
     assert all(torch.isfinite(state["model"]["first.weight"]).all() for state in later)
 
 
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("algorithm", [bagua.algorithms.LocalSGD(), bagua.algorithms.DiLoCo()], ids=["local", "diloco"])
+def test_rounds_go_on_alone_and_together(algorithm: Any, sizes: tuple[int, int], tmp_path: Path) -> None:
+    """Nothing is inferred on one rank, so tensors of rounds are there on several only."""
+    saved, loaded, later = change(Case(algorithm, adamw, stop=9), *sizes, tmp_path)
+    weights_equal_the_mean(saved, loaded)
+    assert all(torch.isfinite(state["model"]["first.weight"]).all() for state in later)
+
+
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (2, 1)])
 @pytest.mark.parametrize(
     "algorithm",
